@@ -1,0 +1,118 @@
+"""What a failed launch raises, and the words in which it says why."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_SHORTENED = 150  # characters of a consequence's message
+_CONSEQUENCES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: Global rank; None for a process of the launch that is no rank.
+        pid: Its process.
+        what: "raised ValueError: boom", "was killed by SIGKILL", "exited with code 3".
+        phase: What it was doing, as far as known: "running the function".
+        host: Host name, empty if the rank could not say.
+        device: "cuda:1", "cpu"; empty if the rank could not say.
+        exitcode: As in multiprocessing, negative for a signal; None for a rank that reported an exception.
+        type_name: The exception's qualified name; empty without one.
+        traceback: The remote traceback; empty without one.
+        consequence: It looks like the consequence of another rank's failure.
+        at: When the agent learned of it, in seconds of its monotonic clock.
+    """
+
+    rank: int | None
+    pid: int
+    what: str
+    phase: str = ""
+    host: str = ""
+    device: str = ""
+    exitcode: int | None = None
+    type_name: str = ""
+    traceback: str = ""
+    consequence: bool = False
+    at: float = 0.0
+
+    @property
+    def who(self) -> str:
+        return "the rendezvous server" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def place(self) -> str:
+        """Where it happened, for people."""
+        host = f"host {self.host}" if self.host else ""
+        while_ = f"while {self.phase}" if self.phase else ""
+        return ", ".join(part for part in (host, self.device, f"pid {self.pid}", while_) if part)
+
+
+class LaunchError(RuntimeError):
+    """A launch failed.
+
+    Raised itself where there is no exception of a rank to raise (killed, exited, not picklable); otherwise the
+    ``__cause__`` of that exception.
+
+    Attributes:
+        failures: The cause first, then the others in the order in which they became known. Empty if the launch
+            failed outside its ranks.
+        results: What finished ranks had returned, by global rank.
+    """
+
+    def __init__(
+        self, message: str, failures: Sequence[RankFailure] = (), results: Mapping[int, object] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+        self.results = dict(results or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.failures, self.results)
+
+
+@dataclass
+class Report:
+    """The text of a failed launch: the cause whole, its consequences shortened."""
+
+    name: str  # of the function
+    failures: Sequence[RankFailure]
+    hints: Sequence[str] = field(default_factory=tuple)
+
+    def __str__(self) -> str:
+        cause, *others = self.failures
+        lines = [f"{cause.who} of {self.name}() {cause.what}", f"  {cause.place}"]
+        if cause.traceback:
+            lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
+        lines += [f"  {hint}" for hint in self.hints]
+        if others:
+            lines += ["", "after which:"]
+            lines += [f"  {other.who} {_shortened(other.what)}" for other in others[:_CONSEQUENCES_SHOWN]]
+        if len(others) > _CONSEQUENCES_SHOWN:
+            lines.append(f"  and {len(others) - _CONSEQUENCES_SHOWN} more (see .failures)")
+        return "\n".join(lines)
+
+
+def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """The failures with the cause first: the earliest that does not look like a consequence of another."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
+
+
+def describe_exit(exitcode: int) -> str:
+    """An exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
+    if exitcode >= 0:
+        return f"exited with code {exitcode} (sys.exit or os._exit)"
+    try:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
+
+
+def _shortened(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return textwrap.shorten(first, _SHORTENED, placeholder=" ...") + (" ..." if rest else "")

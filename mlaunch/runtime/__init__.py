@@ -1,0 +1,1 @@
+"""The processes of one machine: fork server, agent, workers."""

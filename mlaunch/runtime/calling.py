@@ -1,0 +1,277 @@
+"""One call in the caller's process: plan it, start it, collect what its ranks say, return or raise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.errors import LaunchError, RankFailure, Report, describe_exit, in_order
+from mlaunch.options import Options
+from mlaunch.runtime import device, explain, functions, payload, starting
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.functions import Call
+from mlaunch.runtime.messages import (
+    Cancel,
+    Context,
+    Kind,
+    LaunchSpec,
+    RankAnswered,
+    RankGone,
+    Reaped,
+    RemoteError,
+    ServerGone,
+)
+from mlaunch.runtime.starting import ForkServer
+
+
+def call_on_ranks(
+    options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Runs the function once per device; the list of what this machine's ranks returned."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    environ = {**os.environ, **(options.env or {})}
+    flush_streams()  # what was printed before the call stands before what the ranks print
+    with _server(options, Call(function, args, kwargs), environ) as server:
+        spec = plan(options, server, name, environ)
+        call = None if options.start_method == "fork" else _portable(function, args, kwargs, name)
+        return _Launch(spec, _start(server, spec, call, name)).collect()
+
+
+@contextlib.contextmanager
+def _server(options: Options, call: Call, environ: Mapping[str, str]) -> Iterator[ForkServer]:
+    if options.start_method == "forkserver":
+        yield starting.warm_server(environ)
+        return
+    fork = options.start_method == "fork"
+    server = starting.start_fork(call) if fork else starting.start_interpreter(environ)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _portable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Call:
+    return Call(functions.portable(function), args, kwargs)
+
+
+def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -> Channel:
+    try:
+        return server.launch(spec, call)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise LaunchError(f"the fork server (pid {server.pid}) died before it could start {name}()") from error
+    except Exception as error:  # whatever a __reduce__ may raise
+        if call is None:
+            raise
+        raise TypeError(f"{_culprit(call, name)} cannot be pickled ({error})") from error
+
+
+def _culprit(call: Call, name: str) -> str:
+    parts: list[tuple[str, object]] = [(f"argument {i} of {name}()", arg) for i, arg in enumerate(call.args)]
+    parts += [(f"argument {key!r} of {name}()", value) for key, value in call.kwargs.items()]
+    for where, value in [*parts, (f"{name}()", call.function)]:
+        try:
+            payload.check(value)
+        except Exception:  # whatever a __reduce__ may raise
+            return explain.unpicklable(value, where) + ", which"
+    return f"the call of {name}()"
+
+
+def flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full, closed
+            stream.flush()
+
+
+def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, str]) -> LaunchSpec:
+    """The launch that the options ask for on this machine. ValueError for what it does not have."""
+    ready = server.ready()
+    device_type = device.choose_type(options.device_type, ready)
+    available = server.count_devices(environ) if device_type != "cpu" else 0
+    if options.device_type == "auto" and available == 0:
+        device_type = "cpu"
+    if device_type == "cpu":
+        placement = device.place_on_cpus(options.n_gpus, options.devices)
+    else:
+        placement = device.place_on_accelerators(
+            device_type, options.n_gpus, options.devices, available, environ
+        )
+    if options.world_size not in {None, placement.local_size}:
+        raise ValueError(
+            f"world_size={options.world_size} with {placement.local_size} rank(s) on this machine: launches over "
+            f"several machines are not in this version; allowed: {placement.local_size}, or None"
+        )
+    return LaunchSpec(
+        launch_id=uuid.uuid4().hex[:12],
+        name=name,
+        local_size=placement.local_size,
+        world_size=placement.local_size,
+        rank_start=options.rank_start,
+        device_type=device_type,
+        visible_devices=placement.visible_devices,
+        backend=device.choose_backend(options.backend, device_type, ready),
+        timeout=options.timeout_seconds,
+        grace_period=options.grace_period,
+        context=_context(environ),
+    )
+
+
+def _context(environ: Mapping[str, str]) -> Context:
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        cwd = None
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    argv = tuple(getattr(sys, "argv", ()))
+    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file)
+
+
+@dataclass
+class _Launch:
+    """A launch as its caller sees it."""
+
+    spec: LaunchSpec
+    agent: Channel
+    values: dict[int, int] = field(default_factory=dict)  # rank -> memfd
+    failures: list[RankFailure] = field(default_factory=list)
+    raised: dict[int, RemoteError] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
+    broken: str = ""  # what ended the launch outside its ranks
+
+    def collect(self) -> list[Any]:
+        """Waits for the launch's last process; then its results, or the exception of its first failure."""
+        try:
+            self._wait()
+            if self.broken and not self.failures:
+                raise LaunchError(f"{self.broken}, which ended {self.spec.name}()", (), self._results())
+            if self.failures:
+                self._raise()
+            return self._return()
+        finally:
+            for memfd in self.values.values():
+                os.close(memfd)
+            self.agent.close()
+
+    def _wait(self) -> None:
+        try:
+            while self._hear():
+                pass
+        except BaseException:  # Ctrl-C, or what another signal handler raised: end the launch, then go on with it
+            self._cancel()
+            raise
+
+    def _cancel(self) -> None:
+        self.agent.tell(Cancel())
+        try:
+            while self._hear():
+                pass
+        except KeyboardInterrupt:  # a second one: no more grace
+            self.agent.tell(Cancel(force=True))
+            while self._hear():
+                pass
+
+    def _hear(self) -> bool:
+        """Takes in one record; False after the last."""
+        try:
+            record, fds = self.agent.receive()
+        except EOFError:
+            self.broken = "the fork server died"
+            return False
+        if isinstance(record, RankAnswered):
+            self._take_answer(record, fds[0])
+        elif isinstance(record, RankGone):
+            self._take_end(record)
+        elif isinstance(record, ServerGone):
+            what = describe_exit(record.exitcode)
+            self.failures.append(RankFailure(None, record.pid, what, exitcode=record.exitcode, at=record.at))
+        elif isinstance(record, Reaped):
+            if record.exitcode != 0:
+                self.broken = f"the agent {describe_exit(record.exitcode)}"
+            return False
+        return True
+
+    def _take_answer(self, record: RankAnswered, memfd: int) -> None:
+        if record.kind is Kind.VALUE:
+            self.values[record.rank] = memfd
+            return
+        remote: RemoteError = payload.read(memfd)
+        os.close(memfd)
+        self.raised[record.rank] = remote
+        what = f"raised {remote.type_name}: {remote.message}" if remote.message else f"raised {remote.type_name}"
+        if record.kind is Kind.UNPICKLABLE:
+            what = f"{record.kind.value}: {remote.message}"
+        self.failures.append(
+            RankFailure(
+                rank=record.rank,
+                pid=record.pid,
+                what=what,
+                phase=remote.phase.value,
+                host=remote.host,
+                device=remote.device,
+                type_name=remote.type_name,
+                traceback="" if record.kind is Kind.UNPICKLABLE else remote.traceback,
+                consequence=record.consequence,
+                at=record.at,
+            )
+        )
+
+    def _take_end(self, record: RankGone) -> None:
+        if record.exitcode == 0 and not record.answered:
+            self.silent.append(record.rank)
+        if record.exitcode == 0 or record.stopped or record.rank in self.raised:
+            return
+        what = describe_exit(record.exitcode)
+        if record.answered:
+            what = f"returned its value, then {what} while shutting down"
+        self.failures.append(
+            RankFailure(record.rank, record.pid, what, exitcode=record.exitcode, at=record.at)
+        )
+
+    def _results(self) -> dict[int, Any]:
+        results = {}
+        for rank, memfd in self.values.items():
+            with contextlib.suppress(Exception):  # what a __setstate__ may raise; the failure itself is told
+                results[rank] = payload.read(memfd)
+        return results
+
+    def _return(self) -> list[Any]:
+        if self.silent:
+            ranks = ", ".join(map(str, sorted(self.silent)))
+            warnings.warn(
+                f"{len(self.silent)} of {self.spec.local_size} ranks of {self.spec.name}() exited with code 0 "
+                f"without returning a value (ranks {ranks}); their results are None",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        ranks_here = range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
+        return [self._value(rank) if rank in self.values else None for rank in ranks_here]
+
+    def _value(self, rank: int) -> Any:
+        try:
+            return payload.read(self.values[rank])
+        except Exception as error:
+            raise LaunchError(
+                f"the value that rank {rank} of {self.spec.name}() returned cannot be unpickled here: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _raise(self) -> None:
+        self.failures = in_order(self.failures)
+        cause = self.failures[0]
+        report = LaunchError(str(Report(self.spec.name, self.failures)), self.failures, self._results())
+        remote = self.raised.get(cause.rank) if cause.rank is not None else None
+        if remote is None or remote.pickled is None:
+            raise report
+        try:
+            error: BaseException = pickle.loads(remote.pickled)
+        except Exception:  # its class does not exist here, or cannot be made: the text must do
+            raise report from None
+        if hasattr(error, "add_note"):
+            error.add_note(f"raised by {cause.who} of {self.spec.name}() ({cause.place})")
+        raise error from report

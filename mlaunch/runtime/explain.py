@@ -1,0 +1,101 @@
+"""Finds which part of a value cannot be pickled, and whether an exception survives pickling."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+
+from mlaunch.runtime import payload
+
+_DEPTH = 12  # levels; deeper than any message stays readable
+_WIDTH = 10_000  # children looked at per level
+
+
+def unpicklable(value: object, name: str) -> str:
+    """What in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
+    for _ in range(_DEPTH):
+        for path, child in _children(value, name):
+            if not _picklable(child):
+                value, name = child, path
+                break
+        else:
+            break
+    kind = type(value)
+    module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
+    return f"{name} is a {module}{kind.__qualname__}"
+
+
+def _picklable(value: object) -> bool:
+    try:
+        payload.check(value)
+    except Exception:  # whatever a __reduce__ may raise
+        return False
+    return True
+
+
+def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        pairs = [(f"{name}[{key!r}]", child) for key, child in value.items()]
+        pairs += [(f"a key of {name}", key) for key in value]
+    elif isinstance(value, list | tuple):
+        pairs = [(f"{name}[{index}]", child) for index, child in enumerate(value)]
+    elif isinstance(value, set | frozenset):
+        pairs = [(f"an element of {name}", child) for child in value]
+    else:
+        pairs = [(f"{name}.{key}", child) for key, child in getattr(value, "__dict__", {}).items()]
+        pairs += _closure(value, name)
+    yield from pairs[:_WIDTH]
+
+
+def _closure(value: object, name: str) -> list[tuple[str, object]]:
+    code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
+    pairs: list[tuple[str, object]] = []
+    for variable, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
+        try:
+            pairs.append((f"{name}'s variable {variable!r}", cell.cell_contents))
+        except ValueError:  # the cell is empty yet
+            continue
+    module = getattr(value, "__globals__", {})
+    used = [key for key in getattr(code, "co_names", ()) if key in module]
+    return pairs + [(f"the global {key!r} that {name} uses", module[key]) for key in used]
+
+
+def pickle_exception(error: BaseException) -> bytes | None:
+    """The exception as bytes that are known to unpickle to its type, or None.
+
+    Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
+    takes something else. They, and those with attributes that cannot be pickled, are rebuilt without ``__init__``.
+    """
+    for candidate in (error, _Rebuilt(error)):
+        try:
+            file = io.BytesIO()
+            cloudpickle.Pickler(file, protocol=5).dump(candidate)
+            if type(pickle.loads(file.getvalue())) is type(error):
+                return file.getvalue()
+        except Exception:  # whatever a __reduce__ or an __init__ may raise
+            continue
+    return None
+
+
+class _Rebuilt:
+    """Pickles as the exception it holds: type, args, and those attributes that can be pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        args = tuple(arg if _picklable(arg) else repr(arg) for arg in error.args)
+        state = {key: value for key, value in error.__dict__.items() if _picklable(value)}
+        return _rebuild, (type(error), args, state)
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,100 @@
+"""From a launch's order to its agent and ranks: what happens between the forks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from mlaunch.rendezvous.server import Server, listen
+from mlaunch.runtime import linux, payload, worker
+from mlaunch.runtime.agent import Agent, RankProcess
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.functions import Call
+from mlaunch.runtime.messages import LaunchSpec
+from mlaunch.runtime.queue import ResultQueue
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the fork server hands to an agent: the launch's file descriptors, and those that are not its business."""
+
+    spec_fd: int
+    call_fd: int
+    launcher_fd: int
+    stdout: int
+    stderr: int
+    parent: int  # the fork server's pid
+    foreign: Sequence[int]  # the fork server's own fds, and other launches'
+    call: Call | None
+
+
+def run_agent(order: Order) -> NoReturn:
+    """Lives an agent's life in a forked process."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        linux.adopt_orphans()
+        for fd in order.foreign:
+            os.close(fd)
+        _take_over_streams(order)
+        _supervise(order)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _take_over_streams(order: Order) -> None:
+    for fd, standard in ((order.stdout, 1), (order.stderr, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _supervise(order: Order) -> None:
+    spec: LaunchSpec = payload.read(order.spec_fd)
+    os.close(order.spec_fd)
+    parent = os.pidfd_open(order.parent)
+    launcher = Channel.adopt(order.launcher_fd)
+    queue = ResultQueue()
+    listener = listen()
+    ours = [parent, order.launcher_fd]
+    ranks: list[RankProcess] = []
+    for local_rank in range(spec.local_size):
+        memfd = payload.create(f"rank-{spec.rank(local_rank)}")
+        address, port = listener.getsockname()[:2]
+        place = worker.Place(spec, local_rank, address, port, queue, order.call_fd, memfd, order.call)
+        ranks.append(_start_rank(place, [*ours, listener.fileno()]))
+        ours += [ranks[-1].pidfd, memfd]
+    # After the ranks: they can already connect, since the socket listens, and have work to do until they need it.
+    server = Server(listener, close_in_child=[*ours, order.call_fd])
+    listener.close()
+    os.close(order.call_fd)
+    Agent(ranks, queue, server, launcher, parent, grace_period=spec.grace_period).run()
+
+
+def _start_rank(place: worker.Place, ours: Sequence[int]) -> RankProcess:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            linux.die_with(parent)
+            os.setpgid(0, 0)
+            for fd in ours:
+                os.close(fd)
+            place.queue.close_reader()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        worker.run(place)
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
+        os.setpgid(pid, pid)
+    return RankProcess(place.spec.rank(place.local_rank), pid, os.pidfd_open(pid), place.memfd)

@@ -1,0 +1,118 @@
+"""The few calls of Linux that the standard library lacks: who dies with whom, who adopts orphans, who is left."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_OMP_PAUSE_HARD = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel SIGKILL this process when the thread of ``parent`` that forked it ends.
+
+    SIGKILL, since a death signal that can be ignored is ignored under ``nohup``.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died between fork and prctl, so the signal will never come
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent dies, so that daemons cannot escape."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_group(pgid: int, number: int) -> None:
+    """Signals a process group; one that has no process left is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, number)
+
+
+def has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def children() -> set[int]:
+    """The pids whose parent is this process, zombies included."""
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            pids.update(map(int, (task / "children").read_text().split()))
+    return pids
+
+
+def kill_children(spare: Collection[int] = (), patience: float = 5.0) -> None:
+    """Kills and reaps every child except ``spare``, and the descendants that fall to us as they die.
+
+    A process that cannot be killed within ``patience`` seconds (it sits in the kernel on a dead file system) is
+    left to whoever reaps next, rather than hanging the caller.
+    """
+    stuck: set[int] = set()
+    while has_children():
+        strangers = children() - set(spare) - stuck
+        if not strangers:
+            return
+        for pid in strangers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        stuck.update(pid for pid in strangers if not _reap(pid, patience))
+
+
+def _reap(pid: int, patience: float) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if not wait_readable([pidfd], patience):
+            return False
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]:
+    """The file descriptors that can be read (or are at their end) within ``timeout`` seconds; None: no limit."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(None if timeout is None else max(0, timeout) * 1000)]
+
+
+def give_back_openmp_threads() -> None:
+    """Ends the OpenMP pool that torch started in this process, so that a fork of it starts with a clean one.
+
+    A child of fork that inherits libgomp's idea of a pool, without its threads, hangs in its first parallel
+    operation. The next parallel operation of this process makes a new pool.
+    """
+    libraries = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libgomp" in line or "libiomp" in line or "libomp" in line
+    }
+    for path in libraries:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)

@@ -1,0 +1,174 @@
+"""The records that cross process boundaries, each written once.
+
+launcher -> fork server   CountDevices, Launch, Retire          (a seqpacket socket, with file descriptors)
+fork server -> launcher   Ready or NotReady
+launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
+worker -> agent           Answer                                (the result queue)
+agent -> launcher         RankAnswered, RankGone, ServerGone
+fork server -> launcher   Reaped                                (the launch's last word)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build."""
+
+    torch_version: str
+    accelerator: str | None
+    backends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """Why the fork server could not import torch: a traceback."""
+
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Context:
+    """The caller's surroundings at the moment of the call; the fork server's own are older."""
+
+    environ: Mapping[str, str]
+    cwd: str | None  # None: the caller's directory no longer exists
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    main_file: str | None  # __main__.__file__
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
+
+    launch_id: str
+    name: str  # the function's, for people
+    local_size: int
+    world_size: int
+    rank_start: int
+    device_type: str
+    visible_devices: str | None  # for the variable that hides devices; None: leave it
+    backend: str
+    timeout: float | None
+    grace_period: float
+    context: Context
+
+    def rank(self, local_rank: int) -> int:
+        return self.rank_start + local_rank
+
+
+@dataclass(frozen=True)
+class CountDevices:
+    """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket."""
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """``error`` is empty unless the driver could not be asked."""
+
+    count: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Starts a launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Asks the fork server to end once its running launches have."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Asks the agent to stop its ranks; ``force`` skips the grace period."""
+
+    force: bool = False
+
+
+class Phase(enum.Enum):
+    """Where in its life a rank is. The values are the words of messages."""
+
+    STARTING = "starting"
+    BINDING = "binding its device"
+    JOINING = "joining the process group"
+    RECEIVING = "receiving the function and its arguments"
+    RUNNING = "running the function"
+    ANSWERING = "sending its value"
+    LEAVING = "shutting down"
+
+
+class Kind(enum.Enum):
+    """How a rank answered."""
+
+    VALUE = "returned"
+    ERROR = "raised"
+    UNPICKLABLE = "returned a value that cannot be pickled"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's answer; the value or the RemoteError is in the rank's memfd. ``consequence``: it looks like one
+    of another rank's failure (a peer closed the connection)."""
+
+    local_rank: int
+    kind: Kind
+    consequence: bool = False
+
+
+@dataclass(frozen=True)
+class RankAnswered:
+    """An Answer on its way to the launcher, with the memfd attached. ``at``: the agent's monotonic seconds."""
+
+    rank: int
+    pid: int
+    kind: Kind
+    consequence: bool
+    at: float
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: we had told it to stop before."""
+
+    rank: int
+    pid: int
+    exitcode: int
+    answered: bool
+    stopped: bool
+    at: float
+
+
+@dataclass(frozen=True)
+class ServerGone:
+    """The rendezvous server died while ranks were running."""
+
+    pid: int
+    exitcode: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Reaped:
+    """Every process of the launch is gone. ``exitcode`` is the agent's."""
+
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """An exception on its way out of a rank. ``pickled`` is None if it does not survive pickling."""
+
+    type_name: str
+    message: str
+    traceback: str
+    phase: Phase
+    host: str
+    device: str
+    pickled: bytes | None

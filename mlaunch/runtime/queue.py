@@ -1,0 +1,38 @@
+"""The queue through which ranks answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
+
+from mlaunch.runtime.messages import Answer
+
+
+class ResultQueue(SimpleQueue[Answer]):
+    """A multiprocessing queue of answers that a rank killed in the middle of sending cannot harm.
+
+    An answer is one write of far less than PIPE_BUF bytes, which the kernel takes whole or not at all. So no lock is
+    needed between writers, and there is none that a rank could die with.
+    """
+
+    _reader: Connection
+    _writer: Connection
+
+    def __init__(self) -> None:
+        super().__init__(ctx=multiprocessing.get_context("fork"))
+        self._wlock = None
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def drain(self) -> list[Answer]:
+        """What has arrived, without waiting."""
+        answers = []
+        while not self.empty():
+            answers.append(self.get())
+        return answers
+
+    def close_reader(self) -> None:
+        """In a writer: leaves the reading to the one process that does it."""
+        self._reader.close()

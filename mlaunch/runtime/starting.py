@@ -1,0 +1,272 @@
+"""The caller's side of the fork server: how one comes to be, and how it is asked.
+
+``forkserver``: one per caller process, started at the first launch, warm until the caller ends.
+``spawn``: a fresh interpreter that serves one launch. ``fork``: a fork of the caller that serves one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from mlaunch.errors import LaunchError, describe_exit
+from mlaunch.runtime import forkserver, linux, payload
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.functions import Call
+from mlaunch.runtime.messages import CountDevices, DeviceCount, Launch, LaunchSpec, NotReady, Ready, Retire
+
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.runtime.forkserver import main; main({}, {})"
+# Read once, by libraries as they are loaded: a fork server that loaded them with other values is of no use.
+_READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_")
+_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
+# Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
+_HUGE_HEAP = "glibc.malloc.hugetlb=1"
+
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class ForkServer:
+    """A running fork server. ``wait(seconds)`` returns its exit code, or None if it lives on."""
+
+    def __init__(self, control: Channel, pid: int, wait: Callable[[float], int | None]) -> None:
+        self.pid = pid
+        self._control = control
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._ready: Ready | None = None
+        _open_channels.add(control)
+
+    def ready(self) -> Ready:
+        """What its torch offers; waits for the import. LaunchError if it could not be imported."""
+        with self._lock:
+            if self._ready is None:
+                self._ready = self._hear()
+            return self._ready
+
+    def _hear(self) -> Ready:
+        try:
+            record, _ = self._control.receive()
+        except EOFError:
+            exitcode = self._wait(5.0)
+            died = "closed its connection" if exitcode is None else describe_exit(exitcode)
+            raise LaunchError(f"the fork server (pid {self.pid}) {died} before it was ready") from None
+        if isinstance(record, NotReady):
+            raise LaunchError(f"the fork server (pid {self.pid}) could not import torch:\n{record.traceback}")
+        if not isinstance(record, Ready):
+            raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
+        return record
+
+    def alive(self) -> bool:
+        return self._wait(0.0) is None
+
+    def count_devices(self, environ: Mapping[str, str]) -> int:
+        """The accelerators visible in ``environ``; counted in a process of its own, since it wakes the driver."""
+        ours = self._ask(CountDevices(), [("environ", dict(environ))])
+        try:
+            answer, _ = ours.receive()
+        except EOFError:
+            answer = None
+        finally:
+            ours.close()
+        if not isinstance(answer, DeviceCount):
+            raise LaunchError(f"counting the accelerators failed: the counting process died ({answer!r})")
+        if answer.error:
+            raise LaunchError(f"counting the accelerators failed: {answer.error}")
+        return answer.count
+
+    def launch(self, spec: LaunchSpec, call: Call | None) -> Channel:
+        """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory."""
+        with _standard_streams() as streams:
+            return self._ask(Launch(), [("spec", spec), ("call", call)], streams)
+
+    def _ask(self, record: object, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()) -> Channel:
+        memfds: list[int] = []
+        ours, theirs = Channel.pair()
+        _open_channels.add(ours)
+        try:
+            for name, value in values:
+                memfds.append(payload.create(name))
+                payload.write(memfds[-1], value)
+            with self._lock:
+                self._control.send(record, [*memfds, theirs.fileno(), *extra])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            forkserver.close(memfds)
+        return ours
+
+    def retire(self) -> None:
+        """Lets running launches end, then the server; does not wait."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._control.send(Retire())
+
+    def close(self, patience: float = 10.0) -> None:
+        """Ends the server and what still runs there."""
+        self._control.close()
+        self._wait(patience)
+
+
+@contextlib.contextmanager
+def _standard_streams():  # type: ignore[no-untyped-def]
+    """Descriptors 1 and 2 of this moment, or /dev/null for one that is closed."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        yield [fd if _is_open(fd) else null for fd in (1, 2)]
+    finally:
+        os.close(null)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def start_interpreter(environ: Mapping[str, str]) -> ForkServer:
+    """A fork server in a fresh interpreter with the caller's flags and paths. Returns before torch is imported."""
+    ours, theirs = Channel.pair()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    code = _BOOTSTRAP.format(theirs.fileno(), os.getpid())
+    tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *sys.path],
+        env={**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer
+    )
+    theirs.close()
+
+    def wait(seconds: float) -> int | None:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    return ForkServer(ours, process.pid, wait)
+
+
+def start_fork(call: Call) -> ForkServer:
+    """A fork of this process that serves one launch, with the call in memory."""
+    _check_forkable()
+    linux.give_back_openmp_threads()
+    ours, theirs = Channel.pair()
+    caller = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
+        pid = os.fork()
+    if pid == 0:
+        _become_server(ours, theirs, caller, call)
+    theirs.close()
+    return ForkServer(ours, pid, _Waiter(pid))
+
+
+def _become_server(ours: Channel, theirs: Channel, caller: int, call: Call) -> None:
+    from mlaunch.runtime import worker
+
+    try:
+        ours.close()
+        os.setsid()
+        worker.reset_process()
+    except BaseException:
+        os._exit(1)
+    forkserver.serve(theirs, caller, call)
+
+
+class _Waiter:
+    """Waits for a child that we forked, and remembers how it ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._exitcode: int | None = None
+
+    def __call__(self, seconds: float) -> int | None:
+        if self._exitcode is None and linux.wait_readable([self._pidfd], seconds):
+            try:
+                _, status = os.waitpid(self._pid, 0)
+            except ChildProcessError:  # somebody in this process waits for any child
+                status = 0
+            self._exitcode = os.waitstatus_to_exitcode(status)
+            os.close(self._pidfd)
+        return self._exitcode
+
+
+def _check_forkable() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+            raise RuntimeError(
+                f"start_method='fork': this process has initialised {accelerator.type}, and a fork of it could not "
+                f"use the devices; use start_method='forkserver' (the default), which does not fork this process"
+            )
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if others:
+        warnings.warn(
+            f"start_method='fork' in a process with {len(others)} other thread(s) ({', '.join(others[:5])}): a lock "
+            f"that one of them holds now stays locked in the ranks; start_method='forkserver' has no such danger",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+# The one warm server of this process
+
+_warm_lock = threading.Lock()
+_warm: tuple[ForkServer, dict[str, str]] | None = None
+
+
+def warm_server(environ: Mapping[str, str]) -> ForkServer:
+    """The caller's warm fork server, started if there is none, if it died, or if it loaded its libraries under
+    other settings than ``environ`` holds."""
+    global _warm
+    with _warm_lock:
+        settings = _import_settings(environ)
+        if _warm is not None:
+            server, loaded_with = _warm
+            if server.alive() and loaded_with == settings:
+                return server
+            server.retire()
+        server = start_interpreter(environ)
+        _warm = (server, settings)
+        return server
+
+
+def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
+    }
+
+
+def _close_warm() -> None:
+    global _warm
+    if _warm is not None:
+        _warm[0].close()
+        _warm = None
+
+
+def _forget_inherited() -> None:
+    """After a fork of the caller, in the child: the parent's servers and launches are not ours."""
+    global _warm, _warm_lock
+    _warm, _warm_lock = None, threading.Lock()
+    for channel in list(_open_channels):
+        channel.close()
+
+
+atexit.register(_close_warm)
+os.register_at_fork(after_in_child=_forget_inherited)

@@ -1,0 +1,66 @@
+"""How torch's storages are pickled: as out-of-band buffers, and always back on the CPU.
+
+Tensors, parameters, sparse and quantized tensors keep torch's own ``__reduce_ex__``, which takes every one of them
+apart into storages. Only the storages are ours: torch's reducers for them either copy the bytes twice
+(``torch.save``) or pass a file descriptor that is dead once the worker has exited (``torch.multiprocessing``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Reduction = tuple[Callable[..., Any], tuple[Any, ...]]
+Reducers = dict[type, Callable[[Any], Reduction]]
+
+
+def reducers(alive: list[object]) -> Reducers:
+    """The reducers of one pickling. They append to ``alive`` what must live until the buffers are written.
+
+    Empty unless torch is imported: what never saw torch holds no tensors.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def reduce_typed(storage: torch.storage.TypedStorage) -> Reduction:
+        untyped = storage._untyped_storage
+        # Each tensor wraps its storage anew. Handing pickle one object per storage keeps shared views shared.
+        untyped = seen.setdefault(untyped._cdata, untyped)
+        return _rebuild_typed, (untyped, storage.dtype)
+
+    def reduce_untyped(storage: torch.UntypedStorage) -> Reduction:
+        on_cpu = storage if storage.device.type == "cpu" else storage.cpu()
+        alive.extend((storage, on_cpu))
+        return rebuild_storage, (_buffer(on_cpu),)
+
+    return {torch.storage.TypedStorage: reduce_typed, torch.UntypedStorage: reduce_untyped}
+
+
+def _buffer(storage: torch.UntypedStorage) -> pickle.PickleBuffer | bytearray:
+    size = storage.nbytes()
+    if size == 0:
+        return bytearray()
+    return pickle.PickleBuffer((ctypes.c_char * size).from_address(storage.data_ptr()))
+
+
+def _rebuild_typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def rebuild_storage(buffer: Any) -> torch.UntypedStorage:
+    """A storage over a writable buffer, without a copy."""
+    import torch
+
+    if not memoryview(buffer).nbytes:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()

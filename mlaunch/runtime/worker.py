@@ -1,0 +1,236 @@
+"""One rank, from fork to exit: receive the call, run it, answer.
+
+starting -> binding its device -> joining the process group -> receiving -> running -> sending its value -> leaving
+
+The answer goes through the result queue, its content through the rank's memfd. Everything here runs in the child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import io
+import logging
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from mlaunch.runtime import device, explain, functions, payload
+from mlaunch.runtime.functions import Call
+from mlaunch.runtime.messages import Answer, Kind, LaunchSpec, Phase, RemoteError
+from mlaunch.runtime.queue import ResultQueue
+
+if TYPE_CHECKING:
+    import torch
+
+# What torch says in a rank whose peer has died. Such an error is the other rank's doing.
+_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
+                 "remote process exited", "NCCL communicator was aborted", "Socket closed")  # fmt: skip
+_INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+# Groups that were destroyed but must not be destructed: that waits for gloo's threads, 10 to 20 ms, which the
+# end of the process takes with it anyway.
+_until_exit: list[object] = []
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank finds what it needs: itself, the rendezvous, the way back. ``call``: None = read the memfd."""
+
+    spec: LaunchSpec
+    local_rank: int
+    address: str
+    port: int
+    queue: ResultQueue
+    call_fd: int
+    memfd: int
+    call: Call | None
+
+
+def run(place: Place) -> NoReturn:
+    """Lives a rank's life. Never returns: what lies above belongs to the process that was forked."""
+    code = 1
+    try:
+        code = _Worker(place).run()
+    except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(code)
+
+
+class _Worker:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._spec = place.spec
+        self._phase = Phase.STARTING
+        self._device: torch.device | None = None
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        try:
+            self._start()
+            self._join()
+            function, call = self._receive()
+            self._phase = Phase.RUNNING
+            value = function(*call.args, **call.kwargs)
+            self._answer(value)
+            self._phase = Phase.LEAVING
+            self._leave()
+        except SystemExit as leaving:
+            return self._exit_as(leaving)
+        except BaseException as error:
+            self._report(error)
+            atexit._run_exitfuncs()
+            return 1
+        return 0
+
+    def _start(self) -> None:
+        reset_process()
+        spec, context = self._spec, self._spec.context
+        os.environ.clear()
+        os.environ.update(
+            device.environment(spec, self._place.local_rank, self._place.address, self._place.port)
+        )
+        if context.cwd is not None:
+            os.chdir(context.cwd)
+        sys.path[:] = context.sys_path
+        sys.argv[:] = context.argv
+        importlib.invalidate_caches()
+        device.share_cores(spec)
+
+    def _join(self) -> None:
+        import torch.distributed as dist
+
+        from mlaunch.rendezvous.server import Client
+
+        spec, place = self._spec, self._place
+        self._phase = Phase.BINDING
+        self._device = device.bind(spec, place.local_rank)
+        self._phase = Phase.JOINING
+        timeout = device.limit(spec.timeout)
+        dist.set_debug_level_from_env()  # torch read it when the fork server imported it
+        dist.init_process_group(
+            spec.backend,
+            store=Client(place.address, place.port, spec.launch_id, timeout).store,
+            rank=spec.rank(place.local_rank),
+            world_size=spec.world_size,
+            timeout=timeout,
+            device_id=None if self._device.type == "cpu" else self._device,
+        )
+
+    def _receive(self) -> tuple[Callable[..., Any], Call]:
+        self._phase = Phase.RECEIVING
+        if self._place.call is not None:  # forked from the caller: everything is here
+            return functions.resolve(self._place.call.function), self._place.call
+        call = payload.read(self._place.call_fd)
+        function = functions.resolve(call.function)
+        functions.furnish_main(function, self._spec.context.main_file)
+        return function, call
+
+    def _answer(self, value: object) -> None:
+        if self._device is not None:
+            device.synchronize(self._device)
+        self._phase = Phase.ANSWERING
+        try:
+            payload.write(self._place.memfd, value)
+        except Exception as error:  # whatever a __reduce__ may raise
+            found = explain.unpicklable(value, "value")
+            raise UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
+        self._say(Kind.VALUE)
+
+    def _leave(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            _until_exit.append(dist.group.WORLD)
+            dist.destroy_process_group()
+        # What multiprocessing does at the end of a process of its own, and an interpreter at its end.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+
+    def _exit_as(self, leaving: SystemExit) -> int:
+        """The exit code that an interpreter would give for sys.exit(...)."""
+        atexit._run_exitfuncs()
+        if leaving.code is None or isinstance(leaving.code, int):
+            return (leaving.code or 0) & 0xFF
+        print(leaving.code, file=sys.stderr)
+        return 1
+
+    def _report(self, error: BaseException) -> None:
+        name = f"{type(error).__module__}." if type(error).__module__ not in {"builtins", "__main__"} else ""
+        remote = RemoteError(
+            type_name=name + type(error).__qualname__,
+            message=_message(error),
+            traceback="".join(traceback.format_exception(_below_ours(error))),
+            phase=self._phase,
+            host=socket.gethostname(),
+            device=str(self._device or self._spec.device_type),
+            pickled=explain.pickle_exception(error) if isinstance(error, Exception) else None,
+        )
+        payload.write(self._place.memfd, remote)
+        kind = Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR
+        self._say(kind, consequence=any(words in remote.message for words in _CONSEQUENCES))
+
+    def _say(self, kind: Kind, *, consequence: bool = False) -> None:
+        self._place.queue.put(Answer(self._place.local_rank, kind, consequence))
+
+
+class UnpicklableValueError(TypeError):
+    """The function returned what cannot leave the rank."""
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # the user's __str__
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _below_ours(error: BaseException) -> BaseException:
+    """The exception with the frames of this module taken off the top of its traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+def reset_process() -> None:
+    """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them."""
+    signal.set_wakeup_fd(-1)
+    for number in _INHERITED_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    atexit._clear()
+    atexit.register(logging.shutdown)
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    faulthandler.enable(sys.stderr)
+    gc.enable()
+
+
+def _stream(fd: int) -> TextIO:
+    # By lines, so that lines of several ranks do not mix and a killed rank's last ones are not lost.
+    return io.TextIOWrapper(
+        open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, a closed stream: nobody is left to hear of it
+            continue
