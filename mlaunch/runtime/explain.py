@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -17,19 +16,26 @@ _WIDTH = 10_000  # children looked at per level
 
 def unpicklable(value: object, name: str) -> str:
     """What in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
+    seen = {id(value)}
     for _ in range(_DEPTH):
         for path, child in _children(value, name):
-            if not _picklable(child):
+            if id(child) not in seen and not picklable(child):
                 value, name = child, path
+                seen.add(id(child))
                 break
         else:
             break
+    return f"{name} is a {type_name(value)}"
+
+
+def type_name(value: object) -> str:
+    """The name of its type as tracebacks give it."""
     kind = type(value)
     module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
-    return f"{name} is a {module}{kind.__qualname__}"
+    return module + kind.__qualname__
 
 
-def _picklable(value: object) -> bool:
+def picklable(value: object) -> bool:
     try:
         payload.check(value)
     except Exception:  # whatever a __reduce__ may raise
@@ -72,13 +78,19 @@ def pickle_exception(error: BaseException) -> bytes | None:
     """
     for candidate in (error, _Rebuilt(error)):
         try:
-            file = io.BytesIO()
-            cloudpickle.Pickler(file, protocol=5).dump(candidate)
-            if type(pickle.loads(file.getvalue())) is type(error):
-                return file.getvalue()
+            pickled = _dumps(candidate)
+            if type(pickle.loads(pickled)) is type(error):
+                return pickled
         except Exception:  # whatever a __reduce__ or an __init__ may raise
             continue
     return None
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)  # by name, since the caller has the same classes
+    except Exception:  # a local class, or what a __reduce__ raises, which it will raise again
+        return cloudpickle.dumps(value)
 
 
 class _Rebuilt:
@@ -89,8 +101,8 @@ class _Rebuilt:
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self._error
-        args = tuple(arg if _picklable(arg) else repr(arg) for arg in error.args)
-        state = {key: value for key, value in error.__dict__.items() if _picklable(value)}
+        args = tuple(arg if picklable(arg) else repr(arg) for arg in error.args)
+        state = {key: value for key, value in error.__dict__.items() if picklable(value)}
         return _rebuild, (type(error), args, state)
 
 

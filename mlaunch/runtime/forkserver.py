@@ -62,6 +62,7 @@ class _ForkServer:
     call: Call | None
     children: dict[int, _Child] = field(default_factory=dict)  # by pidfd
     retiring: bool = False
+    settled: bool = False
 
     def run(self) -> None:
         try:
@@ -147,6 +148,9 @@ class _ForkServer:
         linux.kill_children(spare={other.pid for other in self.children.values()})
         child.channel.tell(Reaped(os.waitstatus_to_exitcode(status)))
         child.channel.close()
+        if self.call is None and not self.settled and not linux.wait_readable([self.control.fileno()], 0):
+            linux.use_huge_pages()  # only now, when nobody waits for us
+            self.settled = True
 
     def _outlive_agents(self) -> None:
         """The caller is gone. Its launches' channels tell their agents so, once we hold them no longer."""

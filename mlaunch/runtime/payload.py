@@ -10,12 +10,15 @@ and tensors are writable, cost no further copy, and eight ranks that only read s
 
 from __future__ import annotations
 
+import copyreg
 import mmap
 import os
 import pickle
 import struct
 from collections import ChainMap
-from typing import Any
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 import cloudpickle
 
@@ -32,46 +35,72 @@ def create(name: str) -> int:
     return os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def write(fd: int, value: object) -> int:
+def write(fd: int, value: object, *, to_caller: bool = False) -> int:
     """Replaces what the memfd holds by ``value``; returns the size in bytes.
+
+    ``to_caller``: the value goes from a rank to its caller, who has the classes of ``__main__`` that the rank has,
+    so they go by name where they can. In the other direction they go by value.
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
     os.ftruncate(fd, 0)
     os.lseek(fd, 0, os.SEEK_SET)
-    kept: list[pickle.PickleBuffer] = []
-    alive: list[object] = []
     with open(fd, "wb", closefd=False) as file:
-        _dump(file, value, kept, alive)
+        parts = (_pickle_by_name if to_caller else _pickle_by_value)(file, value)
         stream_size = file.tell()
         table = bytearray()
-        for buffer in kept:
+        for buffer in parts.buffers:
             with buffer.raw() as raw:
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 table += _ENTRY.pack(file.tell(), raw.nbytes)
                 file.write(raw)
-        file.write(table + _TRAILER.pack(stream_size, len(kept)))
+        file.write(table + _TRAILER.pack(stream_size, len(parts.buffers)))
         return file.tell()
 
 
-def _dump(file: Any, value: object, kept: list[pickle.PickleBuffer], alive: list[object]) -> None:
-    def stays_in_band(buffer: pickle.PickleBuffer) -> bool:
+@dataclass
+class _Parts:
+    """What a pickling leaves besides its stream: the buffers, and what must live until they are written."""
+
+    buffers: list[pickle.PickleBuffer] = field(default_factory=list)
+    alive: list[object] = field(default_factory=list)
+
+    def stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
         with memoryview(buffer) as view:
             if view.nbytes < _OUT_OF_BAND:
                 return True
-        kept.append(buffer)
+        self.buffers.append(buffer)
         return False
 
-    # Pickler reads its table when it is made, so the table must belong to a class.
-    table = ChainMap(tensors.reducers(alive), cloudpickle.Pickler.dispatch_table)
-    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
-    pickler(file, protocol=5, buffer_callback=stays_in_band).dump(value)
+
+def _pickle_by_name(file: IO[bytes], value: object) -> _Parts:
+    try:
+        return _pickle_with(pickle.Pickler, copyreg.dispatch_table, file, value)
+    except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
+        file.seek(0)
+        file.truncate()
+        return _pickle_by_value(file, value)
+
+
+def _pickle_by_value(file: IO[bytes], value: object) -> _Parts:
+    return _pickle_with(cloudpickle.Pickler, cloudpickle.Pickler.dispatch_table, file, value)
+
+
+def _pickle_with(
+    base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object
+) -> _Parts:
+    parts = _Parts()
+    # A pickler reads its table when it is made, so the table must belong to a class.
+    reducers = ChainMap(tensors.reducers(parts.alive), table)
+    pickler = type("Pickler", (base,), {"dispatch_table": reducers})
+    pickler(file, protocol=5, buffer_callback=parts.stays_in_band).dump(value)
+    return parts
 
 
 def check(value: object) -> None:
     """Raises what pickling ``value`` raises, keeping nothing of it."""
     with open(os.devnull, "wb") as sink:
-        _dump(sink, value, [], [])
+        _pickle_by_value(sink, value)
 
 
 def read(fd: int) -> Any:

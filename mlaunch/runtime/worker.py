@@ -142,10 +142,10 @@ class _Worker:
             device.synchronize(self._device)
         self._phase = Phase.ANSWERING
         try:
-            payload.write(self._place.memfd, value)
+            payload.write(self._place.memfd, value, to_caller=True)
         except Exception as error:  # whatever a __reduce__ may raise
             found = explain.unpicklable(value, "value")
-            raise UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
+            raise _UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
         self._say(Kind.VALUE)
 
     def _leave(self) -> None:
@@ -168,25 +168,25 @@ class _Worker:
         return 1
 
     def _report(self, error: BaseException) -> None:
-        name = f"{type(error).__module__}." if type(error).__module__ not in {"builtins", "__main__"} else ""
+        kind = Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR
+        catchable = kind is Kind.ERROR and isinstance(error, Exception)
         remote = RemoteError(
-            type_name=name + type(error).__qualname__,
+            type_name=explain.type_name(error),
             message=_message(error),
             traceback="".join(traceback.format_exception(_below_ours(error))),
             phase=self._phase,
             host=socket.gethostname(),
             device=str(self._device or self._spec.device_type),
-            pickled=explain.pickle_exception(error) if isinstance(error, Exception) else None,
+            pickled=explain.pickle_exception(error) if catchable else None,
         )
         payload.write(self._place.memfd, remote)
-        kind = Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR
         self._say(kind, consequence=any(words in remote.message for words in _CONSEQUENCES))
 
     def _say(self, kind: Kind, *, consequence: bool = False) -> None:
         self._place.queue.put(Answer(self._place.local_rank, kind, consequence))
 
 
-class UnpicklableValueError(TypeError):
+class _UnpicklableValueError(TypeError):
     """The function returned what cannot leave the rank."""
 
 
