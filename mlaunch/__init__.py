@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mlaunch._version import __version__
 
 if TYPE_CHECKING:
-    from mlaunch.errors import LaunchError, RankFailure
     from mlaunch.decorator import launcher
+    from mlaunch.errors import LaunchError, RankFailure
     from mlaunch.warm import warm_up
 
 __all__ = ["LaunchError", "RankFailure", "__version__", "launcher", "warm_up"]

@@ -18,7 +18,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class launcher(Generic[P, R]):  # noqa: N801 - a decorator, named as MegEngine's
+class launcher(Generic[P, R]):
     """Runs the decorated function once per device, each in its own process, inside an initialised process group.
 
     Usable bare (``@launcher``), with options (``@launcher(n_gpus=4)``) and on methods. Nothing starts when a
@@ -122,9 +122,7 @@ class launcher(Generic[P, R]):  # noqa: N801 - a decorator, named as MegEngine's
     def __get__(self, instance: None, owner: type | None = None) -> launcher[P, R]: ...
 
     @overload
-    def __get__(
-        self: launcher[Concatenate[S, Q], R], instance: S, owner: type | None = None
-    ) -> launcher[Q, R]: ...
+    def __get__(self: launcher[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> launcher[Q, R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else _make(self._function, self._options, (instance,))
@@ -132,13 +130,13 @@ class launcher(Generic[P, R]):  # noqa: N801 - a decorator, named as MegEngine's
     def __repr__(self) -> str:
         return f"<launcher of {self._name}(): {self._options}>"
 
-    def __reduce__(self) -> tuple[Any, ...] | str:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         module = getattr(self, "__module__", None)
         found: Any = sys.modules.get(module) if module not in {None, "__main__"} else None
         for name in self._name.split("."):
             found = getattr(found, name, None)
         if found is self:
-            return self._name
+            return str(self._name)
         return _make, (self._function, self._options, self._bound)
 
     @property

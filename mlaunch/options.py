@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -102,9 +103,7 @@ class Options:
         return Options(**{**{name: getattr(self, name) for name in names}, **changes})
 
 
-def _check_integer(
-    name: str, value: object, lowest: int, highest: int | None = None, *, optional: bool = True
-) -> None:
+def _check_integer(name: str, value: object, lowest: int, highest: int | None = None, *, optional: bool = True) -> None:
     allowed = f"whole numbers from {lowest}" + (f" to {highest}" if highest is not None else "")
     allowed += ", or None" if optional else ""
     if value is None and optional:
@@ -116,7 +115,7 @@ def _check_integer(
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         raise TypeError(f"{name}={value!r}: allowed: a number of seconds")
 
 

@@ -12,6 +12,6 @@ def warm_up() -> None:
     statement, before its own ``import torch``, the two imports run at the same time. A server that is already there
     is kept.
     """
-    from mlaunch.runtime.starting import warm_server
+    from mlaunch.runtime.warm import warm_server
 
-    warm_server(os.environ)
+    warm_server.get(os.environ)

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+import torch.distributed as dist
 
 from mlaunch.runtime import linux
 
@@ -58,7 +58,7 @@ def _host(listener: socket.socket, parent: int, close: Iterable[int]) -> None:
         address, port = listener.getsockname()[:2]
         # The store's thread serves until the process ends; this process never forks, since a fork beside that
         # thread can leave the resolver's lock taken for ever in the child.
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         while store is not None:
             signal.pause()
     finally:
@@ -69,5 +69,5 @@ class Client:
     """One process's connection to a server. ``namespace`` is the launch's; ``timeout`` is for each operation."""
 
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
-        connection = TCPStore(address, port, is_master=False, timeout=timeout)
-        self.store = PrefixStore(namespace, connection)
+        connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        self.store = dist.PrefixStore(namespace, connection)

@@ -20,9 +20,9 @@ from multiprocessing.connection import wait
 
 from mlaunch.rendezvous.server import Server
 from mlaunch.runtime import linux
+from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.messages import Answer, Cancel, Kind, RankAnswered, RankGone, ServerGone
-from mlaunch.runtime.queue import ResultQueue
 
 CAUSE_PATIENCE = 0.1  # seconds in which the cause may follow its consequence
 
@@ -34,7 +34,8 @@ class RankProcess:
     rank: int
     pid: int
     pidfd: int
-    memfd: int
+    memfd: int  # of its answer
+    crash_fd: int  # of its stacks, if it crashes
     answered: bool = False
     stopped: bool = False  # told to stop, or killed, by us
 
@@ -45,7 +46,7 @@ class Agent:
     def __init__(
         self,
         ranks: Sequence[RankProcess],
-        queue: ResultQueue,
+        answers: Answers,
         server: Server,
         launcher: Channel,
         parent: int,
@@ -56,7 +57,7 @@ class Agent:
     ) -> None:
         self._ranks = {rank.pidfd: rank for rank in ranks}
         self._by_local_rank = list(ranks)
-        self._queue = queue
+        self._answers = answers
         self._server: Server | None = server
         self._launcher = launcher
         self._listening = {launcher.fileno(), parent}
@@ -68,14 +69,14 @@ class Agent:
 
     def run(self) -> None:
         while self._ranks:
-            ready = set(wait(self._sources(), self._patience()))
+            ready = {fd for fd in wait(self._sources(), self._patience()) if isinstance(fd, int)}
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server()
             for pidfd in ready & set(self._ranks):
-                self._reap(self._ranks.pop(pidfd))  # type: ignore[call-overload]
+                self._reap(self._ranks.pop(pidfd))
             for fd in ready & self._listening:
-                self._hear(fd)  # type: ignore[arg-type]
+                self._hear(fd)
             self._escalate()
         spare = set()
         if self._server is not None:
@@ -85,9 +86,9 @@ class Agent:
 
     # What is waited for
 
-    def _sources(self) -> list[int | ResultQueue]:
+    def _sources(self) -> list[int]:
         sentinel = [] if self._server is None else [self._server.sentinel]
-        return [self._queue, *self._ranks, *sentinel, *self._listening]
+        return [self._answers.queue.fileno(), *self._ranks, *sentinel, *self._listening]
 
     def _patience(self) -> float | None:
         """Seconds until the next deadline, None if there is none."""
@@ -101,7 +102,7 @@ class Agent:
     # What happens
 
     def _drain(self) -> None:
-        for answer in self._queue.drain():
+        for answer in self._answers.queue.drain():
             self._pass_on(answer)
 
     def _pass_on(self, answer: Answer) -> None:
@@ -118,11 +119,11 @@ class Agent:
         _, status = os.waitpid(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode = os.waitstatus_to_exitcode(status)
-        self._launcher.tell(
-            RankGone(rank.rank, rank.pid, exitcode, rank.answered, rank.stopped, self._clock())
-        )
-        os.close(rank.pidfd)
-        os.close(rank.memfd)
+        phase = self._answers.phases[self._by_local_rank.index(rank)]
+        record = RankGone(rank.rank, rank.pid, exitcode, phase, rank.answered, rank.stopped, self._clock())
+        self._launcher.tell(record, [rank.crash_fd])
+        for fd in (rank.pidfd, rank.memfd, rank.crash_fd):
+            os.close(fd)
         if exitcode != 0:
             self._stop_within(0.0)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
+import socket
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +15,11 @@ from typing import Any
 
 from mlaunch.errors import LaunchError, RankFailure, Report, describe_exit, in_order
 from mlaunch.options import Options
-from mlaunch.runtime import device, explain, functions, payload, starting
+from mlaunch.runtime import explain, functions, payload, starting
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import (
     Cancel,
-    Context,
     Kind,
     LaunchSpec,
     RankAnswered,
@@ -28,7 +28,11 @@ from mlaunch.runtime.messages import (
     RemoteError,
     ServerGone,
 )
+from mlaunch.runtime.planning import plan
 from mlaunch.runtime.starting import ForkServer
+from mlaunch.runtime.warm import warm_server
+
+_RUNTIME = os.path.dirname(__file__) + os.sep
 
 
 def call_on_ranks(
@@ -40,14 +44,14 @@ def call_on_ranks(
     flush_streams()  # what was printed before the call stands before what the ranks print
     with _server(options, Call(function, args, kwargs), environ) as server:
         spec = plan(options, server, name, environ)
-        call = None if options.start_method == "fork" else _portable(function, args, kwargs, name)
+        call = None if options.start_method == "fork" else Call(functions.portable(function), args, kwargs)
         return _Launch(spec, _start(server, spec, call, name)).collect()
 
 
 @contextlib.contextmanager
 def _server(options: Options, call: Call, environ: Mapping[str, str]) -> Iterator[ForkServer]:
     if options.start_method == "forkserver":
-        yield starting.warm_server(environ)
+        yield warm_server.get(environ)
         return
     fork = options.start_method == "fork"
     server = starting.start_fork(call) if fork else starting.start_interpreter(environ)
@@ -55,10 +59,6 @@ def _server(options: Options, call: Call, environ: Mapping[str, str]) -> Iterato
         yield server
     finally:
         server.close()
-
-
-def _portable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Call:
-    return Call(functions.portable(function), args, kwargs)
 
 
 def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -> Channel:
@@ -87,49 +87,6 @@ def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full, closed
             stream.flush()
-
-
-def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, str]) -> LaunchSpec:
-    """The launch that the options ask for on this machine. ValueError for what it does not have."""
-    ready = server.ready()
-    device_type = device.choose_type(options.device_type, ready)
-    available = server.count_devices(environ) if device_type != "cpu" else 0
-    if options.device_type == "auto" and available == 0:
-        device_type = "cpu"
-    if device_type == "cpu":
-        placement = device.place_on_cpus(options.n_gpus, options.devices)
-    else:
-        placement = device.place_on_accelerators(
-            device_type, options.n_gpus, options.devices, available, environ
-        )
-    if options.world_size not in {None, placement.local_size}:
-        raise ValueError(
-            f"world_size={options.world_size} with {placement.local_size} rank(s) on this machine: launches over "
-            f"several machines are not in this version; allowed: {placement.local_size}, or None"
-        )
-    return LaunchSpec(
-        launch_id=uuid.uuid4().hex[:12],
-        name=name,
-        local_size=placement.local_size,
-        world_size=placement.local_size,
-        rank_start=options.rank_start,
-        device_type=device_type,
-        visible_devices=placement.visible_devices,
-        backend=device.choose_backend(options.backend, device_type, ready),
-        timeout=options.timeout_seconds,
-        grace_period=options.grace_period,
-        context=_context(environ),
-    )
-
-
-def _context(environ: Mapping[str, str]) -> Context:
-    try:
-        cwd = os.getcwd()
-    except FileNotFoundError:
-        cwd = None
-    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-    argv = tuple(getattr(sys, "argv", ()))
-    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file)
 
 
 @dataclass
@@ -186,7 +143,7 @@ class _Launch:
         if isinstance(record, RankAnswered):
             self._take_answer(record, fds[0])
         elif isinstance(record, RankGone):
-            self._take_end(record)
+            self._take_end(record, fds[0])
         elif isinstance(record, ServerGone):
             what = describe_exit(record.exitcode)
             self.failures.append(RankFailure(None, record.pid, what, exitcode=record.exitcode, at=record.at))
@@ -221,16 +178,28 @@ class _Launch:
             )
         )
 
-    def _take_end(self, record: RankGone) -> None:
+    def _take_end(self, record: RankGone, crash_fd: int) -> None:
+        stacks = _read_crash(crash_fd)
         if record.exitcode == 0 and not record.answered:
             self.silent.append(record.rank)
         if record.exitcode == 0 or record.stopped or record.rank in self.raised:
             return
         what = describe_exit(record.exitcode)
         if record.answered:
-            what = f"returned its value, then {what} while shutting down"
+            what = f"returned its value, then {what}"
+        local_rank = record.rank - self.spec.rank_start
         self.failures.append(
-            RankFailure(record.rank, record.pid, what, exitcode=record.exitcode, at=record.at)
+            RankFailure(
+                rank=record.rank,
+                pid=record.pid,
+                what=what,
+                phase=record.phase.value,
+                host=socket.gethostname(),
+                device="cpu" if self.spec.device_type == "cpu" else f"{self.spec.device_type}:{local_rank}",
+                exitcode=record.exitcode,
+                traceback=stacks,
+                at=record.at,
+            )
         )
 
     def _results(self) -> dict[int, Any]:
@@ -275,3 +244,16 @@ class _Launch:
         if hasattr(error, "add_note"):
             error.add_note(f"raised by {cause.who} of {self.spec.name}() ({cause.place})")
         raise error from report
+
+
+def _read_crash(fd: int) -> str:
+    """What faulthandler wrote before a rank died, less what lies above the user's code; "" if it did not crash."""
+    with open(fd, encoding="utf-8", errors="replace") as file:
+        file.seek(0)
+        lines = file.read().splitlines()
+    kept: list[str] = []
+    ours = False
+    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), lines):
+        ours = line.startswith("  File") and (ours or _RUNTIME in line)
+        kept += [] if ours else [line]
+    return "\n".join(kept).strip()

@@ -93,9 +93,7 @@ def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
         return f"cpu:gloo,{device_type}:{default}" if default else "gloo"
     for part in backend.lower().split(","):
         if part.rpartition(":")[2] not in ready.backends:
-            raise ValueError(
-                f"backend={backend!r}: torch {ready.torch_version} offers {', '.join(ready.backends)}"
-            )
+            raise ValueError(f"backend={backend!r}: torch {ready.torch_version} offers {', '.join(ready.backends)}")
     return backend.lower()
 
 

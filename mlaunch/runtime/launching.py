@@ -13,10 +13,10 @@ from typing import NoReturn
 from mlaunch.rendezvous.server import Server, listen
 from mlaunch.runtime import linux, payload, worker
 from mlaunch.runtime.agent import Agent, RankProcess
+from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import LaunchSpec
-from mlaunch.runtime.queue import ResultQueue
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,28 @@ def _supervise(order: Order) -> None:
     os.close(order.spec_fd)
     parent = os.pidfd_open(order.parent)
     launcher = Channel.adopt(order.launcher_fd)
-    queue = ResultQueue()
     listener = listen()
     ours = [parent, order.launcher_fd]
+    answers = Answers(spec.local_size)
     ranks: list[RankProcess] = []
     for local_rank in range(spec.local_size):
-        memfd = payload.create(f"rank-{spec.rank(local_rank)}")
-        address, port = listener.getsockname()[:2]
-        place = worker.Place(spec, local_rank, address, port, queue, order.call_fd, memfd, order.call)
+        place = worker.Place(
+            spec=spec,
+            local_rank=local_rank,
+            rendezvous=listener.getsockname()[:2],
+            answers=answers,
+            call_fd=order.call_fd,
+            memfd=payload.create(f"rank-{spec.rank(local_rank)}"),
+            crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
+            call=order.call,
+        )
         ranks.append(_start_rank(place, [*ours, listener.fileno()]))
-        ours += [ranks[-1].pidfd, memfd]
+        ours += [ranks[-1].pidfd, place.memfd, place.crash_fd]
     # After the ranks: they can already connect, since the socket listens, and have work to do until they need it.
     server = Server(listener, close_in_child=[*ours, order.call_fd])
     listener.close()
     os.close(order.call_fd)
-    Agent(ranks, queue, server, launcher, parent, grace_period=spec.grace_period).run()
+    Agent(ranks, answers, server, launcher, parent, grace_period=spec.grace_period).run()
 
 
 def _start_rank(place: worker.Place, ours: Sequence[int]) -> RankProcess:
@@ -90,11 +97,11 @@ def _start_rank(place: worker.Place, ours: Sequence[int]) -> RankProcess:
             os.setpgid(0, 0)
             for fd in ours:
                 os.close(fd)
-            place.queue.close_reader()
+            place.answers.queue.close_reader()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         worker.run(place)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
         os.setpgid(pid, pid)
-    return RankProcess(place.spec.rank(place.local_rank), pid, os.pidfd_open(pid), place.memfd)
+    return RankProcess(place.spec.rank(place.local_rank), pid, os.pidfd_open(pid), place.memfd, place.crash_fd)

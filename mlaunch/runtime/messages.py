@@ -135,11 +135,15 @@ class RankAnswered:
 
 @dataclass(frozen=True)
 class RankGone:
-    """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: we had told it to stop before."""
+    """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: we had told it to stop before.
+
+    Attached: the memfd with the Python stacks that faulthandler wrote if the rank crashed.
+    """
 
     rank: int
     pid: int
     exitcode: int
+    phase: Phase
     answered: bool
     stopped: bool
     at: float

@@ -86,9 +86,7 @@ def _pickle_by_value(file: IO[bytes], value: object) -> _Parts:
     return _pickle_with(cloudpickle.Pickler, cloudpickle.Pickler.dispatch_table, file, value)
 
 
-def _pickle_with(
-    base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object
-) -> _Parts:
+def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object) -> _Parts:
     parts = _Parts()
     # A pickler reads its table when it is made, so the table must belong to a class.
     reducers = ChainMap(tensors.reducers(parts.alive), table)

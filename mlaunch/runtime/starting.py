@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import subprocess
@@ -23,9 +22,6 @@ from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import CountDevices, DeviceCount, Launch, LaunchSpec, NotReady, Ready, Retire
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.runtime.forkserver import main; main({}, {})"
-# Read once, by libraries as they are loaded: a fork server that loaded them with other values is of no use.
-_READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_")
-_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 # Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
 _HUGE_HEAP = "glibc.malloc.hugetlb=1"
 
@@ -223,50 +219,10 @@ def _check_forkable() -> None:
         )
 
 
-# The one warm server of this process
-
-_warm_lock = threading.Lock()
-_warm: tuple[ForkServer, dict[str, str]] | None = None
-
-
-def warm_server(environ: Mapping[str, str]) -> ForkServer:
-    """The caller's warm fork server, started if there is none, if it died, or if it loaded its libraries under
-    other settings than ``environ`` holds."""
-    global _warm
-    with _warm_lock:
-        settings = _import_settings(environ)
-        if _warm is not None:
-            server, loaded_with = _warm
-            if server.alive() and loaded_with == settings:
-                return server
-            server.retire()
-        server = start_interpreter(environ)
-        _warm = (server, settings)
-        return server
-
-
-def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
-    }
-
-
-def _close_warm() -> None:
-    global _warm
-    if _warm is not None:
-        _warm[0].close()
-        _warm = None
-
-
-def _forget_inherited() -> None:
+def forget_inherited() -> None:
     """After a fork of the caller, in the child: the parent's servers and launches are not ours."""
-    global _warm, _warm_lock
-    _warm, _warm_lock = None, threading.Lock()
     for channel in list(_open_channels):
         channel.close()
 
 
-atexit.register(_close_warm)
-os.register_at_fork(after_in_child=_forget_inherited)
+os.register_at_fork(after_in_child=forget_inherited)

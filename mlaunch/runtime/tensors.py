@@ -25,9 +25,10 @@ def reducers(alive: list[object]) -> Reducers:
 
     Empty unless torch is imported: what never saw torch holds no tensors.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return {}
+    import torch
+
     seen: dict[int, torch.UntypedStorage] = {}
 
     def reduce_typed(storage: torch.storage.TypedStorage) -> Reduction:
@@ -37,11 +38,28 @@ def reducers(alive: list[object]) -> Reducers:
         return _rebuild_typed, (untyped, storage.dtype)
 
     def reduce_untyped(storage: torch.UntypedStorage) -> Reduction:
-        on_cpu = storage if storage.device.type == "cpu" else storage.cpu()
+        on_cpu = storage if storage.device.type == "cpu" else _to_cpu(storage)
         alive.extend((storage, on_cpu))
         return rebuild_storage, (_buffer(on_cpu),)
 
-    return {torch.storage.TypedStorage: reduce_typed, torch.UntypedStorage: reduce_untyped}
+    def reduce_tensor(tensor: torch.Tensor) -> Any:
+        rebuild, args, *rest = tensor.__reduce_ex__(5)
+        if args and isinstance(args[0], torch.UntypedStorage):
+            # torch takes its newer dtypes apart into untyped storages, but can only rebuild them from typed ones.
+            args = (_rebuild_typed(args[0], torch.uint8), *args[1:])
+        return rebuild, args, *rest
+
+    return {
+        torch.Tensor: reduce_tensor,
+        torch.storage.TypedStorage: reduce_typed,
+        torch.UntypedStorage: reduce_untyped,
+    }
+
+
+def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    import torch
+
+    return torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage, non_blocking=False)
 
 
 def _buffer(storage: torch.UntypedStorage) -> pickle.PickleBuffer | bytearray:
@@ -54,7 +72,9 @@ def _buffer(storage: torch.UntypedStorage) -> pickle.PickleBuffer | bytearray:
 def _rebuild_typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     import torch
 
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+    kind: Any = torch.storage.TypedStorage  # torch leaves it untyped
+    typed: torch.storage.TypedStorage = kind(wrap_storage=untyped, dtype=dtype, _internal=True)
+    return typed
 
 
 def rebuild_storage(buffer: Any) -> torch.UntypedStorage:
@@ -62,5 +82,5 @@ def rebuild_storage(buffer: Any) -> torch.UntypedStorage:
     import torch
 
     if not memoryview(buffer).nbytes:
-        return torch.UntypedStorage(0)
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()

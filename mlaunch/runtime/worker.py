@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from mlaunch.runtime import device, explain, functions, payload
+from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import Answer, Kind, LaunchSpec, Phase, RemoteError
-from mlaunch.runtime.queue import ResultQueue
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +48,11 @@ class Place:
 
     spec: LaunchSpec
     local_rank: int
-    address: str
-    port: int
-    queue: ResultQueue
+    rendezvous: tuple[str, int]  # address and port
+    answers: Answers
     call_fd: int
     memfd: int
+    crash_fd: int  # where faulthandler writes
     call: Call | None
 
 
@@ -72,7 +72,6 @@ class _Worker:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._spec = place.spec
-        self._phase = Phase.STARTING
         self._device: torch.device | None = None
 
     def run(self) -> int:
@@ -81,10 +80,10 @@ class _Worker:
             self._start()
             self._join()
             function, call = self._receive()
-            self._phase = Phase.RUNNING
+            self._enter(Phase.RUNNING)
             value = function(*call.args, **call.kwargs)
             self._answer(value)
-            self._phase = Phase.LEAVING
+            self._enter(Phase.LEAVING)
             self._leave()
         except SystemExit as leaving:
             return self._exit_as(leaving)
@@ -94,13 +93,15 @@ class _Worker:
             return 1
         return 0
 
+    def _enter(self, phase: Phase) -> None:
+        self._place.answers.phases[self._place.local_rank] = phase
+
     def _start(self) -> None:
         reset_process()
+        faulthandler.enable(self._place.crash_fd)
         spec, context = self._spec, self._spec.context
         os.environ.clear()
-        os.environ.update(
-            device.environment(spec, self._place.local_rank, self._place.address, self._place.port)
-        )
+        os.environ.update(device.environment(spec, self._place.local_rank, *self._place.rendezvous))
         if context.cwd is not None:
             os.chdir(context.cwd)
         sys.path[:] = context.sys_path
@@ -114,14 +115,14 @@ class _Worker:
         from mlaunch.rendezvous.server import Client
 
         spec, place = self._spec, self._place
-        self._phase = Phase.BINDING
+        self._enter(Phase.BINDING)
         self._device = device.bind(spec, place.local_rank)
-        self._phase = Phase.JOINING
+        self._enter(Phase.JOINING)
         timeout = device.limit(spec.timeout)
         dist.set_debug_level_from_env()  # torch read it when the fork server imported it
         dist.init_process_group(
             spec.backend,
-            store=Client(place.address, place.port, spec.launch_id, timeout).store,
+            store=Client(*place.rendezvous, spec.launch_id, timeout).store,
             rank=spec.rank(place.local_rank),
             world_size=spec.world_size,
             timeout=timeout,
@@ -129,7 +130,7 @@ class _Worker:
         )
 
     def _receive(self) -> tuple[Callable[..., Any], Call]:
-        self._phase = Phase.RECEIVING
+        self._enter(Phase.RECEIVING)
         if self._place.call is not None:  # forked from the caller: everything is here
             return functions.resolve(self._place.call.function), self._place.call
         call = payload.read(self._place.call_fd)
@@ -140,7 +141,7 @@ class _Worker:
     def _answer(self, value: object) -> None:
         if self._device is not None:
             device.synchronize(self._device)
-        self._phase = Phase.ANSWERING
+        self._enter(Phase.ANSWERING)
         try:
             payload.write(self._place.memfd, value, to_caller=True)
         except Exception as error:  # whatever a __reduce__ may raise
@@ -174,7 +175,7 @@ class _Worker:
             type_name=explain.type_name(error),
             message=_message(error),
             traceback="".join(traceback.format_exception(_below_ours(error))),
-            phase=self._phase,
+            phase=self._place.answers.phases[self._place.local_rank],
             host=socket.gethostname(),
             device=str(self._device or self._spec.device_type),
             pickled=explain.pickle_exception(error) if catchable else None,
@@ -183,7 +184,7 @@ class _Worker:
         self._say(kind, consequence=any(words in remote.message for words in _CONSEQUENCES))
 
     def _say(self, kind: Kind, *, consequence: bool = False) -> None:
-        self._place.queue.put(Answer(self._place.local_rank, kind, consequence))
+        self._place.answers.queue.put(Answer(self._place.local_rank, kind, consequence))
 
 
 class _UnpicklableValueError(TypeError):
@@ -217,7 +218,6 @@ def reset_process() -> None:
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
     sys.stdout, sys.stderr = _stream(1), _stream(2)
-    faulthandler.enable(sys.stderr)
     gc.enable()
 
 

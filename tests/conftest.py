@@ -1,0 +1,86 @@
+"""Every test is checked for what it leaves behind; every wait has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import mlaunch
+from mlaunch.runtime.warm import warm_server
+from tests.processes import alive, descendants, session_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> None:
+    """The fork server is meant to stay, so it is there before anything is counted."""
+    os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
+    mlaunch.launcher(lambda: None, n_gpus=1)()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(warm: None):  # type: ignore[no-untyped-def]
+    before = _what_is_there()
+    yield
+    after = _what_is_there()
+    left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not left, "\n".join(f"{name}: {was} -> {now}" for name, (was, now) in left.items())
+
+
+def _what_is_there() -> dict[str, object]:
+    mlaunch.launcher(lambda: None, n_gpus=1)()  # starts the fork server anew if the test ended it
+    for replaced in warm_server._retired:
+        replaced._wait(30)
+    warm_server.get(os.environ)  # forgets them
+    servers = [pid for pid in descendants(os.getpid()) if session_of(pid) == pid]
+    return {
+        "processes": len([pid for pid in descendants(os.getpid()) if alive(pid)]),
+        "in the fork server's session": sorted(_in_sessions(servers)),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "fds": _open_files(),
+        "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
+        "cwd": os.getcwd(),
+        "shared memory": sorted(os.listdir("/dev/shm")),
+    }
+
+
+def _open_files() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}")))
+    return sorted(found)
+
+
+def _in_sessions(servers: list[int]) -> list[str]:
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [str(pid) for pid in pids if pid not in servers and session_of(pid) in servers and alive(pid)]
+
+
+@pytest.fixture
+def run_script(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Runs a script in a fresh interpreter; returns its CompletedProcess."""
+
+    def run(text: str, *flags: str, **options: object) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, *flags, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environ,
+            cwd=tmp_path,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return run

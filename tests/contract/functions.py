@@ -1,0 +1,56 @@
+"""Functions of an importable module, for the tests of how functions travel."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mlaunch import launcher
+
+counter = [0]
+
+
+@launcher(n_gpus=2)
+def decorated(x: int) -> tuple[int, int]:
+    """Adds the rank."""
+    counter[0] += 1
+    return x + dist.get_rank(), id_of_counter() == id(counter)
+
+
+def id_of_counter() -> int:
+    return id(counter)
+
+
+def plain(x: int) -> int:
+    return x * 10 + dist.get_rank()
+
+
+launched = launcher(plain, 2)
+
+
+class Model:
+    scale = 3
+
+    def __init__(self, bias: int) -> None:
+        self.bias = bias
+
+    @launcher(n_gpus=2)
+    def fit(self, x: int, *, twice: bool = False) -> int:
+        """Fits."""
+        return (self.scale * x + self.bias) * (2 if twice else 1)
+
+    @classmethod
+    @launcher(n_gpus=1)
+    def of_class(cls) -> str:
+        return cls.__name__
+
+    @staticmethod
+    @launcher(n_gpus=1)
+    def static() -> str:
+        return "static"
+
+
+def total() -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return value.item()

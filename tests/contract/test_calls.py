@@ -1,0 +1,256 @@
+"""What a decorated function does on real processes when all goes well."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import launcher
+from tests.conftest import ROOT
+from tests.contract import functions
+
+METHODS = ("forkserver", "fork", "spawn")
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_ranks_reduce_and_return(start_method: str) -> None:
+    assert launcher(functions.total, 2, start_method=start_method)() == [2.0, 2.0]
+
+
+def test_a_group_of_one() -> None:
+    assert launcher(functions.total, 1)() == [1.0]
+
+
+def test_default_is_one_rank_per_usable_cpu() -> None:
+    assert len(launcher(lambda: None, device_type="cpu")()) == len(os.sched_getaffinity(0))
+
+
+def test_a_group_is_initialised_as_torchrun_would() -> None:
+    def probe() -> tuple[object, ...]:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+        return dist.get_rank(), dist.get_world_size(), dist.get_backend(), *(os.environ[name] for name in names)
+
+    first, second = launcher(probe, 2)()
+    assert first == (0, 2, "gloo", "0", "0", "2", "2", "127.0.0.1", "lo")
+    assert second == (1, 2, "gloo", "1", "1", "2", "2", "127.0.0.1", "lo")
+
+
+def test_the_store_listens_on_loopback_only() -> None:
+    def listening() -> list[str]:
+        dist.barrier()
+        rows = []
+        for table in ("tcp", "tcp6"):
+            with open(f"/proc/self/net/{table}") as file:
+                rows += [line.split()[1] for line in list(file)[1:] if line.split()[3] == "0A"]
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        found = [row for row in rows if row.endswith(port)]
+        dist.barrier()
+        return found
+
+    for found in launcher(listening, 2)():
+        assert [address.split(":")[0] for address in found] == ["0100007F"]
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_surroundings_are_those_of_the_call(
+    start_method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("MLAUNCH_TEST_LATE", "yes")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["prog", "--flag"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def probe() -> tuple[object, ...]:
+        return os.environ.get("MLAUNCH_TEST_LATE"), "HOME" in os.environ, os.getcwd(), sys.argv, sys.path[0]
+
+    expected = ("yes", False, str(tmp_path), ["prog", "--flag"], str(tmp_path))
+    assert launcher(probe, 1, start_method=start_method)() == [expected]
+
+
+def test_env_option_adds_to_the_ranks_alone() -> None:
+    train = launcher(lambda: os.environ["MLAUNCH_TEST_EXTRA"], 1, env={"MLAUNCH_TEST_EXTRA": "1"})
+    assert train() == ["1"]
+    assert "MLAUNCH_TEST_EXTRA" not in os.environ
+
+
+def test_settings_that_torch_reads_at_import_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def level() -> str:
+        return str(dist.get_debug_level())
+
+    assert launcher(level, 1)() == ["DebugLevel.OFF"]
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert launcher(level, 1)() == ["DebugLevel.DETAIL"]
+
+
+def test_cores_are_shared_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert launcher(torch.get_num_threads, 2)() == [share, share]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launcher(lambda: os.environ["OMP_NUM_THREADS"], 1)() == ["3"]
+
+
+# How functions travel
+
+
+def test_an_importable_function_is_imported_not_copied() -> None:
+    assert functions.decorated(5) == [(5, True), (6, True)]
+    assert functions.launched(4) == [40, 41]
+    assert functions.counter == [0]
+
+
+def test_closures_lambdas_and_local_classes_travel() -> None:
+    tensor = torch.arange(3)
+
+    class Local:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    def make(factor: int) -> tuple[torch.Tensor, Local]:
+        return tensor * factor, Local(factor)
+
+    [(value, local)] = launcher(make, 1)(2)
+    assert value.tolist() == [0, 2, 4]
+    assert isinstance(local, Local)
+    assert local.value == 2
+
+
+def test_methods_keep_their_instance() -> None:
+    model = functions.Model(1)
+    assert model.fit(2) == [7, 7]
+    assert model.fit.options(n_gpus=1)(2, twice=True) == [14]
+    assert functions.Model.fit(model, 2) == [7, 7]
+    assert functions.Model.of_class() == ["Model"]
+    assert functions.Model.static() == ["static"]
+
+
+def test_the_decorator_looks_like_its_function() -> None:
+    decorated = functions.decorated
+    assert decorated.__name__ == "decorated"
+    assert decorated.__doc__ == "Adds the rank."
+    assert list(inspect.signature(decorated).parameters) == ["x"]
+    assert list(inspect.signature(functions.Model(1).fit).parameters) == ["x", "twice"]
+    assert inspect.unwrap(decorated).__name__ == "decorated"
+    assert "n_gpus=2" in repr(decorated)
+
+
+def test_a_launcher_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(functions.decorated)) is functions.decorated
+
+
+def test_options_gives_a_copy() -> None:
+    wide = functions.decorated.options(n_gpus=3)
+    assert [value for value, _ in wide(0)] == [0, 1, 2]
+    assert len(functions.decorated(0)) == 2
+
+
+SCRIPT = """
+import torch, sys
+from mlaunch import launcher
+import torch.distributed as dist, io
+
+class Net(torch.nn.Linear):
+    pass
+
+@launcher(n_gpus=2)
+def train(lr):
+    net = Net(1, 1)
+    torch.save(net, io.BytesIO())           # plain pickle must find the class in __main__
+    everyone = [None, None]
+    dist.all_gather_object(everyone, Net)
+    return net, lr * dist.get_rank()
+
+(a, x), (b, y) = train(0.5)
+assert type(a) is Net and (x, y) == (0.0, 0.5), (type(a), x, y)
+print("fine", __name__)
+"""
+
+
+def test_an_unguarded_script_with_its_own_classes(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(SCRIPT)
+    assert (done.stdout, done.returncode) == ("fine __main__\n", 0), done.stderr
+
+
+def test_code_piped_to_python() -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+    assert done.stdout == "fine __main__\n", done.stderr
+
+
+def test_output_keeps_its_order_and_place(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(
+        "from mlaunch import launcher\n"
+        "print('before')\n"
+        "launcher(lambda: print('within'), 1)()\n"
+        "print('after')\n"
+    )
+    assert done.stdout.split() == ["before", "within", "after"]
+
+
+# Callers that no fork could serve
+
+
+def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
+    torch.ones(5_000_000).sum()
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert launcher(lambda: torch.ones(5_000_000).sum().item(), 2)() == [5e6, 5e6]
+        with pytest.warns(RuntimeWarning, match=r"start_method='fork' in a process with \d+ other thread"):
+            values = launcher(lambda: torch.ones(5_000_000).sum().item(), 2, start_method="fork")()
+        assert values == [5e6, 5e6]
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_two_threads_get_their_own_results() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(functions.launched, number) for number in range(8)]
+        assert [call.result(60) for call in calls] == [[10 * n, 10 * n + 1] for n in range(8)]
+
+
+def test_a_launch_inside_a_rank() -> None:
+    def outer() -> list[int]:
+        return functions.launched(dist.get_rank())
+
+    assert launcher(outer, 2)() == [[0, 1], [10, 11]]
+
+
+def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:
+    functions.launched(1)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, repr(functions.launched(2)).encode())
+            from mlaunch.runtime.warm import warm_server
+
+            warm_server.close()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with open(reader) as file:
+        assert file.read() == "[20, 21]"
+    assert functions.launched(1) == [10, 11]
+
+
+def test_no_warning_is_raised_by_a_good_call() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert functions.launched(1) == [10, 11]

@@ -1,0 +1,205 @@
+"""What comes back, and what goes there: any value, whole, once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from mlaunch import LaunchError, launcher
+from mlaunch.runtime import payload
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
+]  # fmt: skip
+
+
+def round_trip(value: Any, *, to_caller: bool = True) -> Any:
+    import os
+
+    fd = payload.create("test")
+    try:
+        payload.write(fd, value, to_caller=to_caller)
+        return payload.read(fd)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 3, 50_000])
+def test_dense_tensors_of_every_dtype(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.arange(size).remainder(2).to(dtype)
+    back = round_trip(tensor)
+    assert (back.dtype, back.shape) == (dtype, tensor.shape)
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [4, 50_000])
+def test_views_keep_sharing_their_storage(size: int) -> None:
+    base = torch.zeros(size)
+    first, whole, second = round_trip((base[:2], base, base[1:3]))
+    first.fill_(5)
+    assert whole[:3].tolist() == [5, 5, 0]
+    assert second[0] == 5
+
+
+def test_strides_parameters_modules_and_state() -> None:
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+    module = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200))
+    module[0].weight.requires_grad_(False)
+    state = module.state_dict()
+    back, parameter, loaded, states = round_trip((transposed, module[0].bias, module, state))
+    assert back.stride() == transposed.stride()
+    assert torch.equal(back, transposed)
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert not loaded[0].weight.requires_grad
+    assert loaded[0].bias is parameter
+    assert all(torch.equal(states[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(4).to_sparse(),
+        torch.eye(4).to_sparse_csr(),
+        torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+        torch.empty(3, device="meta"),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["coo", "csr", "quantized", "meta", "conjugate", "nested"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_other_layouts_round_trip(tensor: torch.Tensor) -> None:
+    back = round_trip(tensor)
+    assert (back.layout, back.dtype, back.device) == (tensor.layout, tensor.dtype, tensor.device)
+
+
+def test_what_is_mapped_can_be_written_and_outlives_the_fd() -> None:
+    array, tensor = round_trip((numpy.zeros(100_000), torch.zeros(100_000)))
+    array[:] = 1
+    tensor.fill_(2)
+    assert (array.sum(), tensor.sum()) == (100_000, 200_000)
+
+
+def test_large_buffers_stay_out_of_the_stream_and_are_mapped() -> None:
+    back = round_trip(numpy.zeros(1_000_000))
+    assert not back.flags.owndata
+
+
+@pytest.mark.parametrize(
+    "value", [None, ValueError("as a value"), list(range(100_000)), {"a": (1, {2})}, b"x" * 10_000_000], ids=repr
+)
+def test_values_of_a_rank(value: Any) -> None:
+    [back] = launcher(lambda: value, 1)()
+    assert (type(back), repr(back)) == (type(value), repr(value))
+
+
+def test_tensors_with_history_come_back() -> None:
+    def loss() -> torch.Tensor:
+        return (torch.ones(2, requires_grad=True) * 3).sum()
+
+    assert launcher(loss, 2)()[1].item() == 6
+
+
+@pytest.mark.slow
+def test_two_gib_come_back_whole() -> None:
+    size = 2**31 + 12345
+
+    def make() -> tuple[torch.Tensor, bytes]:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        tensor[-1] = 7
+        return tensor, bytes(size)
+
+    [(tensor, data)] = launcher(make, 1)()
+    assert (len(tensor), int(tensor[-1]), int(tensor.sum()), len(data)) == (size, 7, 7, size)
+
+
+def test_ranks_share_one_copy_of_a_large_argument() -> None:
+    def shared(array: numpy.ndarray[Any, Any]) -> tuple[float, int]:
+        total = float(array.sum())
+        mine = 0
+        with open("/proc/self/smaps") as file:
+            ours = False
+            for line in file:
+                if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+                    ours = "mlaunch-call" in line
+                elif ours and line.startswith(("Private_Dirty", "Anonymous")):
+                    mine += int(line.split()[1])
+        return total, mine
+
+    for total, private_kib in launcher(shared, 2)(numpy.ones(2_000_000)):
+        assert total == 2_000_000
+        assert private_kib < 100
+
+
+def test_a_rank_may_write_into_its_argument() -> None:
+    def write(array: numpy.ndarray[Any, Any], tensor: torch.Tensor) -> float:
+        array += 1
+        tensor += 1
+        return float(array.sum() + tensor.sum())
+
+    array, tensor = numpy.zeros(50_000), torch.zeros(50_000)
+    assert launcher(write, 2)(array, tensor) == [100_000.0, 100_000.0]
+    assert array.sum() == 0
+    assert tensor.sum() == 0
+
+
+# What cannot travel
+
+
+def test_a_value_that_cannot_be_pickled() -> None:
+    def lock() -> object:
+        return {"state": [1, threading.Lock()]}
+
+    with pytest.raises(LaunchError, match=r"rank \d of .*lock\(\) returned a value that cannot be pickled") as caught:
+        launcher(lock, 2)()
+    assert "value['state'][1] is a _thread.lock" in str(caught.value)
+
+
+def test_a_generator_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="value is a generator"):
+        launcher(lambda: (x for x in ()), 1)()
+
+
+class FailsHere:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise RuntimeError("not again")
+
+
+def test_a_value_that_cannot_be_unpickled_names_its_rank() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 of .* cannot be unpickled here: RuntimeError: not again"):
+        launcher(FailsHere, 1)()
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (([threading.Lock()],), {}, r"argument 0 of .*\[0\] is a _thread.lock, which cannot be pickled"),
+        ((), {"x": threading.Lock()}, r"argument 'x' of .* is a _thread.lock, which cannot be pickled"),
+    ],
+)
+def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        launcher(lambda x: x, 1)(*args, **kwargs)
+
+
+def test_a_closure_that_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"variable 'lock' is a _thread.lock, which cannot be pickled"):
+        launcher(lambda: lock, 1)()
+
+
+def test_an_argument_that_cannot_be_unpickled_is_the_ranks_error() -> None:
+    with pytest.raises(RuntimeError, match="not again") as caught:
+        launcher(lambda x: x, 1)(FailsHere())
+    assert isinstance(caught.value.__cause__, LaunchError)
+    assert "receiving the function and its arguments" in str(caught.value.__cause__)

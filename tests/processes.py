@@ -1,0 +1,58 @@
+"""Reading the process table, and waiting for what happens there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from pathlib import Path
+
+
+def _stat(pid: int) -> list[str]:
+    # The name in parentheses may hold anything, so what counts comes after the last one.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def alive(pid: int) -> bool:
+    """False for a zombie, too: where PID 1 does not reap, a dead orphan stays one."""
+    try:
+        return _stat(pid)[0] not in {"Z", "X"}
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def session_of(pid: int) -> int:
+    try:
+        return int(_stat(pid)[3])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    for child in list(found):
+        found += descendants(child)
+    return found
+
+
+def wait_gone(pids: list[int], deadline: float = 30.0) -> None:
+    """Waits until none of the processes runs any more."""
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ready, _, _ = select.select([pidfd], [], [], deadline)
+        finally:
+            os.close(pidfd)
+        assert ready, f"process {pid} still runs after {deadline} s"
