@@ -45,7 +45,7 @@ def call_on_ranks(
     with _server(options, Call(function, args, kwargs), environ) as server:
         spec = plan(options, server, name, environ)
         call = None if options.start_method == "fork" else Call(functions.portable(function), args, kwargs)
-        return _Launch(spec, _start(server, spec, call, name)).collect()
+        return _Launch(spec, server, _start(server, spec, call, name)).collect()
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -
     try:
         return server.launch(spec, call)
     except (BrokenPipeError, ConnectionResetError) as error:
-        raise LaunchError(f"the fork server (pid {server.pid}) died before it could start {name}()") from error
+        raise LaunchError(f"{server.epitaph()} before it could start {name}()") from error
     except Exception as error:  # whatever a __reduce__ may raise
         if call is None:
             raise
@@ -94,6 +94,7 @@ class _Launch:
     """A launch as its caller sees it."""
 
     spec: LaunchSpec
+    server: ForkServer
     agent: Channel
     values: dict[int, int] = field(default_factory=dict)  # rank -> memfd
     failures: list[RankFailure] = field(default_factory=list)
@@ -138,7 +139,7 @@ class _Launch:
         try:
             record, fds = self.agent.receive()
         except EOFError:
-            self.broken = "the fork server died"
+            self.broken = self.server.epitaph()
             return False
         if isinstance(record, RankAnswered):
             self._take_answer(record, fds[0])

@@ -50,14 +50,18 @@ class ForkServer:
         try:
             record, _ = self._control.receive()
         except EOFError:
-            exitcode = self._wait(5.0)
-            died = "closed its connection" if exitcode is None else describe_exit(exitcode)
-            raise LaunchError(f"the fork server (pid {self.pid}) {died} before it was ready") from None
+            raise LaunchError(f"{self.epitaph()} before it was ready") from None
         if isinstance(record, NotReady):
             raise LaunchError(f"the fork server (pid {self.pid}) could not import torch:\n{record.traceback}")
         if not isinstance(record, Ready):
             raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
         return record
+
+    def epitaph(self) -> str:
+        """How the server, whose connection was found closed, came to its end."""
+        exitcode = self._wait(5.0)
+        died = "closed its connection" if exitcode is None else describe_exit(exitcode)
+        return f"the fork server (pid {self.pid}) {died}"
 
     def alive(self) -> bool:
         return self._wait(0.0) is None

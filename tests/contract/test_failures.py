@@ -1,0 +1,349 @@
+"""A failing rank ends the launch, and the caller learns why; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, launcher
+from tests.contract import functions
+from tests.processes import wait_gone
+
+METHODS = ("forkserver", "fork", "spawn")
+
+
+class Odd(Exception):
+    """Takes other arguments than it passes on."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"{code} at {where}")
+        self.code = code
+        self.lock = threading.Lock()
+
+
+def stuck() -> None:
+    """What the healthy ranks do meanwhile: wait in a collective for ever."""
+    dist.barrier()
+
+
+def on_rank_1(action: Any) -> Any:
+    def train() -> None:
+        if dist.get_rank() == 1:
+            action()
+        stuck()
+
+    return train
+
+
+def raise_value_error() -> None:
+    raise ValueError("no such luck")
+
+
+def segfault() -> None:
+    import ctypes
+
+    ctypes.string_at(1)
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_the_ranks_own_exception_is_raised(start_method: str) -> None:
+    with pytest.raises(ValueError, match="no such luck") as caught:
+        launcher(on_rank_1(raise_value_error), 3, start_method=start_method)()
+    report = caught.value.__cause__
+    assert isinstance(report, LaunchError)
+    assert report.failures[0].rank == 1
+    assert report.failures[0].type_name == "ValueError"
+    assert "in raise_value_error" in report.failures[0].traceback
+    assert "rank 1 of on_rank_1.<locals>.train() raised ValueError: no such luck" in str(report)
+    assert "while running the function" in str(report)
+    assert "mlaunch" not in report.failures[0].traceback
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__[0].startswith("raised by rank 1 of on_rank_1.<locals>.train() (host ")
+
+
+def test_an_exception_that_pickle_cannot_rebuild() -> None:
+    def train() -> None:
+        raise Odd(3, where="sea")
+
+    with pytest.raises(Odd, match="3 at sea") as caught:
+        launcher(train, 2)()
+    assert caught.value.code == 3
+    assert not hasattr(caught.value, "lock")
+
+
+def test_an_exception_whose_class_is_local_is_still_that_class() -> None:
+    class Local(RuntimeError):
+        pass
+
+    def train() -> None:
+        raise Local("here")
+
+    with pytest.raises(Local, match="here"):
+        launcher(train, 1)()
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize(
+    ("action", "words", "exitcode"),
+    [
+        (lambda: os._exit(3), "exited with code 3 (sys.exit or os._exit)", 3),
+        (lambda: sys.exit(4), "exited with code 4 (sys.exit or os._exit)", 4),
+        (lambda: sys.exit("why"), "exited with code 1 (sys.exit or os._exit)", 1),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", -9),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM", -15),
+        (lambda: os.abort(), "was killed by SIGABRT", -6),
+    ],
+    ids=["os._exit", "sys.exit", "sys.exit-text", "SIGKILL", "SIGTERM", "abort"],
+)
+def test_a_rank_that_dies(start_method: str, action: Any, words: str, exitcode: int) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launcher(on_rank_1(action), 2, start_method=start_method)()
+    cause = caught.value.failures[0]
+    assert (cause.rank, cause.what, cause.exitcode) == (1, words, exitcode)
+    assert f"rank 1 of on_rank_1.<locals>.train() {words}\n  host " in str(caught.value)
+    assert "while running the function" in str(caught.value)
+
+
+def test_a_segfault_shows_the_python_stack() -> None:
+    with pytest.raises(LaunchError, match="was killed by SIGSEGV") as caught:
+        launcher(on_rank_1(segfault), 2)()
+    assert "in segfault" in str(caught.value)
+    assert "mlaunch/runtime" not in str(caught.value)
+    assert "Extension modules" not in str(caught.value)
+
+
+def test_a_keyboard_interrupt_of_a_rank_does_not_interrupt_the_caller() -> None:
+    def train() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(LaunchError, match="raised KeyboardInterrupt"):
+        launcher(train, 1)()
+
+
+@pytest.mark.parametrize("leave", [lambda: sys.exit(0), lambda: sys.exit(), lambda: os._exit(0)])
+def test_leaving_well_without_a_value_is_none_and_one_warning(leave: Any) -> None:
+    def train() -> int:
+        if dist.get_rank() != 1:
+            leave()
+        return 5
+
+    with pytest.warns(RuntimeWarning, match=r"2 of 3 ranks of .* without returning a value \(ranks 0, 2\)") as seen:
+        assert launcher(train, 3)() == [None, 5, None]
+    assert len(seen) == 1
+
+
+def test_dying_after_the_value_was_sent_is_a_failure() -> None:
+    import atexit
+
+    def train() -> int:
+        atexit.register(os._exit, 7)
+        return 1
+
+    with pytest.raises(LaunchError, match="returned its value, then exited with code 7") as caught:
+        launcher(train, 1)()
+    assert caught.value.results == {0: 1}
+
+
+def test_exit_handlers_of_a_rank_run() -> None:
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+
+    def train() -> None:
+        import atexit
+
+        atexit.register(os.write, writer, b"bye")
+
+    launcher(train, 1, start_method="fork")()
+    os.close(writer)
+    with open(reader) as file:
+        assert file.read() == "bye"
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_the_cause_is_told_from_its_consequences(how: str) -> None:
+    def train(culprit: int) -> None:
+        dist.barrier()
+        if dist.get_rank() == culprit:
+            if how == "raise":
+                raise ValueError(f"from {culprit}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    for culprit in (0, 2, 3):
+        with pytest.raises((ValueError, LaunchError)) as caught:
+            launcher(train, 4)(culprit)
+        report = caught.value if isinstance(caught.value, LaunchError) else caught.value.__cause__
+        assert isinstance(report, LaunchError)
+        assert report.failures[0].rank == culprit
+
+
+def test_finished_ranks_results_are_in_the_error() -> None:
+    def train() -> int:
+        if dist.get_rank() == 1:
+            store = dist.distributed_c10d._get_default_store()
+            store.get("rank 0 is about to return")
+            raise_value_error()
+        dist.distributed_c10d._get_default_store().set("rank 0 is about to return", "1")
+        return 10
+
+    with pytest.raises(ValueError, match="no such luck") as caught:
+        launcher(train, 2)()
+    assert caught.value.__cause__.results in ({0: 10}, {})  # type: ignore[union-attr]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
+    def train() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise_value_error()
+        while True:
+            signal.pause()
+
+    with pytest.raises(ValueError, match="no such luck"):
+        launcher(train, 2, grace_period=0.2)()
+
+
+def test_a_stopped_rank_is_killed() -> None:
+    def train() -> None:
+        if dist.get_rank() == 1:
+            dist.distributed_c10d._get_default_store().get("stopping")
+            raise_value_error()
+        dist.distributed_c10d._get_default_store().set("stopping", "1")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(ValueError, match="no such luck"):
+        launcher(train, 2, grace_period=0.2)()
+
+
+def test_a_ranks_own_processes_end_with_the_launch(tmp_path: Any) -> None:
+    """A child, and a daemon that has left group and session, and closed everything."""
+    note = tmp_path / "pids"
+
+    def train() -> None:
+        child = subprocess.Popen(["sleep", "1000"])
+        daemon = subprocess.run(
+            [sys.executable, "-c", "import subprocess;"
+             "print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        with open(note, "a") as file:
+            print(child.pid, daemon.stdout.strip(), file=file)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise_value_error()
+        dist.barrier()
+
+    with pytest.raises(ValueError, match="no such luck"):
+        launcher(train, 2)()
+    pids = [int(word) for word in note.read_text().split()]
+    assert len(pids) == 4
+    wait_gone(pids, 0)
+
+
+def test_data_loader_workers_end_with_their_rank() -> None:
+    import torch.utils.data
+
+    def train() -> None:
+        data = torch.utils.data.DataLoader(list(range(100)), num_workers=2, persistent_workers=True)
+        for _ in data:
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LaunchError, match="rank 1 .* was killed by SIGKILL"):
+        launcher(train, 2)()
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_the_next_call_works(start_method: str) -> None:
+    with pytest.raises(ValueError, match="no such luck"):
+        launcher(on_rank_1(raise_value_error), 2, start_method=start_method)()
+    assert functions.launched.options(start_method=start_method)(1) == [10, 11]
+
+
+# The launch's other processes
+
+
+def kill_when_told(find: Any) -> Any:
+    """A function whose rank 0 kills what ``find`` names, with all other ranks waiting."""
+
+    def train() -> None:
+        if dist.get_rank() == 0:
+            os.kill(find(), signal.SIGKILL)
+        signal.pause()
+
+    return train
+
+
+def fork_server_of_a_rank() -> int:
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def test_death_of_the_agent() -> None:
+    with pytest.raises(LaunchError, match=r"the agent was killed by SIGKILL, which ended .*train\(\)"):
+        launcher(kill_when_told(os.getppid), 2)()
+    assert functions.launched(1) == [10, 11]
+
+
+def test_death_of_the_fork_server() -> None:
+    with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL, which ended .*train\(\)"):
+        launcher(kill_when_told(fork_server_of_a_rank), 2)()
+    assert functions.launched(1) == [10, 11]
+
+
+def test_death_of_the_rendezvous_server() -> None:
+    def server() -> int:
+        from tests.processes import children
+
+        siblings = [pid for pid in children(os.getppid()) if pid != os.getpid()]
+        return next(pid for pid in siblings if os.getpgid(pid) == os.getpgid(os.getppid()))
+
+    with pytest.raises(LaunchError, match="the rendezvous server of .* was killed by SIGKILL"):
+        launcher(kill_when_told(server), 2)()
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_ctrl_c_ends_the_launch_and_keeps_the_handlers(start_method: str) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    caller = os.getpid()
+
+    def train() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(caller, signal.SIGINT)
+        signal.pause()
+
+    with pytest.raises(KeyboardInterrupt):
+        launcher(train, 2, start_method=start_method)()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == before
+    assert functions.launched(1) == [10, 11]
+
+
+def test_a_second_ctrl_c_skips_the_grace_period() -> None:
+    caller = os.getpid()
+
+    def train() -> None:
+        def again(*_: object) -> None:
+            os.kill(caller, signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, again)
+        os.kill(caller, signal.SIGINT)
+        while True:
+            signal.pause()
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launcher(train, 1, grace_period=1000)()
+    assert time.monotonic() - start < 900

@@ -1,0 +1,56 @@
+"""Nothing outlives a caller that is killed: the crash matrix's last column."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.processes import descendants, wait_gone
+
+SCRIPT = """
+import os, signal, sys
+from mlaunch import launcher
+import torch.distributed as dist
+
+def train():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("running", flush=True)
+    signal.pause()
+
+launcher(train, 2, start_method=sys.argv[1], grace_period=1)()
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
+@pytest.mark.parametrize("victim", ["caller", "fork server", "agent"])
+@pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])
+def test_no_orphans(start_method: str, victim: str, nohup: bool) -> None:
+    command = [sys.executable, "-c", SCRIPT, start_method]
+    process = subprocess.Popen(
+        ["nohup", *command] if nohup else command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=_ignore_interrupts if nohup else None,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"running\n"
+    [server] = descendants(process.pid)[:1]
+    [agent] = descendants(server)[:1]
+    family = [process.pid, *descendants(process.pid)]
+    assert len(family) == 6  # caller, fork server, agent, two ranks, rendezvous server
+    os.kill({"caller": process.pid, "fork server": server, "agent": agent}[victim], signal.SIGKILL)
+    process.wait(60)
+    process.stdout.close()
+    wait_gone(family)
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
