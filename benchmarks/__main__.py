@@ -1,0 +1,38 @@
+"""python -m benchmarks [--rounds N] [NAME ...]: runs all, or those named, and prints one table."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+
+import torch
+
+from benchmarks import cold, failure, large, memory, repeat, warm
+from benchmarks.measure import table
+
+_ALL = {
+    "warm": warm.run,
+    "cold": cold.run,
+    "results": large.results,
+    "arguments": large.arguments,
+    "failure": failure.run,
+    "memory": memory.run,
+    "repeat": repeat.run,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(_ALL)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contestant (default: 5)")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(_ALL))
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(_ALL)}")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {options.rounds} rounds")
+    for name in options.names or _ALL:
+        print(table(_ALL[name](options.rounds)), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

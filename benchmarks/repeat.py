@@ -1,0 +1,48 @@
+"""500 calls in a row: does anything grow?"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from benchmarks.measure import Row
+from benchmarks.work import reduce_once
+from mlaunch import launcher
+from mlaunch.runtime.warm import warm_server
+
+_CALLS = 500
+
+
+def _state() -> dict[str, float]:
+    server = warm_server.get(os.environ).pid
+    return {
+        "processes": len(list(Path(f"/proc/{server}/task/{server}").glob("children"))[0].read_text().split()),
+        "fds of caller": len(os.listdir("/proc/self/fd")),
+        "fds of fork server": len(os.listdir(f"/proc/{server}/fd")),
+        "threads": threading.active_count(),
+        "MiB of caller": _rss(os.getpid()),
+        "MiB of fork server": _rss(server),
+    }
+
+
+def _rss(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/{pid}/status has no VmRSS")
+
+
+def run(rounds: int) -> list[Row]:
+    del rounds
+    ours = launcher(reduce_once, 2)
+    for _ in range(50):
+        ours()
+    before = _state()
+    for _ in range(_CALLS):
+        ours()
+    after = _state()
+    return [
+        Row(f"growth over {_CALLS} calls", name, after[name] - before[name], f"(from {before[name]:.0f})")
+        for name in before
+    ]

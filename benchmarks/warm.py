@@ -1,0 +1,83 @@
+"""A call when everything is warm: n ranks join, reduce once and return the value."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import torch.multiprocessing
+
+from benchmarks import work
+from benchmarks.measure import Row, alternate, compare, seconds
+from mlaunch import launcher
+
+
+def run(rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    with _floor() as floor:
+        for size in (2, 4, 8):
+            ours = launcher(work.reduce_once, size)
+            contestants: dict[str, Callable[[], float]] = {
+                "mlaunch": lambda ours=ours: seconds(ours),  # type: ignore[misc]
+                "floor (bare os.fork)": lambda size=size: floor(size),  # type: ignore[misc]
+            }
+            for contestant in contestants.values():
+                contestant()
+                contestant()
+            medians = alternate(contestants, rounds * 5)
+            rows += compare(f"warm call, {size} ranks", medians, {"mlaunch": ("floor (bare os.fork)", "<= 1.6")}, "s")
+    return rows + _peers(rounds)
+
+
+def _peers(rounds: int) -> list[Row]:
+    ours = launcher(work.reduce_once, 2)
+    ours()
+    peers = {"mlaunch": lambda: seconds(ours), "torch.multiprocessing.spawn": lambda: seconds(_spawn)}
+    peers |= {"torchrunx": lambda: seconds(_torchrunx), "accelerate notebook_launcher": lambda: seconds(_accelerate)}
+    medians = alternate(peers, rounds)
+    bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 25")}
+    bounds |= {name: ("mlaunch", "") for name in ("torchrunx", "accelerate notebook_launcher")}
+    return compare("warm call, 2 ranks, peers", medians, bounds, "s")
+
+
+@contextlib.contextmanager
+def _floor() -> Iterator[Callable[[int], float]]:
+    command = [sys.executable, "-m", "benchmarks.work"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the floor's process has no pipes")
+
+        def measure(size: int) -> float:
+            stdin.write(f"{size}\n")
+            stdin.flush()
+            return float(stdout.readline())
+
+        yield measure
+        stdin.close()
+
+
+def _spawn() -> None:
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(work.join_and_reduce, (2, work.free_port(), queue), nprocs=2)
+    values = dict(queue.get() for _ in range(2))
+    if values != {0: 2.0, 1: 2.0}:
+        raise RuntimeError(f"spawn returned {values}")
+
+
+def _torchrunx() -> None:
+    import torchrunx
+
+    results = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo").run(work.reduce_once)
+    if results.rank(0) != 2.0:
+        raise RuntimeError(f"torchrunx returned {results}")
+
+
+def _accelerate() -> None:
+    import accelerate
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        accelerate.notebook_launcher(work.join_by_environment, (), num_processes=2, use_port=str(work.free_port()))
