@@ -22,7 +22,7 @@ from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import CountDevices, DeviceCount, Launch, NotReady, Reaped, Retire
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
-_PRELOAD = ("torch", "torch.distributed", "mlaunch.runtime.launching", "mlaunch.runtime.worker")
+_PRELOAD = ("torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.runtime.launching")
 
 
 def main(control_fd: int, caller: int) -> NoReturn:

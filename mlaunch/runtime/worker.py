@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import importlib
 import io
 import logging
 import multiprocessing.util
@@ -100,13 +99,11 @@ class _Worker:
         reset_process()
         faulthandler.enable(self._place.crash_fd)
         spec, context = self._spec, self._spec.context
-        os.environ.clear()
-        os.environ.update(device.environment(spec, self._place.local_rank, *self._place.rendezvous))
+        _set_environ(device.environment(spec, self._place.local_rank, *self._place.rendezvous))
         if context.cwd is not None:
             os.chdir(context.cwd)
         sys.path[:] = context.sys_path
         sys.argv[:] = context.argv
-        importlib.invalidate_caches()
         device.share_cores(spec)
 
     def _join(self) -> None:
@@ -219,6 +216,14 @@ def reset_process() -> None:
     sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
     sys.stdout, sys.stderr = _stream(1), _stream(2)
     gc.enable()
+
+
+def _set_environ(wanted: dict[str, str]) -> None:
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:  # each change is a call of putenv
+            os.environ[name] = value
 
 
 def _stream(fd: int) -> TextIO:
