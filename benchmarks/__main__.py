@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import platform
+from pathlib import Path
 
 import torch
 
 from benchmarks import cold, failure, large, memory, repeat, warm
 from benchmarks.measure import table
 
+_ROOT = Path(__file__).resolve().parent.parent
 _ALL = {
     "warm": warm.run,
     "cold": cold.run,
@@ -29,6 +32,8 @@ def main() -> None:
     unknown = sorted(set(options.names) - set(_ALL))
     if unknown:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(_ALL)}")
+    for name in ("mlaunch", "benchmarks"):  # as pip does with what it installs
+        compileall.compile_dir(_ROOT / name, quiet=1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {options.rounds} rounds")
     for name in options.names or _ALL:
         print(table(_ALL[name](options.rounds)), end="\n\n", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,32 +12,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Row, alternate, compare, seconds
+from benchmarks.work import floor, make_gib
 from mlaunch import launcher
 
 _GIB = 2**30
 
 
-def make() -> torch.Tensor:
-    return torch.ones(_GIB // 4)
-
-
-def make_and_copy() -> float:
-    """The floor of returning: the same bytes written once into fresh memory, both ranks at once."""
-    tensor = make()
-    dist.barrier()
-    start = time.perf_counter()
-    tensor.clone()
-    return time.perf_counter() - start
-
-
 def make_and_return() -> tuple[torch.Tensor, float]:
-    tensor = make()
+    tensor = make_gib()
     dist.barrier()
     return tensor, time.perf_counter()  # CLOCK_MONOTONIC: one for all processes
 
 
 def _put(queue: Any, barrier: Any, reader: Any) -> None:
-    tensor = make().numpy()
+    tensor = make_gib().numpy()
     barrier.wait()
     queue.put((tensor, time.perf_counter()))
     reader.wait()
@@ -48,10 +35,6 @@ def _returned() -> float:
     values = launcher(make_and_return, 2)()
     end = time.perf_counter()
     return end - max(start for _, start in values)
-
-
-def _copied() -> float:
-    return max(launcher(make_and_copy, 2)())
 
 
 def _queued() -> float:
@@ -81,31 +64,36 @@ def look(tensor: torch.Tensor) -> int:
 def _used_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return fields["MemTotal"] - fields["MemFree"] - fields["Buffers"] - fields["Cached"] + fields["Shmem"]
+    return fields["AnonPages"] + fields["Shmem"] + fields["PageTables"]
+
+
+def touch(tensor: torch.Tensor) -> float:
+    return float(tensor[0])
 
 
 def results(rounds: int) -> list[Row]:
-    names: dict[str, Callable[[], float]] = {
-        "mlaunch": _returned,
-        "one copy to fresh memory": _copied,
-        "multiprocessing.Queue": _queued,
-    }
-    bounds = {"mlaunch": ("one copy to fresh memory", "<= 1.3"), "multiprocessing.Queue": ("mlaunch", ">= 4")}
-    return compare("1 GiB from each of 2 ranks", alternate(names, rounds), bounds, "s")
+    with floor() as measure:
+        names: dict[str, Callable[[], float]] = {
+            "mlaunch": _returned,
+            "one copy to fresh memory": lambda: measure("copy", 2),
+            "multiprocessing.Queue": _queued,
+        }
+        bounds = {"mlaunch": ("one copy to fresh memory", "<= 1.3"), "multiprocessing.Queue": ("mlaunch", ">= 4")}
+        return compare("1 GiB from each of 2 ranks", alternate(names, rounds), bounds, "s")
 
 
 def arguments(rounds: int) -> list[Row]:
-    tensor = make()
-    ours, idle = launcher(look, 4), launcher(dist.barrier, 4)
-    names: dict[str, Callable[[], float]] = {
-        "mlaunch": lambda: seconds(lambda: ours(tensor)),
-        "one copy to fresh memory": lambda: seconds(tensor.clone),
-        "mlaunch without argument": lambda: seconds(idle),
-    }
-    medians = alternate(names, rounds)
+    tensor = make_gib()
+    give, read = launcher(touch, 4), launcher(look, 4)
+    with floor() as measure:
+        names: dict[str, Callable[[], float]] = {
+            "mlaunch": lambda: seconds(lambda: give(tensor)),
+            "one copy to fresh memory": lambda: measure("copy", 1),
+            "mlaunch, all read by all": lambda: seconds(lambda: read(tensor)),
+        }
+        medians = alternate(names, rounds)
     rows = compare("1 GiB to 4 ranks", medians, {"mlaunch": ("one copy to fresh memory", "<= 1.4")}, "s")
-    small = ours(torch.ones(1024))[0]  # what the ranks themselves cost
-    grown = [(ours(tensor)[0] - small) / _GIB for _ in range(rounds)]
-    os.sync()
-    median = sorted(grown)[len(grown) // 2]
-    return [*rows, Row("1 GiB to 4 ranks", "memory growth", median, "GiB", "", None, "<= 1.15")]
+    used = {"with": lambda: float(read(tensor)[0]), "without": lambda: float(read(torch.ones(1024))[0])}
+    memory = alternate(used, rounds)
+    growth = (memory["with"] - memory["without"]) / _GIB
+    return [*rows, Row("1 GiB to 4 ranks", "memory growth", growth, "GiB", "", None, "<= 1.15")]

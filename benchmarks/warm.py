@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch.multiprocessing
 
@@ -17,12 +15,12 @@ from mlaunch import launcher
 
 def run(rounds: int) -> list[Row]:
     rows: list[Row] = []
-    with _floor() as floor:
+    with work.floor() as floor:
         for size in (2, 4, 8):
             ours = launcher(work.reduce_once, size)
             contestants: dict[str, Callable[[], float]] = {
                 "mlaunch": lambda ours=ours: seconds(ours),  # type: ignore[misc]
-                "floor (bare os.fork)": lambda size=size: floor(size),  # type: ignore[misc]
+                "floor (bare os.fork)": lambda size=size: floor("reduce", size),  # type: ignore[misc]
             }
             for contestant in contestants.values():
                 contestant()
@@ -41,23 +39,6 @@ def _peers(rounds: int) -> list[Row]:
     bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 25")}
     bounds |= {name: ("mlaunch", "") for name in ("torchrunx", "accelerate notebook_launcher")}
     return compare("warm call, 2 ranks, peers", medians, bounds, "s")
-
-
-@contextlib.contextmanager
-def _floor() -> Iterator[Callable[[int], float]]:
-    command = [sys.executable, "-m", "benchmarks.work"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        stdin, stdout = process.stdin, process.stdout
-        if stdin is None or stdout is None:
-            raise RuntimeError("the floor's process has no pipes")
-
-        def measure(size: int) -> float:
-            stdin.write(f"{size}\n")
-            stdin.flush()
-            return float(stdout.readline())
-
-        yield measure
-        stdin.close()
 
 
 def _spawn() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,14 +77,65 @@ def _floor_rank(rank: int, size: int, listener: socket.socket) -> None:
     os._exit(0)
 
 
-def serve_floor() -> None:
-    """Reads sizes, answers with seconds; a process of its own, so that it forks what a clean process would."""
-    from benchmarks.measure import seconds
+def make_gib() -> torch.Tensor:
+    return torch.ones(2**30 // 4)
 
+
+def copy_once(size: int) -> float:
+    """``size`` processes copy a GiB each into fresh memory, one thread each: the seconds of the slowest."""
+    context = multiprocessing.get_context("fork")
+    barrier, queue = context.Barrier(size), context.SimpleQueue()
+    processes = [context.Process(target=_copy, args=(barrier, queue)) for _ in range(size)]
+    for process in processes:
+        process.start()
+    slowest = max(queue.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return float(slowest)
+
+
+def _copy(barrier: Any, queue: Any) -> None:
+    torch.set_num_threads(1)
+    tensor = make_gib()
+    tensor.clone()  # a virtual machine may have to ask its host for memory that it has not used lately
+    barrier.wait()
+    start = time.perf_counter()
+    tensor.clone()  # and freed: what a launch passes is gone, too, when it returns
+    queue.put(time.perf_counter() - start)
+
+
+def serve_floor() -> None:
+    """Reads lines of a name and a size, answers with seconds.
+
+    A process of its own, so that it forks what an ordinary, clean process would.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for line in sys.stdin:
-        size = int(line)
-        print(seconds(lambda: floor_once(size)), flush=True)  # noqa: B023 - called before the loop goes on
+        name, size = line.split()
+        start = time.perf_counter()
+        if name == "copy":
+            print(copy_once(int(size)), flush=True)
+        else:
+            floor_once(int(size))
+            print(time.perf_counter() - start, flush=True)
+
+
+@contextlib.contextmanager
+def floor() -> Iterator[Callable[[str, int], float]]:
+    """A function that has ``serve_floor`` measure in its own process."""
+    command = [sys.executable, "-m", "benchmarks.work"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the floor's process has no pipes")
+
+        def measure(name: str, size: int) -> float:
+            stdin.write(f"{name} {size}\n")
+            stdin.flush()
+            return float(stdout.readline())
+
+        yield measure
+        stdin.close()
 
 
 def wait_for_ever() -> None:

@@ -71,3 +71,10 @@ class Client:
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
         connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         self.store = dist.PrefixStore(namespace, connection)
+
+    def meet(self, key: str, size: int) -> None:
+        """Returns once ``size`` processes have called it with this key. For one use of each key."""
+        everyone = f"{key}/everyone"
+        if self.store.add(f"{key}/arrived", 1) == size:
+            self.store.set(everyone, "")
+        self.store.wait([everyone])

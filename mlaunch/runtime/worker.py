@@ -117,14 +117,17 @@ class _Worker:
         self._enter(Phase.JOINING)
         timeout = device.limit(spec.timeout)
         dist.set_debug_level_from_env()  # torch read it when the fork server imported it
+        client = Client(*place.rendezvous, spec.launch_id, timeout)
         dist.init_process_group(
             spec.backend,
-            store=Client(*place.rendezvous, spec.launch_id, timeout).store,
+            store=client.store,
             rank=spec.rank(place.local_rank),
             world_size=spec.world_size,
             timeout=timeout,
             device_id=None if self._device.type == "cpu" else self._device,
         )
+        # gloo lets a rank go while others still greet it; one that then returned at once would break their group.
+        client.meet("mlaunch/joined", spec.world_size)
 
     def _receive(self) -> tuple[Callable[..., Any], Call]:
         self._enter(Phase.RECEIVING)

@@ -27,6 +27,12 @@ def test_ranks_reduce_and_return(start_method: str) -> None:
     assert launcher(functions.total, 2, start_method=start_method)() == [2.0, 2.0]
 
 
+def test_ranks_that_return_at_once_do_not_break_the_group_of_slower_ones() -> None:
+    train = launcher(lambda: None, 8)
+    for _ in range(10):
+        assert train() == [None] * 8
+
+
 def test_a_group_of_one() -> None:
     assert launcher(functions.total, 1)() == [1.0]
 
@@ -190,10 +196,7 @@ def test_code_piped_to_python() -> None:
 
 def test_output_keeps_its_order_and_place(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script(
-        "from mlaunch import launcher\n"
-        "print('before')\n"
-        "launcher(lambda: print('within'), 1)()\n"
-        "print('after')\n"
+        "from mlaunch import launcher\nprint('before')\nlauncher(lambda: print('within'), 1)()\nprint('after')\n"
     )
     assert done.stdout.split() == ["before", "within", "after"]
 
