@@ -51,10 +51,11 @@ class Options:
         _check_number("grace_period", self.grace_period)
         if self.grace_period < 0:
             raise ValueError(f"grace_period={self.grace_period!r}: allowed: seconds, 0 or more")
-        if self.timeout is None or isinstance(self.timeout, timedelta):
+        seconds = self.timeout_seconds
+        if seconds is None:
             return
-        _check_number("timeout", self.timeout)
-        if not self.timeout > 0:
+        _check_number("timeout", seconds)
+        if seconds <= 0:
             raise ValueError(f"timeout={self.timeout!r}: allowed: seconds, more than 0, or None for no limit")
 
     def _check_devices(self) -> None:

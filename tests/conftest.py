@@ -27,7 +27,7 @@ def warm() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(warm: None):  # type: ignore[no-untyped-def]
+def nothing_left_behind():  # type: ignore[no-untyped-def]
     before = _what_is_there()
     yield
     after = _what_is_there()
@@ -75,6 +75,7 @@ def run_script(tmp_path: Path):  # type: ignore[no-untyped-def]
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             [sys.executable, *flags, str(path)],
+            check=False,
             capture_output=True,
             text=True,
             timeout=120,

@@ -42,7 +42,7 @@ def reducers(alive: list[object]) -> Reducers:
         alive.extend((storage, on_cpu))
         return rebuild_storage, (_buffer(on_cpu),)
 
-    def reduce_tensor(tensor: torch.Tensor) -> Any:
+    def reduce_tensor(tensor: Any) -> Any:
         rebuild, args, *rest = tensor.__reduce_ex__(5)
         if args and isinstance(args[0], torch.UntypedStorage):
             # torch takes its newer dtypes apart into untyped storages, but can only rebuild them from typed ones.

@@ -99,7 +99,7 @@ def test_an_exception_whose_class_is_local_is_still_that_class() -> None:
         (lambda: sys.exit("why"), "exited with code 1 (sys.exit or os._exit)", 1),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", -9),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "was killed by SIGTERM", -15),
-        (lambda: os.abort(), "was killed by SIGABRT", -6),
+        (os.abort, "was killed by SIGABRT", -6),
     ],
     ids=["os._exit", "sys.exit", "sys.exit-text", "SIGKILL", "SIGTERM", "abort"],
 )
@@ -128,7 +128,7 @@ def test_a_keyboard_interrupt_of_a_rank_does_not_interrupt_the_caller() -> None:
         launcher(train, 1)()
 
 
-@pytest.mark.parametrize("leave", [lambda: sys.exit(0), lambda: sys.exit(), lambda: os._exit(0)])
+@pytest.mark.parametrize("leave", [lambda: sys.exit(0), sys.exit, lambda: os._exit(0)])
 def test_leaving_well_without_a_value_is_none_and_one_warning(leave: Any) -> None:
     def train() -> int:
         if dist.get_rank() != 1:
@@ -258,7 +258,7 @@ def test_data_loader_workers_end_with_their_rank() -> None:
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(LaunchError, match="rank 1 .* was killed by SIGKILL"):
+    with pytest.raises(LaunchError, match=r"rank 1 .* was killed by SIGKILL"):
         launcher(train, 2)()
 
 
@@ -307,7 +307,7 @@ def test_death_of_the_rendezvous_server() -> None:
         siblings = [pid for pid in children(os.getppid()) if pid != os.getpid()]
         return next(pid for pid in siblings if os.getpgid(pid) == os.getpgid(os.getppid()))
 
-    with pytest.raises(LaunchError, match="the rendezvous server of .* was killed by SIGKILL"):
+    with pytest.raises(LaunchError, match=r"the rendezvous server of .* was killed by SIGKILL"):
         launcher(kill_when_told(server), 2)()
 
 

@@ -1,0 +1,202 @@
+"""The supervisor's policy, on records and a clock that the test moves: no processes of launches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from mlaunch.runtime import agent as agent_module
+from mlaunch.runtime.agent import CAUSE_PATIENCE, Agent, RankProcess
+from mlaunch.runtime.answers import Answers
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.messages import Answer, Cancel, Kind, RankAnswered, RankGone
+
+
+class FakeServer:
+    """Never dies by itself."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = socket.socketpair()
+        self.sentinel = self._ours.fileno()
+        self.pid = 999_999
+
+    def kill(self) -> None:
+        self._ours.close()
+        self._theirs.close()
+
+
+@dataclass
+class World:
+    """Ranks are children that end when a byte tells them to; signals are recorded, and end them if they should."""
+
+    monkeypatch: pytest.MonkeyPatch
+    size: int = 3
+    now: float = 100.0
+    signals: list[tuple[int, str, float]] = field(default_factory=list)
+    deaf: set[int] = field(default_factory=set)  # ranks that ignore SIGTERM
+    steps: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.answers = Answers(self.size)
+        self.ours, theirs = Channel.pair()
+        self.parent, self.parent_end = socket.socketpair()
+        self.ranks = [self._rank(index) for index in range(self.size)]
+        self.pids = {rank.pid: rank.rank for rank in self.ranks}
+        self.monkeypatch.setattr(agent_module, "wait", self._wait)
+        self.monkeypatch.setattr(agent_module.linux, "kill_children", lambda _spare: None)
+        self.theirs = theirs
+        self.agent = Agent(
+            self.ranks,
+            self.answers,
+            FakeServer(),  # type: ignore[arg-type]
+            theirs,
+            self.parent.fileno(),
+            grace_period=5.0,
+            clock=lambda: self.now,
+            signal_group=self._signal,
+        )
+
+    def _rank(self, index: int) -> RankProcess:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(writer)
+            code = os.read(reader, 1)
+            os._exit(code[0] if code else 1)
+        os.close(reader)
+        self._writers = {**getattr(self, "_writers", {}), index: writer}
+        return RankProcess(index, pid, os.pidfd_open(pid), os.memfd_create("value"), os.memfd_create("crash"))
+
+    def end(self, rank: int, code: int = 0) -> None:
+        os.write(self._writers[rank], bytes([code]))
+        os.waitid(os.P_PID, self.ranks[rank].pid, os.WEXITED | os.WNOWAIT)
+
+    def _signal(self, pid: int, number: int) -> None:
+        rank = self.pids[pid]
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        if ended:
+            return
+        self.signals.append((rank, signal.Signals(number).name, self.now))
+        if number == signal.SIGKILL or rank not in self.deaf:
+            os.kill(pid, number)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    def _wait(self, sources: list[int], patience: float | None) -> list[int]:
+        """Takes the next step of the script; what is ready then, or the deadline, is what the agent sees."""
+        from multiprocessing.connection import wait
+
+        ready = wait(sources, 0)
+        if not ready and self.steps:
+            self.steps.pop(0)()
+            ready = wait(sources, 0)
+        if not ready and patience is None:
+            raise AssertionError("the agent waits for ever and nothing will happen")
+        if not ready:
+            self.now += patience or 0.0
+        return ready  # type: ignore[return-value]
+
+    def answer(self, rank: int, kind: Kind = Kind.VALUE, *, consequence: bool = False) -> None:
+        self.answers.queue.put(Answer(rank, kind, consequence))
+
+    def run(self, *steps: Callable[[], None]) -> list[object]:
+        self.steps = list(steps)
+        self.agent.run()
+        self.theirs.close()
+        told = []
+        while True:
+            try:
+                record, fds = self.ours.receive()
+            except EOFError:
+                break
+            for fd in fds:
+                os.close(fd)
+            told.append(record)
+        self._close()
+        return told
+
+    def _close(self) -> None:
+        for writer in self._writers.values():
+            os.close(writer)
+        for end in (self.ours, self.parent, self.parent_end):
+            end.close()
+        self.answers.queue.close()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def gone(told: list[object]) -> dict[int, RankGone]:
+    return {record.rank: record for record in told if isinstance(record, RankGone)}
+
+
+def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) -> None:
+    told = world.run(
+        lambda: world.answer(2), lambda: world.answer(0), lambda: world.end(2),
+        lambda: world.answer(1), lambda: world.end(0), lambda: world.end(1),
+    )  # fmt: skip
+    assert [record.rank for record in told if isinstance(record, RankAnswered)] == [2, 0, 1]
+    assert world.signals == []
+    assert all(end.answered and not end.stopped and end.exitcode == 0 for end in gone(told).values())
+
+
+def test_the_first_error_stops_the_others_at_once(world: World) -> None:
+    told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
+    assert world.signals == [(0, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
+    assert {rank: end.stopped for rank, end in gone(told).items()} == {0: True, 1: False, 2: True}
+
+
+def test_a_death_stops_the_others_at_once(world: World) -> None:
+    told = world.run(lambda: world.end(0, 3))
+    assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
+    assert gone(told)[0].exitcode == 3
+
+
+def test_an_end_without_an_answer_but_with_code_0_stops_nobody(world: World) -> None:
+    told = world.run(
+        lambda: world.end(0), lambda: world.answer(1), lambda: world.answer(2), lambda: world.end(1),
+        lambda: world.end(2),
+    )  # fmt: skip
+    assert world.signals == []
+    assert not gone(told)[0].answered
+
+
+def test_a_consequence_waits_for_its_cause(world: World) -> None:
+    world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: world.end(0, 1))
+    assert {at for _, _, at in world.signals} == {100.0}  # its death with code 1 is news of its own
+
+
+def test_a_consequence_is_held_for_a_moment_only(world: World) -> None:
+    world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
+    assert world.signals == [(1, "SIGTERM", 100.0 + CAUSE_PATIENCE), (2, "SIGTERM", 100.0 + CAUSE_PATIENCE)]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_when_grace_ends(world: World) -> None:
+    world.deaf = {2}
+    world.run(lambda: world.answer(0, Kind.ERROR), lambda: world.end(0, 1))
+    assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0), (2, "SIGKILL", 105.0)]
+
+
+def test_cancel_stops_all_and_force_skips_the_grace(world: World) -> None:
+    world.deaf = {0, 1, 2}
+    world.run(lambda: world.ours.send(Cancel()), lambda: world.ours.send(Cancel(force=True)))
+    assert [name for _, name, _ in world.signals] == ["SIGTERM"] * 3 + ["SIGKILL"] * 3
+    assert {at for _, _, at in world.signals} == {100.0}
+
+
+def test_a_lost_parent_stops_all(world: World) -> None:
+    told = world.run(lambda: world.parent_end.shutdown(socket.SHUT_RDWR))
+    assert [name for _, name, _ in world.signals] == ["SIGTERM"] * 3
+    assert all(end.stopped for end in gone(told).values())
+
+
+def test_a_rank_that_has_answered_is_left_to_end_by_itself(world: World) -> None:
+    told = world.run(lambda: world.answer(0), lambda: world.answer(1, Kind.ERROR), lambda: world.end(0))
+    assert (0, "SIGTERM", 100.0) not in world.signals
+    assert gone(told)[0].exitcode == 0

@@ -1,0 +1,132 @@
+"""Wrong options fail in the caller's frame, before anything starts, with name, value and what is allowed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from mlaunch import launcher
+from mlaunch.runtime import device
+from mlaunch.runtime.messages import Ready
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"n_gpus": 0}, ValueError, "n_gpus=0: allowed: whole numbers from 1, or None"),
+    ({"n_gpus": -1}, ValueError, "n_gpus=-1: allowed: whole numbers from 1, or None"),
+    ({"n_gpus": True}, TypeError, "n_gpus=True: allowed: whole numbers from 1, or None"),
+    ({"n_gpus": "2"}, TypeError, "n_gpus='2': allowed: whole numbers from 1, or None"),
+    ({"world_size": 0}, ValueError, "world_size=0: allowed: whole numbers from 1, or None"),
+    ({"rank_start": -1}, ValueError, "rank_start=-1: allowed: whole numbers from 0"),
+    ({"port": 65536}, ValueError, "port=65536: allowed: whole numbers from 0 to 65535"),
+    ({"master_ip": ""}, ValueError, "master_ip='': allowed: a name"),
+    ({"device_type": 3}, TypeError, "device_type=3: allowed: a string"),
+    ({"backend": 3}, TypeError, "backend=3: allowed: a string"),
+    (
+        {"n_gpus": 4, "world_size": 6, "rank_start": 4, "port": 1},
+        ValueError,
+        "rank_start=4 with n_gpus=4 and world_size=6: allowed: rank_start + n_gpus up to world_size",
+    ),
+    ({"rank_start": 1, "world_size": 4}, ValueError, "rank_start=1 with port=0: a machine that joins others must"),
+    ({"start_method": "thread"}, ValueError, "start_method='thread': allowed: 'forkserver', 'fork', 'spawn'"),
+    ({"devices": [0, 0]}, ValueError, "devices=[0, 0]: allowed: at least one device, each once"),
+    ({"devices": []}, ValueError, "devices=[]: allowed: at least one device, each once"),
+    ({"devices": "01"}, TypeError, "devices='01': allowed: a list of device numbers"),
+    ({"devices": [0], "n_gpus": 2}, ValueError, "n_gpus=2 with devices=[0]: allowed: n_gpus=1, or only one of the two"),
+    ({"timeout": 0}, ValueError, "timeout=0: allowed: seconds, more than 0, or None for no limit"),
+    ({"timeout": "1"}, TypeError, "timeout='1': allowed: a number of seconds"),
+    ({"timeout": timedelta(0)}, ValueError, "allowed: seconds, more than 0, or None for no limit"),
+    ({"grace_period": -1}, ValueError, "grace_period=-1: allowed: seconds, 0 or more"),
+    ({"grace_period": float("nan")}, TypeError, "grace_period=nan: allowed: a number of seconds"),
+    ({"env": {"A": 1}}, TypeError, "env={'A': 1}: allowed: names and values that are strings"),
+    ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; it has: backend, device_type"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG, ids=[str(options) for options, _, _ in WRONG])
+def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        launcher(**options)
+    assert message in str(caught.value)
+    with pytest.raises(kind):
+        launcher(lambda: None, **options)
+    with pytest.raises(kind):
+        launcher(lambda: None).options(**options)
+
+
+def test_positional_order_is_megengines() -> None:
+    train = launcher(lambda: None, 2, 2, 0, "localhost", 0, "cpu", "gloo")
+    assert "n_gpus=2, world_size=2, rank_start=0, master_ip='localhost', port=0, device_type='cpu'" in repr(train)
+    with pytest.raises(TypeError, match="launcher got n_gpus by position and by name"):
+        launcher(lambda: None, 2, n_gpus=2)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="launcher takes the function and 7 options by position"):
+        launcher(lambda: None, 2, 2, 0, "localhost", 0, "cpu", "gloo", [0])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("thing", [3, classmethod(len), staticmethod(len)])
+def test_only_functions_can_be_decorated(thing: Any) -> None:
+    with pytest.raises(TypeError, match="launcher decorates a function, not"):
+        launcher(thing)
+
+
+# What this machine, or one with accelerators, has
+
+CPU = Ready("2.13", None, ("gloo",))
+CUDA = Ready("2.13", "cuda", ("gloo", "nccl"))
+
+
+def test_what_this_machine_lacks_is_refused() -> None:
+    if device.offered().accelerator is not None:
+        pytest.skip("torch was built for an accelerator, so these are not errors here")
+    with pytest.raises(ValueError, match=r"device_type='cuda': torch .* has no such device; allowed: 'auto', 'cpu'"):
+        launcher(lambda: None, 1, device_type="cuda")()
+    with pytest.raises(ValueError, match=r"backend='nccl': torch .* offers gloo"):
+        launcher(lambda: None, 1, backend="nccl")()
+    with pytest.raises(ValueError, match=r"devices=\[0\]: ranks on CPUs have no device numbers; give n_gpus=1"):
+        launcher(lambda: None, devices=[0])()
+
+
+def test_several_machines_are_refused_for_now() -> None:
+    with pytest.raises(ValueError, match=r"world_size=4 with 2 rank.* several machines are not in this version"):
+        launcher(lambda: None, 2, world_size=4)()
+
+
+def test_device_types() -> None:
+    assert device.choose_type("auto", CPU) == "cpu"
+    assert device.choose_type("auto", CUDA) == "cuda"
+    assert device.choose_type("cpu", CUDA) == "cpu"
+    with pytest.raises(ValueError, match="allowed: 'auto', 'cuda', 'cpu'"):
+        device.choose_type("xpu", CUDA)
+
+
+def test_backends() -> None:
+    assert device.choose_backend(None, "cpu", CPU) == "gloo"
+    assert device.choose_backend(None, "cuda", CUDA) == "cpu:gloo,cuda:nccl"
+    assert device.choose_backend("cpu:gloo,cuda:NCCL", "cuda", CUDA) == "cpu:gloo,cuda:nccl"
+    with pytest.raises(ValueError, match=r"backend='mpi': torch 2.13 offers gloo, nccl"):
+        device.choose_backend("mpi", "cuda", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "devices", "shown", "size", "visible"),
+    [
+        (None, None, "", 4, "0,1,2,3"),
+        (2, None, "", 2, "0,1"),
+        (None, [3, 1], "", 2, "3,1"),
+        (None, [1], "5,7,2,0", 1, "7"),
+        (2, None, "GPU-aa, GPU-bb,GPU-cc,GPU-dd", 2, "GPU-aa,GPU-bb"),
+    ],
+)
+def test_picked_devices_are_the_only_visible_ones(
+    n_gpus: int | None, devices: list[int] | None, shown: str, size: int, visible: str
+) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
+    placement = device.place_on_accelerators("cuda", n_gpus, devices, 4, environ)
+    assert placement == device.Placement("cuda", size, visible)
+
+
+def test_more_devices_than_there_are() -> None:
+    with pytest.raises(ValueError, match=r"n_gpus=5: only 4 cuda device\(s\) are visible here; allowed: 1 to 4, or"):
+        device.place_on_accelerators("cuda", 5, None, 4, {})
+    with pytest.raises(ValueError, match=r"devices=\[0, 4\]: \[4\] do not exist; the 4 visible cuda device\(s\) are"):
+        device.place_on_accelerators("cuda", None, [0, 4], 4, {})
