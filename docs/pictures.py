@@ -1,0 +1,53 @@
+"""Draws the documentation's pictures: python docs/pictures.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BOX = '<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="#444"/>'
+TEXT = '<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{fill}">{text}</text>'
+ARROW = '<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#444" marker-end="url(#tip)"{dash}/>'
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 400" font-family="sans-serif">
+<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
+<path d="M0,0 L10,5 L0,10 z" fill="#444"/></marker></defs>
+<rect width="760" height="400" fill="white"/>"""  # noqa: E501
+
+
+def box(x: int, y: int, w: int, title: str, *lines: str, fill: str = "#eef3fa") -> list[str]:
+    height = 34 + 17 * len(lines)
+    parts = [BOX.format(x=x, y=y, w=w, h=height, fill=fill)]
+    parts.append(text(x + w // 2, y + 22, title, size=15))
+    return parts + [text(x + w // 2, y + 42 + 17 * i, line, size=12, fill="#555") for i, line in enumerate(lines)]
+
+
+def text(x: int, y: int, words: str, *, size: int = 12, anchor: str = "middle", fill: str = "#222") -> str:
+    return TEXT.format(x=x, y=y, size=size, anchor=anchor, fill=fill, text=words)
+
+
+def arrow(x1: int, y1: int, x2: int, y2: int, *, dashed: bool = False) -> str:
+    return ARROW.format(x1=x1, y1=y1, x2=x2, y2=y2, dash=' stroke-dasharray="5 4"' if dashed else "")
+
+
+def processes() -> str:
+    parts = [HEAD]
+    parts += box(20, 20, 200, "launcher", "your script or notebook", "never forked", fill="#fdf3e1")
+    parts += box(290, 20, 200, "fork server", "torch imported once", "one per caller, stays warm")
+    parts += box(290, 150, 200, "agent", "one per call", "supervises the ranks")
+    parts += box(560, 150, 180, "rendezvous server", "TCPStore on 127.0.0.1")
+    for index, x in enumerate((170, 300, 430)):
+        parts += box(x, 300, 110, f"rank {index}", "your function", "its own device", fill="#e9f6ea")
+    parts += [arrow(220, 45, 290, 45), text(255, 38, "call")]
+    parts += [arrow(390, 88, 390, 150), text(398, 122, "fork, per call", anchor="start")]
+    parts += [arrow(490, 178, 560, 178), text(525, 170, "fork")]
+    parts += [arrow(375, 218, 250, 300), arrow(390, 218, 355, 300), arrow(420, 218, 485, 300)]
+    parts += [text(458, 250, "fork, per rank", anchor="start")]
+    parts += [arrow(290, 185, 120, 88, dashed=True), text(60, 150, "values (memory files),", anchor="start")]
+    parts += [text(60, 166, "failures", anchor="start")]
+    parts += [arrow(540, 318, 620, 201, dashed=True), text(600, 280, "meet, join the group", anchor="start")]
+    parts += [arrow(195, 300, 315, 218, dashed=True), text(180, 262, "answers (queue)")]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+if __name__ == "__main__":
+    (HERE / "processes.svg").write_text(processes())

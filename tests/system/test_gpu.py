@@ -1,0 +1,79 @@
+"""What needs an accelerator; skipped, with that reason, where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import LaunchError, launcher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator on this machine"),
+]
+
+
+def where() -> tuple[str, float]:
+    device = torch.accelerator.current_accelerator()
+    value = torch.ones(1, device=device)
+    dist.all_reduce(value)
+    cpu = torch.ones(1)
+    dist.all_reduce(cpu)
+    return str(value.device), value.item() + cpu.item()
+
+
+def test_one_rank_per_device_each_on_its_own() -> None:
+    count = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator()
+    assert launcher(where)() == [(f"{kind}:{i}", 2.0 * count) for i in range(count)]
+
+
+def test_a_caller_that_has_initialised_the_device() -> None:
+    torch.ones(1, device=torch.accelerator.current_accelerator())
+    assert len(launcher(where, 1)()) == 1
+    with pytest.raises(RuntimeError, match="start_method='fork': this process has initialised"):
+        launcher(where, 1, start_method="fork")()
+
+
+def test_counting_devices_wakes_no_driver_in_the_caller() -> None:
+    code = (
+        "from mlaunch import launcher; import torch; launcher(lambda: None)();"
+        "print(torch.get_device_module().is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_device_tensors_come_back_on_the_cpu() -> None:
+    def make() -> tuple[torch.Tensor, torch.nn.Module]:
+        device = torch.accelerator.current_accelerator()
+        return torch.arange(100_000, device=device), torch.nn.Linear(200, 200).to(device)
+
+    [(tensor, module)] = launcher(make, 1)()
+    assert tensor.device.type == "cpu"
+    assert torch.equal(tensor, torch.arange(100_000))
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+def test_a_picked_device_is_device_0_of_its_rank() -> None:
+    last = torch.accelerator.device_count() - 1
+    [(name, _)] = launcher(where, devices=[last])()
+    assert name.endswith(":0")
+
+
+def test_running_out_of_memory_is_catchable() -> None:
+    def greedy() -> None:
+        torch.empty(2**50, device=torch.accelerator.current_accelerator())
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        launcher(greedy, 1)()
+    assert isinstance(caught.value.__cause__, LaunchError)
+
+
+def test_more_devices_than_there_are() -> None:
+    with pytest.raises(ValueError, match=r"device\(s\) are visible here; allowed: 1 to"):
+        launcher(where, torch.accelerator.device_count() + 1)()

@@ -1,0 +1,152 @@
+"""Whole scripts, as a user runs them."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mlaunch import launcher
+from tests.conftest import ROOT
+
+
+@pytest.mark.slow
+def test_the_digits_example() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/digits.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    accuracies = [float(value) for value in re.findall(r"rank \d+ measured an accuracy of (\S+)", done.stdout)]
+    assert len(accuracies) == (torch.accelerator.device_count() or 2)
+    assert min(accuracies) >= 0.95
+
+
+def test_the_tour() -> None:
+    failed, tried = doctest.testfile(str(ROOT / "docs" / "tour.rst"), module_relative=False)
+    assert tried > 10
+    assert not failed
+
+
+def test_the_docstrings() -> None:
+    import mlaunch.decorator
+
+    globs = {"launcher": launcher}
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder(recurse=False).find(mlaunch.decorator.launcher, "launcher", globs=globs):
+        runner.run(test)
+    assert runner.summarize().failed == 0
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    code = "import sys; sys.path.insert(0, 'docs'); import pictures; print(pictures.processes(), end='')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == (ROOT / "docs" / "processes.svg").read_text()
+
+
+FAILING = """
+import os, signal, sys, threading, warnings
+from mlaunch import LaunchError, launcher
+import torch.distributed as dist
+
+def run(name, action, **options):
+    def train():
+        if dist.get_rank() == 1:
+            return action()
+        dist.barrier() if name not in ("exit 0", "generator") else None
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            print(name, launcher(train, 2, **options)(), [str(w.message).split("(")[0] for w in seen])
+        except BaseException as error:
+            print(name, type(error).__name__, str(error).splitlines()[0].replace("run.<locals>.", ""))
+
+def boom():
+    raise ValueError("boom")
+
+run("raise", boom)
+run("exit", lambda: sys.exit(3))
+run("exit 0", lambda: os._exit(0))
+run("kill", lambda: os.kill(os.getpid(), signal.SIGKILL))
+run("generator", lambda: (x for x in ()))
+run("options", boom, device_type="abacus")
+try:
+    launcher(n_gpus=-1)
+except ValueError as error:
+    print(error)
+try:
+    launcher(print, 1)(threading.Lock())
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_optimised_python_fails_in_the_same_words(run_script) -> None:  # type: ignore[no-untyped-def]
+    plain, optimised = run_script(FAILING), run_script(FAILING, "-O")
+    assert optimised.stdout == plain.stdout
+    assert plain.stdout.splitlines()[:4] == [
+        "raise ValueError boom",
+        "exit LaunchError rank 1 of train() exited with code 3 (sys.exit or os._exit)",
+        "exit 0 [None, None] ['1 of 2 ranks of run.<locals>.train']",
+        "kill LaunchError rank 1 of train() was killed by SIGKILL",
+    ]
+    assert "__debug__" not in optimised.stderr
+
+
+def test_a_rank_that_imports_the_script_anew_is_told_to_guard_it(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(
+        "import multiprocessing\n"
+        "from mlaunch import launcher\n"
+        "train = launcher(lambda: 1, 1)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "else:\n"
+        "    train()\n"
+    )
+    assert "is called while multiprocessing imports this script into a process of its own; put the call" in done.stderr
+
+
+def test_warm_up_returns_before_torch_is_imported(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(
+        "import sys, mlaunch\n"
+        "mlaunch.warm_up()\n"
+        "print('torch' in sys.modules)\n"
+        "print(mlaunch.launcher(lambda: 7, 1)())\n"
+    )
+    assert done.stdout == "False\n[7]\n", done.stderr
+
+
+def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch for you')")
+    done = run_script("from mlaunch import launcher\nlauncher(lambda: 1, 1)()\n")
+    assert re.search(r"LaunchError: the fork server \(pid \d+\) could not import torch:", done.stderr)
+    assert "no torch for you" in done.stderr
+
+
+@pytest.mark.slow
+def test_five_hundred_calls_leave_nothing_more() -> None:
+    from mlaunch.runtime.warm import warm_server
+
+    train = launcher(lambda: None, 2)
+
+    def state() -> tuple[int, int]:
+        server = warm_server.get(os.environ).pid
+        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{server}/fd"))
+
+    train()
+    before = state()
+    for _ in range(500):
+        train()
+    assert state() == before
