@@ -19,6 +19,7 @@ from mlaunch.runtime import explain, functions, payload, starting
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import (
+    AgentFailed,
     Cancel,
     Kind,
     LaunchSpec,
@@ -107,7 +108,7 @@ class _Launch:
         try:
             self._wait()
             if self.broken and not self.failures:
-                raise LaunchError(f"{self.broken}, which ended {self.spec.name}()", (), self._results())
+                raise LaunchError(f"{self.spec.name}() was ended: {self.broken}", (), self._results())
             if self.failures:
                 self._raise()
             return self._return()
@@ -148,8 +149,10 @@ class _Launch:
         elif isinstance(record, ServerGone):
             what = describe_exit(record.exitcode)
             self.failures.append(RankFailure(None, record.pid, what, exitcode=record.exitcode, at=record.at))
+        elif isinstance(record, AgentFailed):
+            self.broken = f"the agent failed:\n{record.traceback}"
         elif isinstance(record, Reaped):
-            if record.exitcode != 0:
+            if record.exitcode != 0 and not self.broken:
                 self.broken = f"the agent {describe_exit(record.exitcode)}"
             return False
         return True

@@ -16,7 +16,9 @@ from mlaunch.runtime.agent import Agent, RankProcess
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import LaunchSpec
+from mlaunch.runtime.messages import AgentFailed, LaunchSpec
+
+_TEXT_LIMIT = 16_384  # characters: a record is small
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def run_agent(order: Order) -> NoReturn:
         _supervise(order)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        Channel.adopt(order.launcher_fd).tell(AgentFailed(traceback.format_exc()[-_TEXT_LIMIT:]))
     finally:
         os._exit(code)
 

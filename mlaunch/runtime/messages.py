@@ -4,7 +4,7 @@ launcher -> fork server   CountDevices, Launch, Retire          (a seqpacket soc
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 worker -> agent           Answer                                (the result queue)
-agent -> launcher         RankAnswered, RankGone, ServerGone
+agent -> launcher         RankAnswered, RankGone, ServerGone, AgentFailed
 fork server -> launcher   Reaped                                (the launch's last word)
 """
 
@@ -156,6 +156,13 @@ class ServerGone:
     pid: int
     exitcode: int
     at: float
+
+
+@dataclass(frozen=True)
+class AgentFailed:
+    """The agent itself could not go on, for lack of file descriptors, processes or memory: a traceback."""
+
+    traceback: str
 
 
 @dataclass(frozen=True)

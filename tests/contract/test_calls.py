@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
+from mlaunch.runtime.warm import warm_server
 from tests.conftest import ROOT
 from tests.contract import functions
 
@@ -104,6 +105,13 @@ def test_cores_are_shared_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch)
     assert launcher(torch.get_num_threads, 2)() == [share, share]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launcher(lambda: os.environ["OMP_NUM_THREADS"], 1)() == ["3"]
+
+
+def test_devices_are_counted_in_a_process_of_their_own() -> None:
+    server = warm_server.get(os.environ)
+    assert server.count_devices(os.environ) == torch.accelerator.device_count()
+    if server.ready().accelerator == "cuda":
+        assert server.count_devices({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
 # How functions travel

@@ -289,15 +289,26 @@ def fork_server_of_a_rank() -> int:
 
 
 def test_death_of_the_agent() -> None:
-    with pytest.raises(LaunchError, match=r"the agent was killed by SIGKILL, which ended .*train\(\)"):
+    with pytest.raises(LaunchError, match=r"train\(\) was ended: the agent was killed by SIGKILL"):
         launcher(kill_when_told(os.getppid), 2)()
     assert functions.launched(1) == [10, 11]
 
 
 def test_death_of_the_fork_server() -> None:
-    with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL, which ended .*train\(\)"):
+    with pytest.raises(LaunchError, match=r"train\(\) was ended: the fork server .* was killed by SIGKILL"):
         launcher(kill_when_told(fork_server_of_a_rank), 2)()
     assert functions.launched(1) == [10, 11]
+
+
+def test_an_agent_that_lacks_file_descriptors(run_script: Any) -> None:
+    done = run_script(
+        "import resource\n"
+        "from mlaunch import launcher\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "launcher(lambda: 1, 20)()\n"
+    )
+    assert "LaunchError: <lambda>() was ended: the agent failed:" in done.stderr
+    assert "OSError: [Errno 24] Too many open files" in done.stderr
 
 
 def test_death_of_the_rendezvous_server() -> None:
