@@ -12,13 +12,14 @@ from mlaunch._version import __version__
 
 if TYPE_CHECKING:
     from mlaunch.decorator import launcher
-    from mlaunch.errors import LaunchError, RankFailure
+    from mlaunch.errors import LaunchError, LaunchTimeout, RankFailure
     from mlaunch.warm import warm_up
 
-__all__ = ["LaunchError", "RankFailure", "__version__", "launcher", "warm_up"]
+__all__ = ["LaunchError", "LaunchTimeout", "RankFailure", "__version__", "launcher", "warm_up"]
 
 _HOMES = {
     "LaunchError": "mlaunch.errors",
+    "LaunchTimeout": "mlaunch.errors",
     "RankFailure": "mlaunch.errors",
     "launcher": "mlaunch.decorator",
     "warm_up": "mlaunch.warm",

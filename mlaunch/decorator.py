@@ -39,6 +39,7 @@ class launcher(Generic[P, R]):
             as device i.
         timeout: Limit in seconds (or a timedelta) for each collective and for joining the group; None: no limit.
         grace_period: Seconds between SIGTERM and SIGKILL for ranks that are stopped.
+        deadline: Limit in seconds for the whole call, from the moment at which its ranks are started; None: no limit.
         start_method: "forkserver" (a warm process with torch imported; this process is not forked), "fork" (ranks
             inherit this process's memory; refused once an accelerator is initialised) or "spawn" (a fresh
             interpreter for each call).
@@ -47,6 +48,7 @@ class launcher(Generic[P, R]):
     Raises:
         TypeError: (when decorating) an option of a wrong type; (when calling) an argument that cannot be pickled.
         ValueError: an option with a value that is not allowed, or that this machine cannot serve.
+        LaunchTimeout: The deadline passed.
         LaunchError: A rank was killed, exited with a code other than 0 or returned what cannot be pickled.
         Exception: What a rank raised is raised here, with a LaunchError as its ``__cause__``.
 
@@ -78,6 +80,7 @@ class launcher(Generic[P, R]):
         devices: Sequence[int] | None = ...,
         timeout: float | timedelta | None = ...,
         grace_period: float = ...,
+        deadline: float | None = ...,
         start_method: str = ...,
         env: Mapping[str, str] | None = ...,
     ) -> launcher[P, R]: ...
@@ -97,6 +100,7 @@ class launcher(Generic[P, R]):
         devices: Sequence[int] | None = ...,
         timeout: float | timedelta | None = ...,
         grace_period: float = ...,
+        deadline: float | None = ...,
         start_method: str = ...,
         env: Mapping[str, str] | None = ...,
     ) -> _Decorator: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _SHORTENED = 150  # characters of a consequence's message
 _CONSEQUENCES_SHOWN = 8
@@ -27,6 +27,7 @@ class RankFailure:
         traceback: The remote traceback; empty without one.
         consequence: It looks like the consequence of another rank's failure.
         at: When the agent learned of it, in seconds of its monotonic clock.
+        hints: What the system knows of the reason, a line each.
     """
 
     rank: int | None
@@ -40,6 +41,7 @@ class RankFailure:
     traceback: str = ""
     consequence: bool = False
     at: float = 0.0
+    hints: tuple[str, ...] = ()
 
     @property
     def who(self) -> str:
@@ -63,17 +65,27 @@ class LaunchError(RuntimeError):
         failures: The cause first, then the others in the order in which they became known. Empty if the launch
             failed outside its ranks.
         results: What finished ranks had returned, by global rank.
+        stacks: The Python stacks of the ranks that were still at work, by global rank, as faulthandler writes them.
     """
 
     def __init__(
-        self, message: str, failures: Sequence[RankFailure] = (), results: Mapping[int, object] | None = None
+        self,
+        message: str,
+        failures: Sequence[RankFailure] = (),
+        results: Mapping[int, object] | None = None,
+        stacks: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
         self.results = dict(results or {})
+        self.stacks = dict(stacks or {})
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.failures, self.results)
+        return type(self), (str(self), self.failures, self.results, self.stacks)
+
+
+class LaunchTimeout(LaunchError):
+    """The deadline of a call passed before its ranks had finished."""
 
 
 @dataclass
@@ -82,20 +94,25 @@ class Report:
 
     name: str  # of the function
     failures: Sequence[RankFailure]
-    hints: Sequence[str] = field(default_factory=tuple)
+    meanwhile: Sequence[str] = ()  # what the others were doing
 
     def __str__(self) -> str:
         cause, *others = self.failures
         lines = [f"{cause.who} of {self.name}() {cause.what}", f"  {cause.place}"]
+        lines += [f"  {hint}" for hint in cause.hints]
         if cause.traceback:
             lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
-        lines += [f"  {hint}" for hint in self.hints]
         if others:
             lines += ["", "after which:"]
             lines += [f"  {other.who} {_shortened(other.what)}" for other in others[:_CONSEQUENCES_SHOWN]]
         if len(others) > _CONSEQUENCES_SHOWN:
             lines.append(f"  and {len(others) - _CONSEQUENCES_SHOWN} more (see .failures)")
-        return "\n".join(lines)
+        return "\n".join([*lines, *meanwhile(self.meanwhile)])
+
+
+def meanwhile(lines: Sequence[str]) -> list[str]:
+    """The section of a report on what ranks were doing; none without lines."""
+    return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:

@@ -26,6 +26,7 @@ class Options:
     devices: Sequence[int] | None = None
     timeout: float | timedelta | None = 1800.0
     grace_period: float = 5.0
+    deadline: float | None = None
     start_method: str = "forkserver"
     env: Mapping[str, str] | None = None
 
@@ -51,12 +52,12 @@ class Options:
         _check_number("grace_period", self.grace_period)
         if self.grace_period < 0:
             raise ValueError(f"grace_period={self.grace_period!r}: allowed: seconds, 0 or more")
-        seconds = self.timeout_seconds
-        if seconds is None:
-            return
-        _check_number("timeout", seconds)
-        if seconds <= 0:
-            raise ValueError(f"timeout={self.timeout!r}: allowed: seconds, more than 0, or None for no limit")
+        for name, seconds in (("timeout", self.timeout_seconds), ("deadline", self.deadline)):
+            if seconds is not None:
+                _check_number(name, seconds)
+            if seconds is not None and seconds <= 0:
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value!r}: allowed: seconds, more than 0, or None for no limit")
 
     def _check_devices(self) -> None:
         if self.devices is None:

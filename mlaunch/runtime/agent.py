@@ -3,10 +3,10 @@
 One loop waits on everything at once: the result queue, each rank's pidfd, the rendezvous server's, the launcher's
 channel, the fork server's pidfd, the next deadline. Single-threaded; nothing polls.
 
-    running --first failure, cancel, or a lost parent--> stopping (SIGTERM) --grace period--> killing (SIGKILL)
+    running --first failure, deadline, cancel--> asking (stacks) --> stopping (SIGTERM) --grace period--> killing
 
 A first failure that looks like the consequence of another rank's is held for a moment, so that the ranks that are
-about to tell the cause are still there to tell it.
+about to tell the cause are still there to tell it. A lost launcher or fork server skips the asking.
 """
 
 from __future__ import annotations
@@ -19,12 +19,24 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from mlaunch.rendezvous.server import Server
-from mlaunch.runtime import linux
+from mlaunch.runtime import linux, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Answer, Cancel, Kind, RankAnswered, RankGone, ServerGone
+from mlaunch.runtime.evidence import Evidence
+from mlaunch.runtime.messages import (
+    Answer,
+    Cancel,
+    DeadlinePassed,
+    Kind,
+    Phase,
+    RankAnswered,
+    RankGone,
+    RankStacks,
+    ServerGone,
+)
 
 CAUSE_PATIENCE = 0.1  # seconds in which the cause may follow its consequence
+_TEXT_LIMIT = 32_768  # characters of a rank's stacks; a record is small
 
 
 @dataclass
@@ -36,8 +48,26 @@ class RankProcess:
     pidfd: int
     memfd: int  # of its answer
     crash_fd: int  # of its stacks, if it crashes
+    stack_fd: int  # the pipe of its stacks, if we ask
+    stacks: str = ""
     answered: bool = False
     stopped: bool = False  # told to stop, or killed, by us
+
+
+@dataclass(frozen=True)
+class Limits:
+    """In seconds. ``deadline``: for the whole call, None = no limit."""
+
+    grace_period: float
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Signals:
+    """How ranks are reached. ``request`` asks for stacks; False: that rank cannot answer."""
+
+    group: Callable[[int, int], None] = linux.signal_group
+    request: Callable[[int, Phase], bool] = stacks.request
 
 
 class Agent:
@@ -51,9 +81,9 @@ class Agent:
         launcher: Channel,
         parent: int,
         *,
-        grace_period: float,
+        limits: Limits,
         clock: Callable[[], float] = time.monotonic,
-        signal_group: Callable[[int, int], None] = linux.signal_group,
+        signals: Signals | None = None,
     ) -> None:
         self._ranks = {rank.pidfd: rank for rank in ranks}
         self._by_local_rank = list(ranks)
@@ -61,11 +91,17 @@ class Agent:
         self._server: Server | None = server
         self._launcher = launcher
         self._listening = {launcher.fileno(), parent}
-        self._grace_period = grace_period
+        self._limits = limits
         self._clock = clock
-        self._signal_group = signal_group
-        self._stop_at: float | None = None  # when SIGTERM is due
-        self._kill_at: float | None = None  # when SIGKILL is due; set once SIGTERM was sent
+        self._signals = signals or Signals()
+        # When each step is due; None: not at all, or done.
+        self._deadline_at = None if limits.deadline is None else clock() + limits.deadline
+        self._ask_at: float | None = None
+        self._terminate_at: float | None = None
+        self._kill_at: float | None = None
+        self._stopping = False  # the first step has been taken
+        self._evidence = Evidence()
+        self._asked: dict[int, RankProcess] = {}  # by stack_fd: those that have not answered
 
     def run(self) -> None:
         while self._ranks:
@@ -73,6 +109,8 @@ class Agent:
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server()
+            for stack_fd in ready & set(self._asked):
+                self._read_stacks(stack_fd)
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
             for fd in ready & self._listening:
@@ -88,16 +126,13 @@ class Agent:
 
     def _sources(self) -> list[int]:
         sentinel = [] if self._server is None else [self._server.sentinel]
-        return [self._answers.queue.fileno(), *self._ranks, *sentinel, *self._listening]
+        return [self._answers.queue.fileno(), *self._ranks, *self._asked, *sentinel, *self._listening]
 
     def _patience(self) -> float | None:
-        """Seconds until the next deadline, None if there is none."""
-        due = self._kill_at if self._stopping else self._stop_at
-        return None if due is None else max(0.0, due - self._clock())
-
-    @property
-    def _stopping(self) -> bool:
-        return self._kill_at is not None
+        """Seconds until the next step is due, None if none is."""
+        steps = (self._deadline_at, self._ask_at, self._terminate_at, self._kill_at)
+        due = [step for step in steps if step is not None]
+        return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens
 
@@ -115,17 +150,29 @@ class Agent:
 
     def _reap(self, rank: RankProcess) -> None:
         # Its group goes while the dead leader still holds the number, so that no other group can be hit.
-        self._signal_group(rank.pid, signal.SIGKILL)
-        _, status = os.waitpid(rank.pid, 0)
+        self._signals.group(rank.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode = os.waitstatus_to_exitcode(status)
-        phase = self._answers.phases[self._by_local_rank.index(rank)]
-        record = RankGone(rank.rank, rank.pid, exitcode, phase, rank.answered, rank.stopped, self._clock())
+        record = RankGone(
+            rank=rank.rank,
+            pid=rank.pid,
+            exitcode=exitcode,
+            phase=self._phase(rank),
+            answered=rank.answered,
+            stopped=rank.stopped,
+            at=self._clock(),
+            hints=() if rank.stopped else self._evidence.hints(exitcode, usage.ru_maxrss * 1024),
+        )
         self._launcher.tell(record, [rank.crash_fd])
-        for fd in (rank.pidfd, rank.memfd, rank.crash_fd):
+        self._asked.pop(rank.stack_fd, None)
+        for fd in (rank.pidfd, rank.memfd, rank.crash_fd, rank.stack_fd):
             os.close(fd)
         if exitcode != 0:
             self._stop_within(0.0)
+
+    def _phase(self, rank: RankProcess) -> Phase:
+        return self._answers.phases[self._by_local_rank.index(rank)]
 
     def _lose_server(self) -> None:
         if self._server is None:
@@ -137,42 +184,74 @@ class Agent:
 
     def _hear(self, fd: int) -> None:
         """The launcher cancels, or the launcher or the fork server is gone."""
-        self._stop_within(0.0)
-        if fd != self._launcher.fileno():
-            self._listening.discard(fd)
-            return
         try:
-            record, _ = self._launcher.receive()
+            record = self._launcher.receive()[0] if fd == self._launcher.fileno() else None
         except EOFError:
+            record = None
+        if record is None:
             self._listening.discard(fd)
+        force = isinstance(record, Cancel) and record.force
+        if record is not None and not force:
+            self._stop_within(0.0)
             return
-        if isinstance(record, Cancel) and record.force:
-            self._kill_at = self._clock()
+        self._terminate()  # nobody is left to hear of stacks
+        due = self._clock() + (0.0 if force else self._limits.grace_period)
+        self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
 
     # Stopping
 
     def _stop_within(self, seconds: float) -> None:
-        due = self._clock() + seconds
-        self._stop_at = due if self._stop_at is None else min(due, self._stop_at)
+        if not self._stopping:
+            due = self._clock() + seconds
+            self._ask_at = due if self._ask_at is None else min(due, self._ask_at)
 
     def _escalate(self) -> None:
+        """Takes the steps that are due, in their order."""
         now = self._clock()
-        if not self._stopping and self._stop_at is not None and now >= self._stop_at:
+        if self._deadline_at is not None and now >= self._deadline_at:
+            self._deadline_at = None
+            self._launcher.tell(DeadlinePassed())
+            self._stop_within(0.0)
+        if self._ask_at is not None and now >= self._ask_at:
+            self._ask()
+        if self._terminate_at is not None and (not self._asked or now >= self._terminate_at):
             self._terminate()
-            self._kill_at = now + self._grace_period
+            self._kill_at = now + self._limits.grace_period
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
 
+    def _ask(self) -> None:
+        """For their stacks, before they are stopped."""
+        self._stopping, self._ask_at, self._deadline_at = True, None, None
+        self._terminate_at = self._clock() + stacks.PATIENCE
+        for rank in self._working():
+            if self._signals.request(rank.pid, self._phase(rank)):
+                self._asked[rank.stack_fd] = rank
+
+    def _read_stacks(self, stack_fd: int) -> None:
+        rank = self._asked[stack_fd]
+        text = stacks.read_some(stack_fd)
+        rank.stacks += text
+        if not text or stacks.is_whole(rank.stacks):
+            del self._asked[stack_fd]
+
     def _terminate(self) -> None:
-        """Asks. A rank that has answered is leaving by itself and is left to it."""
-        for rank in self._ranks.values():
-            if not rank.answered:
-                rank.stopped = True
-                self._signal_group(rank.pid, signal.SIGTERM)
+        """Asks to end. A rank that has answered is leaving by itself and is left to it."""
+        self._stopping, self._ask_at, self._deadline_at, self._terminate_at = True, None, None, None
+        self._asked.clear()
+        for rank in self._working():
+            state = stacks.state_of(rank.pid)
+            record = RankStacks(rank.rank, self._phase(rank), state, rank.stacks[-_TEXT_LIMIT:])
+            self._launcher.tell(record)
+            rank.stopped = True
+            self._signals.group(rank.pid, signal.SIGTERM)
+
+    def _working(self) -> list[RankProcess]:
+        return [rank for rank in self._ranks.values() if not rank.answered and not rank.stopped]
 
     def _kill(self) -> None:
         """Forces."""
         for rank in self._ranks.values():
             rank.stopped = True
-            self._signal_group(rank.pid, signal.SIGKILL)
-        self._kill_at = float("inf")
+            self._signals.group(rank.pid, signal.SIGKILL)
+        self._kill_at = None

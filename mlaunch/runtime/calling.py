@@ -13,18 +13,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.errors import LaunchError, RankFailure, Report, describe_exit, in_order
+from mlaunch.errors import LaunchError, LaunchTimeout, RankFailure, Report, describe_exit, in_order, meanwhile
 from mlaunch.options import Options
-from mlaunch.runtime import explain, functions, payload, starting
+from mlaunch.runtime import explain, functions, payload, stacks, starting
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import (
     AgentFailed,
     Cancel,
+    DeadlinePassed,
     Kind,
     LaunchSpec,
     RankAnswered,
     RankGone,
+    RankStacks,
     Reaped,
     RemoteError,
     ServerGone,
@@ -102,11 +104,15 @@ class _Launch:
     raised: dict[int, RemoteError] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
     broken: str = ""  # what ended the launch outside its ranks
+    late: bool = False  # the deadline passed before any failure
+    stacks: dict[int, RankStacks] = field(default_factory=dict)
 
     def collect(self) -> list[Any]:
         """Waits for the launch's last process; then its results, or the exception of its first failure."""
         try:
             self._wait()
+            if self.late:
+                self._raise_timeout()
             if self.broken and not self.failures:
                 raise LaunchError(f"{self.spec.name}() was ended: {self.broken}", (), self._results())
             if self.failures:
@@ -121,8 +127,11 @@ class _Launch:
         try:
             while self._hear():
                 pass
-        except BaseException:  # Ctrl-C, or what another signal handler raised: end the launch, then go on with it
+        except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel()
+            if hasattr(interrupt, "add_note") and self.stacks:
+                doing = "; ".join(stacks.summarise(self.stacks.values()))
+                interrupt.add_note(f"{self.spec.name}() was ended by this; {doing}")
             raise
 
     def _cancel(self) -> None:
@@ -146,6 +155,10 @@ class _Launch:
             self._take_answer(record, fds[0])
         elif isinstance(record, RankGone):
             self._take_end(record, fds[0])
+        elif isinstance(record, RankStacks):
+            self.stacks[record.rank] = record
+        elif isinstance(record, DeadlinePassed):
+            self.late = not self.failures
         elif isinstance(record, ServerGone):
             what = describe_exit(record.exitcode)
             self.failures.append(RankFailure(None, record.pid, what, exitcode=record.exitcode, at=record.at))
@@ -183,7 +196,7 @@ class _Launch:
         )
 
     def _take_end(self, record: RankGone, crash_fd: int) -> None:
-        stacks = _read_crash(crash_fd)
+        crash = _read_crash(crash_fd)
         if record.exitcode == 0 and not record.answered:
             self.silent.append(record.rank)
         if record.exitcode == 0 or record.stopped or record.rank in self.raised:
@@ -201,8 +214,9 @@ class _Launch:
                 host=socket.gethostname(),
                 device="cpu" if self.spec.device_type == "cpu" else f"{self.spec.device_type}:{local_rank}",
                 exitcode=record.exitcode,
-                traceback=stacks,
+                traceback=crash,
                 at=record.at,
+                hints=record.hints,
             )
         )
 
@@ -222,8 +236,7 @@ class _Launch:
                 RuntimeWarning,
                 stacklevel=5,
             )
-        ranks_here = range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
-        return [self._value(rank) if rank in self.values else None for rank in ranks_here]
+        return [self._value(rank) if rank in self.values else None for rank in self._ranks_here()]
 
     def _value(self, rank: int) -> Any:
         try:
@@ -234,10 +247,26 @@ class _Launch:
                 f"{type(error).__name__}: {error}"
             ) from error
 
+    def _stack_texts(self) -> dict[int, str]:
+        return {rank: dump.text for rank, dump in self.stacks.items() if dump.text}
+
+    def _raise_timeout(self) -> None:
+        unfinished = [rank for rank in self._ranks_here() if rank not in self.values]
+        lines = [
+            f"{self.spec.name}() did not finish within its deadline of {self.spec.deadline:g} s; "
+            f"{stacks.name_ranks(unfinished)} had not returned",
+            *meanwhile(stacks.summarise(self.stacks.values())),
+        ]
+        raise LaunchTimeout("\n".join(lines), self.failures, self._results(), self._stack_texts())
+
+    def _ranks_here(self) -> range:
+        return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
+
     def _raise(self) -> None:
         self.failures = in_order(self.failures)
         cause = self.failures[0]
-        report = LaunchError(str(Report(self.spec.name, self.failures)), self.failures, self._results())
+        text = Report(self.spec.name, self.failures, stacks.summarise(self.stacks.values()))
+        report = LaunchError(str(text), self.failures, self._results(), self._stack_texts())
         remote = self.raised.get(cause.rank) if cause.rank is not None else None
         if remote is None or remote.pickled is None:
             raise report

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mlaunch.rendezvous.server import Server, listen
 from mlaunch.runtime import linux, payload, worker
-from mlaunch.runtime.agent import Agent, RankProcess
+from mlaunch.runtime.agent import Agent, Limits, RankProcess
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
@@ -71,26 +71,29 @@ def _supervise(order: Order) -> None:
     answers = Answers(spec.local_size)
     ranks: list[RankProcess] = []
     for local_rank in range(spec.local_size):
+        stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         place = worker.Place(
             spec=spec,
             local_rank=local_rank,
             rendezvous=listener.getsockname()[:2],
+            stack_fd=stacks_out,
             answers=answers,
             call_fd=order.call_fd,
             memfd=payload.create(f"rank-{spec.rank(local_rank)}"),
             crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
             call=order.call,
         )
-        ranks.append(_start_rank(place, [*ours, listener.fileno()]))
-        ours += [ranks[-1].pidfd, place.memfd, place.crash_fd]
+        ranks.append(_start_rank(place, [*ours, listener.fileno(), stacks_in], stacks_in))
+        os.close(stacks_out)
+        ours += [ranks[-1].pidfd, place.memfd, place.crash_fd, stacks_in]
     # After the ranks: they can already connect, since the socket listens, and have work to do until they need it.
     server = Server(listener, close_in_child=[*ours, order.call_fd])
     listener.close()
     os.close(order.call_fd)
-    Agent(ranks, answers, server, launcher, parent, grace_period=spec.grace_period).run()
+    Agent(ranks, answers, server, launcher, parent, limits=Limits(spec.grace_period, spec.deadline)).run()
 
 
-def _start_rank(place: worker.Place, ours: Sequence[int]) -> RankProcess:
+def _start_rank(place: worker.Place, ours: Sequence[int], stacks_in: int) -> RankProcess:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -106,4 +109,5 @@ def _start_rank(place: worker.Place, ours: Sequence[int]) -> RankProcess:
         worker.run(place)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
         os.setpgid(pid, pid)
-    return RankProcess(place.spec.rank(place.local_rank), pid, os.pidfd_open(pid), place.memfd, place.crash_fd)
+    rank = place.spec.rank(place.local_rank)
+    return RankProcess(rank, pid, os.pidfd_open(pid), place.memfd, place.crash_fd, stacks_in)

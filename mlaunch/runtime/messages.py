@@ -4,7 +4,7 @@ launcher -> fork server   CountDevices, Launch, Retire          (a seqpacket soc
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 worker -> agent           Answer                                (the result queue)
-agent -> launcher         RankAnswered, RankGone, ServerGone, AgentFailed
+agent -> launcher         RankAnswered, RankStacks, RankGone, DeadlinePassed, ServerGone, AgentFailed
 fork server -> launcher   Reaped                                (the launch's last word)
 """
 
@@ -56,6 +56,7 @@ class LaunchSpec:
     backend: str
     timeout: float | None
     grace_period: float
+    deadline: float | None
     context: Context
 
     def rank(self, local_rank: int) -> int:
@@ -147,6 +148,23 @@ class RankGone:
     answered: bool
     stopped: bool
     at: float
+    hints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
+    ``state`` is the kernel's letter for it."""
+
+    rank: int
+    phase: Phase
+    state: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """The call's deadline passed while ranks were running."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, 
         backend=device.choose_backend(options.backend, placement.device_type, ready),
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
+        deadline=options.deadline,
         context=_context(environ),
     )
 

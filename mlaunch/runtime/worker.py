@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from mlaunch.runtime import device, explain, functions, payload
+from mlaunch.runtime import device, explain, functions, payload, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import Answer, Kind, LaunchSpec, Phase, RemoteError
@@ -51,7 +51,8 @@ class Place:
     answers: Answers
     call_fd: int
     memfd: int
-    crash_fd: int  # where faulthandler writes
+    crash_fd: int  # where faulthandler writes when the rank crashes
+    stack_fd: int  # where it writes when the agent asks
     call: Call | None
 
 
@@ -98,6 +99,7 @@ class _Worker:
     def _start(self) -> None:
         reset_process()
         faulthandler.enable(self._place.crash_fd)
+        stacks.answer_requests(self._place.stack_fd)
         spec, context = self._spec, self._spec.context
         _set_environ(device.environment(spec, self._place.local_rank, *self._place.rendezvous))
         if context.cwd is not None:

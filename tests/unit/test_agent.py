@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from mlaunch.runtime import agent as agent_module
-from mlaunch.runtime.agent import CAUSE_PATIENCE, Agent, RankProcess
+from mlaunch.runtime.agent import CAUSE_PATIENCE, Agent, Limits, RankProcess, Signals
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Answer, Cancel, Kind, RankAnswered, RankGone
+from mlaunch.runtime.messages import Answer, Cancel, DeadlinePassed, Kind, RankAnswered, RankGone, RankStacks
+from mlaunch.runtime.stacks import PATIENCE
+
+OURS = agent_module.__file__
 
 
 class FakeServer:
@@ -38,8 +41,12 @@ class World:
     size: int = 3
     now: float = 100.0
     signals: list[tuple[int, str, float]] = field(default_factory=list)
+    deadline: float | None = None
+    talkative: set[int] = field(default_factory=set)  # ranks that take a request for stacks
     deaf: set[int] = field(default_factory=set)  # ranks that ignore SIGTERM
     steps: list[Callable[[], None]] = field(default_factory=list)
+    _writers: dict[int, int] = field(default_factory=dict)
+    _stacks: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.answers = Answers(self.size)
@@ -56,9 +63,9 @@ class World:
             FakeServer(),  # type: ignore[arg-type]
             theirs,
             self.parent.fileno(),
-            grace_period=5.0,
+            limits=Limits(5.0, self.deadline),
             clock=lambda: self.now,
-            signal_group=self._signal,
+            signals=Signals(self._signal, lambda pid, _phase: self.pids[pid] in self.talkative),
         )
 
     def _rank(self, index: int) -> RankProcess:
@@ -69,8 +76,10 @@ class World:
             code = os.read(reader, 1)
             os._exit(code[0] if code else 1)
         os.close(reader)
-        self._writers = {**getattr(self, "_writers", {}), index: writer}
-        return RankProcess(index, pid, os.pidfd_open(pid), os.memfd_create("value"), os.memfd_create("crash"))
+        self._writers[index] = writer
+        stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
+        value, crash = os.memfd_create("value"), os.memfd_create("crash")
+        return RankProcess(index, pid, os.pidfd_open(pid), value, crash, stacks_in)
 
     def end(self, rank: int, code: int = 0) -> None:
         os.write(self._writers[rank], bytes([code]))
@@ -97,6 +106,7 @@ class World:
         if not ready and patience is None:
             raise AssertionError("the agent waits for ever and nothing will happen")
         if not ready:
+            assert patience < float("inf")  # type: ignore[operator]
             self.now += patience or 0.0
         return ready  # type: ignore[return-value]
 
@@ -120,7 +130,7 @@ class World:
         return told
 
     def _close(self) -> None:
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), *self._stacks.values()):
             os.close(writer)
         for end in (self.ours, self.parent, self.parent_end):
             end.close()
@@ -200,3 +210,40 @@ def test_a_rank_that_has_answered_is_left_to_end_by_itself(world: World) -> None
     told = world.run(lambda: world.answer(0), lambda: world.answer(1, Kind.ERROR), lambda: world.end(0))
     assert (0, "SIGTERM", 100.0) not in world.signals
     assert gone(told)[0].exitcode == 0
+
+
+def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
+    world.talkative = {0, 2}
+    frames = ("t.py", 8, "train"), (OURS, 1, "run")
+    text = "Current thread 0x1 (most recent call first):\n"
+    text += "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
+    told = world.run(
+        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1), lambda: os.write(world._stacks[2], text.encode())
+    )
+    dumps = {record.rank: record.text for record in told if isinstance(record, RankStacks)}
+    assert dumps == {0: "", 2: text}
+    assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + PATIENCE), (2, 100.0 + PATIENCE)]
+
+
+def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
+    world.talkative = {0, 2}
+    text = f'  File "{OURS}", line 1 in run\n'.encode()
+    world.run(
+        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1),
+        lambda: os.write(world._stacks[2], text), lambda: os.write(world._stacks[0], text),
+    )  # fmt: skip
+    assert world.signals == [(0, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
+
+
+def test_the_deadline_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, deadline=60.0)
+    told = world.run(lambda: world.answer(1), lambda: world.end(1))
+    assert [record for record in told if isinstance(record, DeadlinePassed)]
+    assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
+
+
+def test_no_deadline_passes_once_the_ranks_are_being_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, deadline=2.0, deaf={0})
+    told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
+    assert not [record for record in told if isinstance(record, DeadlinePassed)]
+    assert world.signals[-1] == (0, "SIGKILL", 105.0)

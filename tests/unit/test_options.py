@@ -36,10 +36,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": 0}, ValueError, "timeout=0: allowed: seconds, more than 0, or None for no limit"),
     ({"timeout": "1"}, TypeError, "timeout='1': allowed: a number of seconds"),
     ({"timeout": timedelta(0)}, ValueError, "allowed: seconds, more than 0, or None for no limit"),
+    ({"deadline": 0}, ValueError, "deadline=0: allowed: seconds, more than 0, or None for no limit"),
     ({"grace_period": -1}, ValueError, "grace_period=-1: allowed: seconds, 0 or more"),
     ({"grace_period": float("nan")}, TypeError, "grace_period=nan: allowed: a number of seconds"),
     ({"env": {"A": 1}}, TypeError, "env={'A': 1}: allowed: names and values that are strings"),
-    ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; it has: backend, device_type"),
+    ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; it has: backend, deadline, device_type"),
 ]
 
 

@@ -1,0 +1,68 @@
+"""What the system knows of a rank that was killed: the likely reason, worded as likelihood."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Evidence:
+    """Made when the ranks start, asked when one has died."""
+
+    def __init__(self, own_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> None:
+        self._counter = _find_counter(own_cgroup, root)
+        self._kills_before = self._kills()
+
+    def hints(self, exitcode: int, peak: int) -> tuple[str, ...]:
+        """Lines for a report. ``peak``: the most memory the rank had resident, in bytes."""
+        if exitcode == -signal.SIGKILL:
+            return (*self._out_of_memory(), f"its peak memory was {_in_units(peak)}")
+        if exitcode == -signal.SIGBUS:
+            free = os.statvfs("/dev/shm")
+            return (f"/dev/shm has {_in_units(free.f_bavail * free.f_frsize)} free: a full one is a likely reason",)
+        return ()
+
+    def _out_of_memory(self) -> tuple[str, ...]:
+        risen = self._kills() - self._kills_before
+        if risen <= 0:
+            return ()
+        return (
+            f"the oom_kill counter of the cgroup ({self._counter}) rose by {risen} while this rank ran: "
+            f"it was probably killed for lack of memory",
+        )
+
+    def _kills(self) -> int:
+        if self._counter is not None:
+            with contextlib.suppress(OSError, ValueError):
+                for line in self._counter.read_text().splitlines():
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+        return 0
+
+
+def _find_counter(own_cgroup: Path, root: Path) -> Path | None:
+    """The file that counts this process's cgroup's out-of-memory kills: of version 1 or 2 of the interface."""
+    with contextlib.suppress(OSError):
+        for line in own_cgroup.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            below = path.strip("/")
+            for candidate in (
+                root / "memory" / below / "memory.oom_control" if "memory" in controllers.split(",") else None,
+                root / below / "memory.events" if not controllers else None,
+            ):
+                if candidate is not None and candidate.exists():
+                    return candidate
+    return None
+
+
+def _in_units(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

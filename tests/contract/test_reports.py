@@ -1,0 +1,223 @@
+"""What a failed or stuck launch says of the others, of the reason, and of its deadline."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch.runtime.evidence import Evidence
+from mlaunch.runtime.messages import Phase, RankStacks
+from mlaunch.runtime.stacks import name_ranks, summarise
+
+HERE = os.path.basename(__file__)
+METHODS = ("forkserver", "fork", "spawn")
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+def test_the_others_stacks_are_grouped(start_method: str) -> None:
+    def train() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.add("here", 1)
+        if dist.get_rank() == 2:
+            store.wait([f"at {rank}" for rank in (0, 1, 3)])
+            raise ValueError("no such luck")
+        store.set(f"at {dist.get_rank()}", "1")
+        if dist.get_rank() == 3:
+            store.get("never")
+        wait_for_ever()
+
+    with pytest.raises(ValueError, match="no such luck") as caught:
+        launcher(train, 4, start_method=start_method)()
+    report = caught.value.__cause__
+    assert isinstance(report, LaunchError)
+    _, _, meanwhile = str(report).partition("\nmeanwhile:\n")
+    assert f"ranks 0-1 were in wait at {HERE}:" in meanwhile
+    assert f"rank 3 was in train at {HERE}:" in meanwhile
+    assert sorted(report.stacks) == [0, 1, 3]
+    assert "in wait_for_ever" in report.stacks[0]
+
+
+def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
+    def train() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            from mlaunch.runtime.stacks import state_of
+
+            peer = int(store.get("pid"))
+            while state_of(peer) != "T":
+                os.sched_yield()
+            raise ValueError("no such luck")
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(ValueError, match="no such luck") as caught:
+        launcher(train, 2, grace_period=0.2)()
+    assert "rank 0 was running the function and did not show its stack (it was stopped by a signal)" in str(
+        caught.value.__cause__
+    )
+
+
+def test_handlers_of_user_code_are_left_alone() -> None:
+    def train() -> list[Any]:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        with open(os.devnull, "w") as sink:
+            faulthandler.register(signal.SIGUSR2, sink)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return [signal.getsignal(signal.SIGUSR1), faulthandler.unregister(signal.SIGUSR2)]
+
+    assert launcher(train, 1)() == [[signal.SIG_IGN, True]]
+
+
+def test_a_deadline() -> None:
+    def train() -> int:
+        if dist.get_rank() == 1:
+            wait_for_ever()
+        return 5
+
+    with pytest.raises(LaunchTimeout) as caught:
+        launcher(train, 3, deadline=1.5)()
+    assert str(caught.value).startswith(
+        "test_a_deadline.<locals>.train() did not finish within its deadline of 1.5 s; rank 1 had not returned\n\n"
+        f"meanwhile:\n  rank 1 was in wait at {HERE}:"
+    )
+    assert caught.value.results == {0: 5, 2: 5}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
+def test_ctrl_c_tells_where_the_ranks_were() -> None:
+    caller = os.getpid()
+
+    def train() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(caller, signal.SIGINT)
+        wait_for_ever()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        launcher(train, 2)()
+    assert f"was ended by this; ranks 0-1 were in wait at {HERE}:" in caught.value.__notes__[0]
+
+
+def test_the_cause_is_right_every_time_under_load() -> None:
+    """Random culprits, both kinds of failure, more ranks than cores."""
+    import random
+
+    def train(culprit: int, how: str) -> None:
+        dist.barrier()
+        if dist.get_rank() == culprit:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(f"from {culprit}")
+        dist.barrier()
+
+    chance = random.Random(7)
+    ours = launcher(train, 8)
+    for _ in range(25):
+        culprit, how = chance.randrange(8), chance.choice(["kill", "raise"])
+        with pytest.raises((ValueError, LaunchError)) as caught:
+            ours(culprit, how)
+        report = caught.value if isinstance(caught.value, LaunchError) else caught.value.__cause__
+        assert isinstance(report, LaunchError)
+        assert report.failures[0].rank == culprit, str(report)
+        assert report.failures[0].what == (
+            "was killed by SIGKILL" if how == "kill" else f"raised ValueError: from {culprit}"
+        )
+
+
+def test_a_killed_ranks_peak_memory_is_told() -> None:
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LaunchError, match=r"  its peak memory was \d+ MiB"):
+        launcher(train, 1)()
+
+
+def test_a_sigbus_tells_of_shared_memory() -> None:
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGBUS)
+
+    with pytest.raises(LaunchError, match=r"SIGBUS\n.*\n  /dev/shm has \S+ \wiB free: a full one is a likely reason"):
+        launcher(train, 1)()
+
+
+OUT_OF_MEMORY = """
+import sys
+from mlaunch import LaunchError, launcher
+
+def greedy():
+    hoard = []
+    while True:
+        hoard.append(b"x" * 2**24)
+
+try:
+    launcher(greedy, 1)()
+except LaunchError as error:
+    print(error)
+"""
+
+
+def test_a_real_death_by_memory(run_script: Any) -> None:
+    """In a memory cgroup of our own; the launch's own processes need some 300 MiB of the GiB."""
+    group = Path("/sys/fs/cgroup/memory/mlaunch-test")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(2**30))
+        script = f"import os\nopen('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n{OUT_OF_MEMORY}"
+        done = run_script(script)
+    finally:
+        group.rmdir()
+    assert "rank 0 of greedy() was killed by SIGKILL" in done.stdout, done.stderr
+    assert "memory.oom_control) rose by 1 while this rank ran: it was probably killed for lack of memory" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "counter", "text"),
+    [
+        ("0::/job/step", "job/step/memory.events", "low 0\nhigh 0\nmax 9\noom 1\noom_kill {}\noom_group_kill 0\n"),
+        ("9:memory:/job", "memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_both_versions_of_cgroups(tmp_path: Path, line: str, counter: str, text: str) -> None:
+    own, events = tmp_path / "cgroup", tmp_path / counter
+    own.write_text(f"1:name=systemd:/\n{line}\n")
+    events.parent.mkdir(parents=True)
+    events.write_text(text.format(3))
+    evidence = Evidence(own, tmp_path)
+    assert evidence.hints(-signal.SIGKILL, 3 * 2**30) == ("its peak memory was 3.0 GiB",)
+    events.write_text(text.format(5))
+    first, _ = evidence.hints(-signal.SIGKILL, 0)
+    assert first == (
+        f"the oom_kill counter of the cgroup ({events}) rose by 2 while this rank ran: "
+        f"it was probably killed for lack of memory"
+    )
+    assert evidence.hints(1, 0) == ()
+
+
+def test_ranks_in_few_words() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([7, 0, 1, 2, 4]) == "ranks 0-2, 4, 7"
+
+
+def test_what_is_not_running_is_told_by_its_phase() -> None:
+    dumps = [RankStacks(0, Phase.JOINING, "S", ""), RankStacks(1, Phase.RUNNING, "R", "")]
+    assert summarise(dumps) == [
+        "rank 0 was joining the process group",
+        "rank 1 was running the function and did not show its stack",
+    ]
