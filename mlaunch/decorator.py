@@ -39,7 +39,10 @@ class launcher(Generic[P, R]):
             as device i.
         timeout: Limit in seconds (or a timedelta) for each collective and for joining the group; None: no limit.
         grace_period: Seconds between SIGTERM and SIGKILL for ranks that are stopped.
-        deadline: Limit in seconds for the whole call, from the moment at which its ranks are started; None: no limit.
+        deadline: Limit in seconds for the whole call, restarts included, from the moment at which its ranks are
+            started; None: no limit.
+        max_restarts: How often all ranks are started again after a failure. Each time in a new process group, with
+            ``TORCHELASTIC_RESTART_COUNT`` counting up and a warning that says why; the last failure is raised.
         start_method: "forkserver" (a warm process with torch imported; this process is not forked), "fork" (ranks
             inherit this process's memory; refused once an accelerator is initialised) or "spawn" (a fresh
             interpreter for each call).
@@ -81,6 +84,7 @@ class launcher(Generic[P, R]):
         timeout: float | timedelta | None = ...,
         grace_period: float = ...,
         deadline: float | None = ...,
+        max_restarts: int = ...,
         start_method: str = ...,
         env: Mapping[str, str] | None = ...,
     ) -> launcher[P, R]: ...
@@ -101,6 +105,7 @@ class launcher(Generic[P, R]):
         timeout: float | timedelta | None = ...,
         grace_period: float = ...,
         deadline: float | None = ...,
+        max_restarts: int = ...,
         start_method: str = ...,
         env: Mapping[str, str] | None = ...,
     ) -> _Decorator: ...

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _SHORTENED = 150  # characters of a consequence's message
 _CONSEQUENCES_SHOWN = 8
+_CONTEXTLIB = contextlib.__file__
 
 
 @dataclass(frozen=True)
@@ -133,3 +138,12 @@ def describe_exit(exitcode: int) -> str:
 def _shortened(text: str) -> str:
     first, _, rest = text.partition("\n")
     return textwrap.shorten(first, _SHORTENED, placeholder=" ...") + (" ..." if rest else "")
+
+
+def warn_caller(message: str) -> None:
+    """A RuntimeWarning that points at the line which called into this package."""
+    package = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(1), 2  # level 1 is this function
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((package, _CONTEXTLIB)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -27,6 +27,7 @@ class Options:
     timeout: float | timedelta | None = 1800.0
     grace_period: float = 5.0
     deadline: float | None = None
+    max_restarts: int = 0
     start_method: str = "forkserver"
     env: Mapping[str, str] | None = None
 
@@ -36,6 +37,7 @@ class Options:
         _check_integer("world_size", self.world_size, 1)
         _check_integer("rank_start", self.rank_start, 0, optional=False)
         _check_integer("port", self.port, 0, _HIGHEST_PORT, optional=False)
+        _check_integer("max_restarts", self.max_restarts, 0, optional=False)
         _check_text("master_ip", self.master_ip)
         _check_text("device_type", self.device_type)
         if self.backend is not None:

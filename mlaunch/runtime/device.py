@@ -163,8 +163,8 @@ def environment(spec: LaunchSpec, local_rank: int, address: str, port: int) -> d
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
         "ROLE_NAME": "default",
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_RUN_ID": spec.launch_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }

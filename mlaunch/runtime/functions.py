@@ -31,7 +31,7 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def portable(function: Callable[..., Any]) -> Reference | Callable[..., Any]:
+def portable(function: Reference | Callable[..., Any]) -> Reference | Callable[..., Any]:
     """``function`` as it should be pickled.
 
     pickle refuses a function whose name in its module leads to another object, as every decorated one's does, and

@@ -57,6 +57,8 @@ class LaunchSpec:
     timeout: float | None
     grace_period: float
     deadline: float | None
+    restart_count: int
+    max_restarts: int
     context: Context
 
     def rank(self, local_rank: int) -> int:

@@ -13,7 +13,7 @@ from mlaunch.runtime.messages import Context, LaunchSpec
 from mlaunch.runtime.starting import ForkServer
 
 
-def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, str]) -> LaunchSpec:
+def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, str], restart_count: int) -> LaunchSpec:
     """The launch that the options ask for on this machine. ValueError for what it does not have."""
     ready = server.ready()
     placement = _place(options, server, environ)
@@ -34,6 +34,8 @@ def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, 
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
         deadline=options.deadline,
+        restart_count=restart_count,
+        max_restarts=options.max_restarts,
         context=_context(environ),
     )
 

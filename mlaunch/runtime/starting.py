@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from mlaunch.errors import LaunchError, describe_exit
+from mlaunch.errors import LaunchError, describe_exit, warn_caller
 from mlaunch.runtime import forkserver, linux, payload
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
@@ -215,11 +215,9 @@ def _check_forkable() -> None:
             )
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if others:
-        warnings.warn(
+        warn_caller(
             f"start_method='fork' in a process with {len(others)} other thread(s) ({', '.join(others[:5])}): a lock "
-            f"that one of them holds now stays locked in the ranks; start_method='forkserver' has no such danger",
-            RuntimeWarning,
-            stacklevel=5,
+            f"that one of them holds now stays locked in the ranks; start_method='forkserver' has no such danger"
         )
 
 

@@ -220,9 +220,10 @@ def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
         thread.start()
     try:
         assert launcher(lambda: torch.ones(5_000_000).sum().item(), 2)() == [5e6, 5e6]
-        with pytest.warns(RuntimeWarning, match=r"start_method='fork' in a process with \d+ other thread"):
+        with pytest.warns(RuntimeWarning, match=r"start_method='fork' in a process with \d+ other thread") as seen:
             values = launcher(lambda: torch.ones(5_000_000).sum().item(), 2, start_method="fork")()
         assert values == [5e6, 5e6]
+        assert [warning.filename for warning in seen] == [__file__]
     finally:
         stop.set()
         for thread in threads:

@@ -96,6 +96,45 @@ def test_a_deadline() -> None:
     assert caught.value.results == {0: 5, 2: 5}
 
 
+@pytest.mark.parametrize("start_method", METHODS)
+def test_restarts(start_method: str) -> None:
+    def train() -> tuple[str, str]:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if attempt == "1" and dist.get_rank() == 0:
+            raise ValueError("not yet")
+        dist.barrier()
+        return attempt, os.environ["TORCHELASTIC_MAX_RESTARTS"]
+
+    with pytest.warns(RuntimeWarning, match="is started again") as seen:
+        assert launcher(train, 2, max_restarts=3, start_method=start_method)() == [("2", "3")] * 2
+    first, second = [str(warning.message) for warning in seen]
+    assert first.endswith("(restart 1 of at most 3): rank 1 of test_restarts.<locals>.train() was killed by SIGKILL")
+    assert second.endswith(
+        "(restart 2 of at most 3): rank 0 of test_restarts.<locals>.train() raised ValueError: not yet"
+    )
+
+
+def test_the_last_failure_is_raised() -> None:
+    def train() -> None:
+        raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    with pytest.warns(RuntimeWarning, match="restart 1 of at most 1"), pytest.raises(ValueError, match="1") as caught:
+        launcher(train, 1, max_restarts=1)()
+    assert caught.value.args == ("1",)
+
+
+def test_the_deadline_covers_all_restarts() -> None:
+    def train() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("at once")
+        wait_for_ever()
+
+    with pytest.warns(RuntimeWarning, match="restart 1 of at most 5"), pytest.raises(LaunchTimeout):
+        launcher(train, 1, max_restarts=5, deadline=1.0)()
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
 def test_ctrl_c_tells_where_the_ranks_were() -> None:
     caller = os.getpid()

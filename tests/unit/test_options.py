@@ -37,6 +37,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": "1"}, TypeError, "timeout='1': allowed: a number of seconds"),
     ({"timeout": timedelta(0)}, ValueError, "allowed: seconds, more than 0, or None for no limit"),
     ({"deadline": 0}, ValueError, "deadline=0: allowed: seconds, more than 0, or None for no limit"),
+    ({"max_restarts": -1}, ValueError, "max_restarts=-1: allowed: whole numbers from 0"),
     ({"grace_period": -1}, ValueError, "grace_period=-1: allowed: seconds, 0 or more"),
     ({"grace_period": float("nan")}, TypeError, "grace_period=nan: allowed: a number of seconds"),
     ({"env": {"A": 1}}, TypeError, "env={'A': 1}: allowed: names and values that are strings"),

@@ -1,0 +1,238 @@
+"""What a launch says until its last process is gone, and what the caller gets of it: values or an exception."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.errors import (
+    LaunchError,
+    LaunchTimeout,
+    RankFailure,
+    Report,
+    describe_exit,
+    in_order,
+    meanwhile,
+    warn_caller,
+)
+from mlaunch.runtime import payload, stacks
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.messages import (
+    AgentFailed,
+    Cancel,
+    DeadlinePassed,
+    Kind,
+    LaunchSpec,
+    RankAnswered,
+    RankGone,
+    RankStacks,
+    Reaped,
+    RemoteError,
+    ServerGone,
+)
+from mlaunch.runtime.starting import ForkServer
+
+_RUNTIME = os.path.dirname(__file__) + os.sep
+
+
+@dataclass
+class Launch:
+    """A launch as its caller sees it."""
+
+    spec: LaunchSpec
+    server: ForkServer
+    agent: Channel
+    values: dict[int, int] = field(default_factory=dict)  # rank -> memfd
+    failures: list[RankFailure] = field(default_factory=list)
+    raised: dict[int, RemoteError] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
+    broken: str = ""  # what ended the launch outside its ranks
+    late: bool = False  # the deadline passed before any failure
+    stacks: dict[int, RankStacks] = field(default_factory=dict)
+
+    def collect(self) -> list[Any]:
+        """Waits for the launch's last process; then its results, or the exception of its first failure."""
+        try:
+            self._wait()
+            if self.late:
+                self._raise_timeout()
+            if self.broken and not self.failures:
+                raise LaunchError(f"{self.spec.name}() was ended: {self.broken}", (), self._results())
+            if self.failures:
+                self._raise()
+            return self._return()
+        finally:
+            for memfd in self.values.values():
+                os.close(memfd)
+            self.agent.close()
+
+    def _wait(self) -> None:
+        try:
+            while self._hear():
+                pass
+        except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
+            self._cancel()
+            if hasattr(interrupt, "add_note") and self.stacks:
+                doing = "; ".join(stacks.summarise(self.stacks.values()))
+                interrupt.add_note(f"{self.spec.name}() was ended by this; {doing}")
+            raise
+
+    def _cancel(self) -> None:
+        self.agent.tell(Cancel())
+        try:
+            while self._hear():
+                pass
+        except KeyboardInterrupt:  # a second one: no more grace
+            self.agent.tell(Cancel(force=True))
+            while self._hear():
+                pass
+
+    def _hear(self) -> bool:
+        """Takes in one record; False after the last."""
+        try:
+            record, fds = self.agent.receive()
+        except EOFError:
+            self.broken = self.server.epitaph()
+            return False
+        if isinstance(record, RankAnswered):
+            self._take_answer(record, fds[0])
+        elif isinstance(record, RankGone):
+            self._take_end(record, fds[0])
+        elif isinstance(record, RankStacks):
+            self.stacks[record.rank] = record
+        elif isinstance(record, DeadlinePassed):
+            self.late = not self.failures
+        elif isinstance(record, ServerGone):
+            what = describe_exit(record.exitcode)
+            self.failures.append(RankFailure(None, record.pid, what, exitcode=record.exitcode, at=record.at))
+        elif isinstance(record, AgentFailed):
+            self.broken = f"the agent failed:\n{record.traceback}"
+        elif isinstance(record, Reaped):
+            if record.exitcode != 0 and not self.broken:
+                self.broken = f"the agent {describe_exit(record.exitcode)}"
+            return False
+        return True
+
+    def _take_answer(self, record: RankAnswered, memfd: int) -> None:
+        if record.kind is Kind.VALUE:
+            self.values[record.rank] = memfd
+            return
+        remote: RemoteError = payload.read(memfd)
+        os.close(memfd)
+        self.raised[record.rank] = remote
+        what = f"raised {remote.type_name}: {remote.message}" if remote.message else f"raised {remote.type_name}"
+        if record.kind is Kind.UNPICKLABLE:
+            what = f"{record.kind.value}: {remote.message}"
+        self.failures.append(
+            RankFailure(
+                rank=record.rank,
+                pid=record.pid,
+                what=what,
+                phase=remote.phase.value,
+                host=remote.host,
+                device=remote.device,
+                type_name=remote.type_name,
+                traceback="" if record.kind is Kind.UNPICKLABLE else remote.traceback,
+                consequence=record.consequence,
+                at=record.at,
+            )
+        )
+
+    def _take_end(self, record: RankGone, crash_fd: int) -> None:
+        crash = _read_crash(crash_fd)
+        if record.exitcode == 0 and not record.answered:
+            self.silent.append(record.rank)
+        if record.exitcode == 0 or record.stopped or record.rank in self.raised:
+            return
+        what = describe_exit(record.exitcode)
+        if record.answered:
+            what = f"returned its value, then {what}"
+        local_rank = record.rank - self.spec.rank_start
+        self.failures.append(
+            RankFailure(
+                rank=record.rank,
+                pid=record.pid,
+                what=what,
+                phase=record.phase.value,
+                host=socket.gethostname(),
+                device="cpu" if self.spec.device_type == "cpu" else f"{self.spec.device_type}:{local_rank}",
+                exitcode=record.exitcode,
+                traceback=crash,
+                at=record.at,
+                hints=record.hints,
+            )
+        )
+
+    def _results(self) -> dict[int, Any]:
+        results = {}
+        for rank, memfd in self.values.items():
+            with contextlib.suppress(Exception):  # what a __setstate__ may raise; the failure itself is told
+                results[rank] = payload.read(memfd)
+        return results
+
+    def _return(self) -> list[Any]:
+        if self.silent:
+            ranks = ", ".join(map(str, sorted(self.silent)))
+            warn_caller(
+                f"{len(self.silent)} of {self.spec.local_size} ranks of {self.spec.name}() exited with code 0 "
+                f"without returning a value (ranks {ranks}); their results are None"
+            )
+        return [self._value(rank) if rank in self.values else None for rank in self._ranks_here()]
+
+    def _value(self, rank: int) -> Any:
+        try:
+            return payload.read(self.values[rank])
+        except Exception as error:
+            raise LaunchError(
+                f"the value that rank {rank} of {self.spec.name}() returned cannot be unpickled here: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _stack_texts(self) -> dict[int, str]:
+        return {rank: dump.text for rank, dump in self.stacks.items() if dump.text}
+
+    def _raise_timeout(self) -> None:
+        unfinished = [rank for rank in self._ranks_here() if rank not in self.values]
+        lines = [
+            f"{self.spec.name}() did not finish within its deadline of {self.spec.deadline:g} s; "
+            f"{stacks.name_ranks(unfinished)} had not returned",
+            *meanwhile(stacks.summarise(self.stacks.values())),
+        ]
+        raise LaunchTimeout("\n".join(lines), self.failures, self._results(), self._stack_texts())
+
+    def _ranks_here(self) -> range:
+        return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
+
+    def _raise(self) -> None:
+        self.failures = in_order(self.failures)
+        cause = self.failures[0]
+        text = Report(self.spec.name, self.failures, stacks.summarise(self.stacks.values()))
+        report = LaunchError(str(text), self.failures, self._results(), self._stack_texts())
+        remote = self.raised.get(cause.rank) if cause.rank is not None else None
+        if remote is None or remote.pickled is None:
+            raise report
+        try:
+            error: BaseException = pickle.loads(remote.pickled)
+        except Exception:  # its class does not exist here, or cannot be made: the text must do
+            raise report from None
+        if hasattr(error, "add_note"):
+            error.add_note(f"raised by {cause.who} of {self.spec.name}() ({cause.place})")
+        raise error from report
+
+
+def _read_crash(fd: int) -> str:
+    """What faulthandler wrote before a rank died, less what lies above the user's code; "" if it did not crash."""
+    with open(fd, encoding="utf-8", errors="replace") as file:
+        file.seek(0)
+        lines = file.read().splitlines()
+    kept: list[str] = []
+    ours = False
+    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), lines):
+        ours = line.startswith("  File") and (ours or _RUNTIME in line)
+        kept += [] if ours else [line]
+    return "\n".join(kept).strip()
