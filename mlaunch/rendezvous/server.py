@@ -78,3 +78,11 @@ class Client:
         if self.store.add(f"{key}/arrived", 1) == size:
             self.store.set(everyone, "")
         self.store.wait([everyone])
+
+    def arrive(self, rank: int) -> None:
+        """Leaves a mark for ``missing``."""
+        self.store.set(f"arrived/{rank}", "")
+
+    def missing(self, world_size: int) -> list[int]:
+        """The ranks that have not arrived."""
+        return [rank for rank in range(world_size) if not self.store.check([f"arrived/{rank}"])]

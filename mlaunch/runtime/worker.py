@@ -120,16 +120,24 @@ class _Worker:
         timeout = device.limit(spec.timeout)
         dist.set_debug_level_from_env()  # torch read it when the fork server imported it
         client = Client(*place.rendezvous, spec.launch_id, timeout)
-        dist.init_process_group(
-            spec.backend,
-            store=client.store,
-            rank=spec.rank(place.local_rank),
-            world_size=spec.world_size,
-            timeout=timeout,
-            device_id=None if self._device.type == "cpu" else self._device,
-        )
-        # gloo lets a rank go while others still greet it; one that then returned at once would break their group.
-        client.meet("mlaunch/joined", spec.world_size)
+        client.arrive(spec.rank(place.local_rank))
+        try:
+            dist.init_process_group(
+                spec.backend,
+                store=client.store,
+                rank=spec.rank(place.local_rank),
+                world_size=spec.world_size,
+                timeout=timeout,
+                device_id=None if self._device.type == "cpu" else self._device,
+            )
+            # gloo lets a rank go while others still greet it; one that then returned at once would break their group.
+            client.meet("mlaunch/joined", spec.world_size)
+        except RuntimeError as error:
+            missing = client.missing(spec.world_size) if "timeout" in str(error).lower() else []
+            if not missing:
+                raise
+            who = stacks.name_ranks(missing)
+            raise TimeoutError(f"{who} did not come to the process group within {spec.timeout:g} s") from error
 
     def _receive(self) -> tuple[Callable[..., Any], Call]:
         self._enter(Phase.RECEIVING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -190,6 +191,31 @@ def test_a_sigbus_tells_of_shared_memory() -> None:
 
     with pytest.raises(LaunchError, match=r"SIGBUS\n.*\n  /dev/shm has \S+ \wiB free: a full one is a likely reason"):
         launcher(train, 1)()
+
+
+LATE = """
+import os, threading
+state = {"depth": 0, "forks": 0}
+
+def before():
+    state["forks"] += 1
+
+def in_child():
+    state["depth"] += 1
+    if state["depth"] == 3 and state["forks"] == 4:  # caller, server, agent; its second rank
+        threading.Event().wait()
+
+os.register_at_fork(before=before, after_in_child=in_child)
+from mlaunch import launcher
+launcher(lambda: 1, 3, start_method="fork", timeout=1, grace_period=0.1)()
+"""
+
+
+def test_a_rank_that_never_comes_to_the_group_is_named(run_script: Any) -> None:
+    done = run_script(LATE)
+    assert re.search(r"rank [02] of .* raised TimeoutError: rank 1 did not come to the process group within 1 s",
+                     done.stderr), done.stderr  # fmt: skip
+    assert "  rank 1 was starting\n" in done.stderr.partition("\nmeanwhile:\n")[2]
 
 
 OUT_OF_MEMORY = """
