@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 import sys
 import types
@@ -174,13 +175,15 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
     if isinstance(func, classmethod | staticmethod) or not callable(func):
         hint = "; put @launcher below @classmethod or @staticmethod" if hasattr(func, "__func__") else ""
         raise TypeError(f"launcher decorates a function, not {func!r}{hint}")
+    if inspect.iscoroutinefunction(func):
+        raise TypeError(f"launcher decorates a function, not the coroutine function {func!r}; call asyncio.run in it")
     return _make(func, options)
 
 
 def _make(function: Callable[P, R], options: Options, bound: tuple[Any, ...] = ()) -> launcher[P, R]:
     made: launcher[P, R] = object.__new__(launcher)
     wrapped = types.MethodType(function, bound[0]) if bound else function
-    functools.update_wrapper(cast("Callable[..., Any]", made), wrapped)
+    functools.update_wrapper(cast("Callable[..., Any]", made), wrapped, updated=())
     made._function, made._options, made._bound = function, options, bound
     return made
 

@@ -86,6 +86,8 @@ def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -
         return server.launch(spec, call)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise LaunchError(f"{server.epitaph()} before it could start {name}()") from error
+    except OSError:  # no file descriptor, no memory: not the call's fault
+        raise
     except Exception as error:  # whatever a __reduce__ may raise
         if call is None:
             raise

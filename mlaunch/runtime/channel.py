@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import socket
 from collections.abc import Sequence
 from typing import Any
+
+from mlaunch.runtime import linux
 
 _RECORD_LIMIT = 65536  # a record is small by design: what can grow travels in a memfd beside it
 _FD_LIMIT = 8
@@ -22,7 +25,7 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(ours), cls(theirs)
+        return cls.adopt(linux.above_standard(ours.detach())), cls.adopt(linux.above_standard(theirs.detach()))
 
     @classmethod
     def adopt(cls, fd: int) -> Channel:
@@ -38,17 +41,21 @@ class Channel:
 
     def tell(self, record: object, fds: Sequence[int] = ()) -> None:
         """As ``send``, but a lost listener is no error."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(OSError):
             self.send(record, fds)
 
     def receive(self) -> tuple[Any, list[int]]:
         """The next record and its file descriptors, which the receiver owns; EOFError when the other end is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
         except ConnectionResetError:
-            data, fds = b"", []
+            data, fds, flags = b"", [], 0
         if not data:
             raise EOFError("the other end of the channel is closed")
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.EMFILE, "no file descriptor is left to receive a rank's answer with (see ulimit -n)")
         for fd in fds:
             os.set_inheritable(fd, False)
         return pickle.loads(data), list(fds)

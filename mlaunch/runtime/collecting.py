@@ -85,12 +85,17 @@ class Launch:
     def _cancel(self) -> None:
         self.agent.tell(Cancel())
         try:
-            while self._hear():
-                pass
+            self._hear_out()
         except KeyboardInterrupt:  # a second one: no more grace
             self.agent.tell(Cancel(force=True))
-            while self._hear():
-                pass
+            self._hear_out()
+
+    def _hear_out(self) -> None:
+        """To the launch's last word, even if this process is too short of files to take in its answers."""
+        over = False
+        while not over:
+            with contextlib.suppress(OSError):
+                over = not self._hear()
 
     def _hear(self) -> bool:
         """Takes in one record; False after the last."""

@@ -113,7 +113,7 @@ def offered() -> Ready:
     }
     plugins = [name for name in dist.Backend.backend_list if name not in {*present, "undefined"}]
     names = [name for name, there in present.items() if there] + plugins
-    return Ready(torch.__version__, accelerator.type if accelerator else None, tuple(names))
+    return Ready(str(torch.__version__), accelerator.type if accelerator else None, tuple(names))
 
 
 def count() -> int:

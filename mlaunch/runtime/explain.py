@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -102,12 +104,22 @@ class _Rebuilt:
     def __reduce__(self) -> tuple[Any, ...]:
         error = self._error
         args = tuple(arg if picklable(arg) else repr(arg) for arg in error.args)
-        state = {key: value for key, value in error.__dict__.items() if picklable(value)}
+        attributes = {**_members(error), **error.__dict__}
+        state = {key: value for key, value in attributes.items() if picklable(value)}
         return _rebuild, (type(error), args, state)
+
+
+def _members(error: BaseException) -> dict[str, Any]:
+    """What builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
+    builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    names = [key for kind in builtin for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
+    return {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
 
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind, *args)
     error.args = args
-    error.__dict__.update(state)
+    for name, value in state.items():
+        with contextlib.suppress(AttributeError, TypeError):  # a read-only member
+            setattr(error, name, value)
     return error

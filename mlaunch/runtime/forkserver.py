@@ -38,6 +38,8 @@ def serve(control: Channel, caller: int, call: Call | None = None) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # the terminal's; the caller decides what they mean
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours
+        linux.open_standard_streams()
         linux.adopt_orphans()
         if call is None:
             os.chdir("/")  # a server that stays must not keep a file system busy

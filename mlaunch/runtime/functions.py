@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import inspect
 import sys
 import types
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle.cloudpickle
+
+from mlaunch.runtime.messages import Context
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,23 @@ def resolve(function: Reference | Callable[..., Any]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def furnish_main(function: Callable[..., Any], main_file: str | None) -> None:
-    """Makes ``__main__`` of this rank look like the caller's, as far as the function brought it along.
+def furnish_main(function: Callable[..., Any], context: Context) -> None:
+    """Makes ``__main__`` of this rank look like the caller's, as far as function and arguments brought it along.
 
-    So that plain pickle (torch.save, all_gather_object) finds the classes that the caller's script defined.
+    So that plain pickle (torch.save, all_gather_object) finds the classes that the caller's script defined, values
+    can go back to the caller by name, and multiprocessing finds the script.
     """
     main = types.ModuleType("__main__")
     namespace = getattr(inspect.unwrap(function), "__globals__", {})
     if namespace.get("__name__") == "__main__":
         main.__dict__.update(namespace)
-    if main_file is not None:
-        main.__file__ = main_file
+    arrived = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    for kind in list(arrived.values()):
+        if kind.__module__ == "__main__" and "." not in kind.__qualname__:
+            setattr(main, kind.__name__, kind)
+    if context.main_file is not None:
+        main.__file__ = context.main_file
+    if context.main_name is not None:  # python -m
+        main.__spec__ = importlib.machinery.ModuleSpec(context.main_name, None, origin=context.main_file)
+        main.__package__ = context.main_name.rpartition(".")[0]
     sys.modules["__main__"] = main

@@ -38,16 +38,17 @@ class Order:
 def run_agent(order: Order) -> NoReturn:
     """Lives an agent's life in a forked process."""
     code = 1
+    launcher = Channel.adopt(order.launcher_fd)
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         linux.adopt_orphans()
         for fd in order.foreign:
             os.close(fd)
         _take_over_streams(order)
-        _supervise(order)
+        _supervise(order, launcher)
         code = 0
     except BaseException:
-        Channel.adopt(order.launcher_fd).tell(AgentFailed(traceback.format_exc()[-_TEXT_LIMIT:]))
+        launcher.tell(AgentFailed(traceback.format_exc()[-_TEXT_LIMIT:]))
     finally:
         os._exit(code)
 
@@ -61,11 +62,10 @@ def _take_over_streams(order: Order) -> None:
     os.close(null)
 
 
-def _supervise(order: Order) -> None:
+def _supervise(order: Order, launcher: Channel) -> None:
     spec: LaunchSpec = payload.read(order.spec_fd)
     os.close(order.spec_fd)
     parent = os.pidfd_open(order.parent)
-    launcher = Channel.adopt(order.launcher_fd)
     listener = listen()
     ours = [parent, order.launcher_fd]
     answers = Answers(spec.local_size)

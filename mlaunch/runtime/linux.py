@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OMP_PAUSE_HARD = 2
+_STDERR = 2
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
 
@@ -38,6 +40,22 @@ def die_with(parent: int) -> None:
 def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose own parent dies, so that daemons cannot escape."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def above_standard(fd: int) -> int:
+    """``fd``, moved if it took the number of a standard stream that this process has closed."""
+    if fd > _STDERR:
+        return fd
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+    os.close(fd)
+    return moved
+
+
+def open_standard_streams() -> None:
+    """Puts /dev/null where a standard stream is closed, lest another file take its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def signal_group(pgid: int, number: int) -> None:

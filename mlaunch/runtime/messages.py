@@ -36,10 +36,11 @@ class Context:
     """The caller's surroundings at the moment of the call; the fork server's own are older."""
 
     environ: Mapping[str, str]
-    cwd: str | None  # None: the caller's directory no longer exists
+    cwd: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     main_file: str | None  # __main__.__file__
+    main_name: str | None  # of the module that python -m runs
 
 
 @dataclass(frozen=True)

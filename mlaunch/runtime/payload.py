@@ -11,6 +11,7 @@ and tensors are writable, cost no further copy, and eight ranks that only read s
 from __future__ import annotations
 
 import copyreg
+import functools
 import mmap
 import os
 import pickle
@@ -22,17 +23,18 @@ from typing import IO, Any
 
 import cloudpickle
 
-from mlaunch.runtime import tensors
+from mlaunch.runtime import linux, tensors
 
 _OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
 _ALIGNMENT = 64
+_CACHED = type(functools.lru_cache(len))
 _ENTRY = struct.Struct("<QQ")  # offset, size
 _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 
 def create(name: str) -> int:
     """An empty memfd, to be filled by ``write``. Closed on exec."""
-    return os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC))
 
 
 def write(fd: int, value: object, *, to_caller: bool = False) -> int:
@@ -83,7 +85,19 @@ def _pickle_by_name(file: IO[bytes], value: object) -> _Parts:
 
 
 def _pickle_by_value(file: IO[bytes], value: object) -> _Parts:
-    return _pickle_with(cloudpickle.Pickler, cloudpickle.Pickler.dispatch_table, file, value)
+    table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+    return _pickle_with(cloudpickle.Pickler, table, file, value)
+
+
+def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
+    """functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
+    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
+        return str(function.__qualname__)
+    return _cache_again, (function.__wrapped__, function.cache_parameters())
+
+
+def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object) -> _Parts:

@@ -43,11 +43,15 @@ def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, 
 def _context(environ: Mapping[str, str]) -> Context:
     try:
         cwd = os.getcwd()
-    except FileNotFoundError:
-        cwd = None
-    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working directory of this process no longer exists, so ranks cannot start in it; os.chdir() first"
+        ) from error
+    main = sys.modules.get("__main__")
+    main_file = getattr(main, "__file__", None)
+    main_name = getattr(getattr(main, "__spec__", None), "name", None)
     argv = tuple(getattr(sys, "argv", ()))
-    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file)
+    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name)
 
 
 def _place(options: Options, server: ForkServer, environ: Mapping[str, str]) -> device.Placement:

@@ -22,6 +22,7 @@ PATIENCE = 0.3  # seconds for all ranks together
 _READ = 65536
 _OURS = os.path.dirname(__file__) + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
+_CUT = "  ..."  # below its hundredth frame
 _WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
@@ -61,7 +62,7 @@ def read_some(fd: int) -> str:
 
 def is_whole(text: str) -> bool:
     """Whether the main thread has been written down to our own frames; faulthandler writes it last."""
-    return _OURS in text
+    return _OURS in text or text.rstrip().endswith("\n" + _CUT)
 
 
 def summarise(dumps: Iterable[RankStacks]) -> list[str]:
@@ -109,6 +110,8 @@ def main_frames(text: str) -> list[tuple[str, str, str]]:
     frames: list[tuple[str, str, str]] = []
     for row in text.splitlines():
         match = _FRAME.match(row)
+        if row == _CUT:
+            continue
         if match is None:
             frames = []  # a new thread begins
         elif match["file"].startswith(_OURS):

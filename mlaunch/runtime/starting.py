@@ -19,7 +19,7 @@ from mlaunch.errors import LaunchError, describe_exit, warn_caller
 from mlaunch.runtime import forkserver, linux, payload
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import CountDevices, DeviceCount, Launch, LaunchSpec, NotReady, Ready, Retire
+from mlaunch.runtime.messages import Cancel, CountDevices, DeviceCount, Launch, LaunchSpec, NotReady, Ready, Retire
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.runtime.forkserver import main; main({}, {})"
 # Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
@@ -35,15 +35,26 @@ class ForkServer:
         self.pid = pid
         self._control = control
         self._wait = wait
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ready: Ready | None = None
+        self._waiting = False
+        self._launches: weakref.WeakSet[Channel] = weakref.WeakSet()
         _open_channels.add(control)
 
     def ready(self) -> Ready:
         """What its torch offers; waits for the import. LaunchError if it could not be imported."""
         with self._lock:
+            if self._waiting:
+                raise RuntimeError(
+                    "a launch from a signal handler, while the same thread waits for the fork server to start; "
+                    "call mlaunch.warm_up() early, or launch outside of the handler"
+                )
             if self._ready is None:
-                self._ready = self._hear()
+                self._waiting = True
+                try:
+                    self._ready = self._hear()
+                finally:
+                    self._waiting = False
             return self._ready
 
     def _hear(self) -> Ready:
@@ -90,6 +101,7 @@ class ForkServer:
         memfds: list[int] = []
         ours, theirs = Channel.pair()
         _open_channels.add(ours)
+        self._launches.add(ours)
         try:
             for name, value in values:
                 memfds.append(payload.create(name))
@@ -110,7 +122,9 @@ class ForkServer:
             self._control.send(Retire())
 
     def close(self, patience: float = 10.0) -> None:
-        """Ends the server and what still runs there."""
+        """Ends the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
+        for launch in list(self._launches):
+            launch.tell(Cancel())
         self._control.close()
         self._wait(patience)
 

@@ -97,16 +97,19 @@ class _Worker:
         self._place.answers.phases[self._place.local_rank] = phase
 
     def _start(self) -> None:
+        import torch
+
         reset_process()
         faulthandler.enable(self._place.crash_fd)
         stacks.answer_requests(self._place.stack_fd)
         spec, context = self._spec, self._spec.context
         _set_environ(device.environment(spec, self._place.local_rank, *self._place.rendezvous))
-        if context.cwd is not None:
-            os.chdir(context.cwd)
+        os.chdir(context.cwd)
         sys.path[:] = context.sys_path
         sys.argv[:] = context.argv
         device.share_cores(spec)
+        if self._place.call is None:  # the fork server's generator, the same for all, would be nobody's choice
+            torch.default_generator.seed()
 
     def _join(self) -> None:
         import torch.distributed as dist
@@ -145,7 +148,7 @@ class _Worker:
             return functions.resolve(self._place.call.function), self._place.call
         call = payload.read(self._place.call_fd)
         function = functions.resolve(call.function)
-        functions.furnish_main(function, self._spec.context.main_file)
+        functions.furnish_main(function, self._spec.context)
         return function, call
 
     def _answer(self, value: object) -> None:

@@ -1,0 +1,211 @@
+"""Callers in unusual states, and what of theirs must not be lost or changed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlaunch import LaunchError, launcher
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    out = tmp_path / "out"
+    code = f"from mlaunch import launcher; open({str(out)!r}, 'w').write(str(launcher(lambda: 7, 2)()))"
+    subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], cwd=ROOT, check=True, timeout=120)
+    assert out.read_text() == "[7, 7]"
+
+
+def test_a_caller_that_ignores_sigchld(run_script: Any) -> None:
+    done = run_script(
+        "import signal\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from mlaunch import launcher\n"
+        "for method in ('forkserver', 'fork', 'spawn'):\n"
+        "    print(launcher(lambda: 1, 2, start_method=method)())\n"
+    )
+    assert done.stdout == "[1, 1]\n" * 3, done.stderr
+
+
+def test_a_launch_from_a_signal_handler_during_the_first_is_refused(run_script: Any) -> None:
+    done = run_script(
+        "import os, signal, threading\n"
+        "from mlaunch import launcher\n"
+        "from mlaunch.runtime.channel import Channel\n"
+        "train = launcher(lambda: 1, 1)\n"
+        "receive = Channel.receive\n"
+        "def interrupted(self):\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    return receive(self)\n"
+        "Channel.receive = interrupted\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: train())\n"
+        "train()\n"
+    )
+    assert "RuntimeError: a launch from a signal handler, while the same thread waits for the fork" in done.stderr
+
+
+def test_a_daemon_threads_launch_ends_with_the_interpreter(run_script: Any) -> None:
+    done = run_script(
+        "import os, signal, threading\n"
+        "from mlaunch import launcher\n"
+        "reader, writer = os.pipe()\n"
+        "def train():\n"
+        "    os.write(os.open(f'/proc/{caller}/fd/{writer}', os.O_WRONLY), b'x')\n"
+        "    signal.pause()\n"
+        "caller = os.getpid()\n"
+        "threading.Thread(target=launcher(train, 1, grace_period=1000), daemon=True).start()\n"
+        "os.read(reader, 1)\n"
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_a_caller_without_torch_stays_without(run_script: Any) -> None:
+    done = run_script(
+        "import sys\nfrom mlaunch import launcher\nprint(launcher(lambda: 1, 2)(), 'torch' in sys.modules)\n"
+    )
+    assert done.stdout == "[1, 1] False\n"
+
+
+def test_a_caller_without_file_descriptors(run_script: Any) -> None:
+    done = run_script(
+        "import os, resource\n"
+        "from mlaunch import launcher\n"
+        "train = launcher(lambda: 1, 8)\n"
+        "train()\n"
+        "for free in (3, 8):\n"
+        "    used = len(os.listdir('/proc/self/fd')) - 1\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, 10_000))\n"
+        "    try:\n"
+        "        train()\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 10_000))\n"
+        "print(train())\n"
+    )
+    first, second, after = done.stdout.splitlines()
+    assert "Too many open files" in first
+    assert "no file descriptor is left to receive a rank's answer with (see ulimit -n)" in second
+    assert after == str([1] * 8)
+
+
+def test_a_deleted_working_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileNotFoundError, match="the working directory of this process no longer exists"):
+        launcher(lambda: 1, 1)()
+    os.chdir(ROOT)
+
+
+def test_random_numbers_are_fresh_in_every_rank_and_call() -> None:
+    draw = launcher(lambda: torch.rand(1).item(), 2)
+    assert len({*draw(), *draw()}) == 4
+
+
+MAIN = """
+import functools, io, torch
+from mlaunch import launcher
+
+class Model:
+    device = "none"
+
+@functools.lru_cache(maxsize=None)
+def table(n):
+    return list(range(n))
+
+def train(model):
+    type(model).device = "of the rank"
+    torch.save(model, io.BytesIO())
+    return model, sum(table(4))
+
+[(model, total)] = launcher(train, 1)(Model())
+print(type(model) is Model, Model.device, total, launcher(table, 1)(2))
+"""
+
+
+def test_classes_and_cached_functions_of_a_script(run_script: Any) -> None:
+    done = run_script(MAIN)
+    assert done.stdout == "True none 6 [[0, 1]]\n", done.stderr
+
+
+def test_multiprocessing_in_a_rank_of_a_package_run_with_m(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("value = 5\n")
+    (package / "main.py").write_text(
+        "import multiprocessing\n"
+        "from mlaunch import launcher\n"
+        "from . import helper\n"
+        "def put(queue):\n"
+        "    queue.put(helper.value)\n"
+        "def train():\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    process = context.Process(target=put, args=(queue,))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    return process.exitcode, queue.get(timeout=30) if process.exitcode == 0 else None\n"
+        "if __name__ == '__main__':\n"
+        "    print(launcher(train, 1)())\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pkg.main"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[(0, 5)]\n", done.stderr
+
+
+class DataMissingError(FileNotFoundError):
+    def __init__(self, path: str, shard: int) -> None:
+        super().__init__(2, "no shard", path)
+        self.shard = shard
+
+
+def test_an_oserror_of_ones_own_keeps_what_it_knows() -> None:
+    def train() -> None:
+        raise DataMissingError("data", 5)
+
+    with pytest.raises(DataMissingError, match=re.escape("[Errno 2] no shard: 'data'")) as caught:
+        launcher(train, 1)()
+    assert (caught.value.errno, caught.value.filename, caught.value.shard) == (2, "data", 5)
+
+
+def test_a_deep_stack_is_told_where_it_was() -> None:
+    import threading
+
+    import torch.distributed as dist
+
+    def dive(depth: int) -> None:
+        if depth:
+            dive(depth - 1)
+        dist.distributed_c10d._get_default_store().set("deep", "1")
+        threading.Event().wait()
+
+    def train() -> None:
+        if dist.get_rank() == 1:
+            dist.distributed_c10d._get_default_store().get("deep")
+            raise ValueError("enough")
+        dive(300)
+
+    with pytest.raises(ValueError, match="enough") as caught:
+        launcher(train, 2)()
+    assert isinstance(caught.value.__cause__, LaunchError)
+    assert "rank 0 was in wait at test_callers.py:" in str(caught.value.__cause__)
+
+
+def test_a_coroutine_function_is_refused() -> None:
+    async def train() -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(TypeError, match="not the coroutine function"):
+        launcher(train)
