@@ -83,12 +83,15 @@ class Launch:
             raise
 
     def _cancel(self) -> None:
-        self.agent.tell(Cancel())
-        try:
-            self._hear_out()
-        except KeyboardInterrupt:  # a second one: no more grace
-            self.agent.tell(Cancel(force=True))
-            self._hear_out()
+        """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
+        force = over = False
+        while not over:
+            try:
+                self.agent.tell(Cancel(force))
+                self._hear_out()
+                over = True
+            except BaseException:
+                force = True
 
     def _hear_out(self) -> None:
         """To the launch's last word, even if this process is too short of files to take in its answers."""

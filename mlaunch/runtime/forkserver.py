@@ -19,7 +19,7 @@ from typing import NoReturn
 from mlaunch.runtime import linux
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import CountDevices, DeviceCount, Launch, NotReady, Reaped, Retire
+from mlaunch.runtime.messages import AgentFailed, CountDevices, DeviceCount, Launch, NotReady, Reaped, Retire
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = ("torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.runtime.launching")
@@ -35,6 +35,7 @@ def main(control_fd: int, caller: int) -> NoReturn:
 
 def serve(control: Channel, caller: int, call: Call | None = None) -> NoReturn:
     """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller."""
+    code = 1
     try:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # the terminal's; the caller decides what they mean
@@ -44,11 +45,12 @@ def serve(control: Channel, caller: int, call: Call | None = None) -> NoReturn:
         if call is None:
             os.chdir("/")  # a server that stays must not keep a file system busy
         _ForkServer(control, caller, call).run()
+        code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         linux.kill_children()
-        os._exit(0)
+        os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -134,21 +136,34 @@ class _ForkServer:
 
         spec_fd, call_fd, launcher_fd, out, err = fds
         parent = os.getpid()
-        pid = os.fork()
+        pid = self._fork(launcher_fd)
         if pid == 0:
             foreign = self._fds(caller)
             launching.run_agent(launching.Order(spec_fd, call_fd, launcher_fd, out, err, parent, foreign, self.call))
-        self._keep(pid, launcher_fd, is_agent=True)
+        if pid is not None:
+            self._keep(pid, launcher_fd, is_agent=True)
         close((spec_fd, call_fd, out, err))
 
     def _count(self, fds: list[int]) -> None:
         environ_fd, answer_fd = fds
         parent = os.getpid()
-        pid = os.fork()
+        pid = self._fork(answer_fd)
         if pid == 0:
             _count_devices(environ_fd, answer_fd, parent)
-        self._keep(pid, answer_fd, is_agent=False)
+        if pid is not None:
+            self._keep(pid, answer_fd, is_agent=False)
         os.close(environ_fd)
+
+    def _fork(self, channel_fd: int) -> int | None:
+        """As os.fork; None if the system refuses, which is said on the channel: other launches go on."""
+        try:
+            return os.fork()
+        except OSError:
+            channel = Channel.adopt(channel_fd)
+            channel.tell(AgentFailed(traceback.format_exc()))
+            channel.tell(Reaped(1))
+            channel.close()
+            return None
 
     def _keep(self, pid: int, channel_fd: int, *, is_agent: bool) -> None:
         self.children[os.pidfd_open(pid)] = _Child(pid, Channel.adopt(channel_fd), is_agent)

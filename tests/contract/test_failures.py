@@ -14,6 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, launcher
+from mlaunch.runtime import forkserver
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.messages import Reaped
 from tests.contract import functions
 from tests.processes import wait_gone
 
@@ -309,6 +312,23 @@ def test_an_agent_that_lacks_file_descriptors(run_script: Any) -> None:
     )
     assert "LaunchError: <lambda>() was ended: the agent failed:" in done.stderr
     assert "OSError: [Errno 24] Too many open files" in done.stderr
+
+
+def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root is exempt from RLIMIT_NPROC, so the refusal itself is made up; the way it takes is real."""
+
+    def refused() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    ours, theirs = Channel.pair()
+    server = forkserver._ForkServer(theirs, os.getpid(), None)
+    monkeypatch.setattr(os, "fork", refused)
+    assert server._fork(os.dup(theirs.fileno())) is None
+    failed, _ = ours.receive()
+    assert "BlockingIOError: [Errno 11] Resource temporarily unavailable" in failed.traceback
+    assert ours.receive()[0] == Reaped(1)
+    ours.close()
+    theirs.close()
 
 
 def test_death_of_the_rendezvous_server() -> None:
