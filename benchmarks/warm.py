@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 
 import torch.multiprocessing
 
@@ -50,6 +52,21 @@ def _spawn() -> None:
 
 
 def _torchrunx() -> None:
+    with tempfile.TemporaryDirectory() as folder, _inside(folder):  # it writes its logs where it is
+        _torchrunx_here()
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _torchrunx_here() -> None:
     import torchrunx
 
     results = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo").run(work.reduce_once)
