@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
+from mlaunch import nesting
+from mlaunch.errors import report_of
 from mlaunch.options import Options
 
 P = ParamSpec("P")
@@ -48,9 +50,20 @@ class launcher(Generic[P, R]):
             inherit this process's memory; refused once an accelerator is initialised) or "spawn" (a fresh
             interpreter for each call).
         env: Environment variables to add for the ranks.
+        seed: Seeds Python's, numpy's and torch's generators. A number: the same on all ranks; "per-rank": 1024 plus
+            the rank; "per-rank:7": 7 plus the rank. None: each rank's torch generator gets a fresh seed.
+        join: In a process that torchrun, srun or mpirun started as a rank, join the other ranks and run the function
+            here, which gives a list of one value, instead of starting ranks. False: always start ranks.
+        join_timeout: Seconds for the machines of a launch to come together.
+        heartbeat_timeout: Seconds after which a machine that says nothing counts as lost.
+        token: A secret that the machines of a launch share, and prove to each other before anything else. None: the
+            environment's ``MLAUNCH_TOKEN``; without that too, whoever reaches the port may join.
+        gather: "local": the list of this machine's ranks. "all": of all machines' ranks, by global rank, on each of
+            them; needs a token, with which values are signed.
 
     Raises:
         TypeError: (when decorating) an option of a wrong type; (when calling) an argument that cannot be pickled.
+        RuntimeError: It is called inside a rank of mlaunch, without ``join=False``.
         ValueError: an option with a value that is not allowed, or that this machine cannot serve.
         LaunchTimeout: The deadline passed.
         LaunchError: A rank was killed, exited with a code other than 0 or returned what cannot be pickled.
@@ -88,6 +101,12 @@ class launcher(Generic[P, R]):
         max_restarts: int = ...,
         start_method: str = ...,
         env: Mapping[str, str] | None = ...,
+        seed: int | str | None = ...,
+        join: bool = ...,
+        join_timeout: float = ...,
+        heartbeat_timeout: float = ...,
+        token: str | None = ...,
+        gather: str = ...,
     ) -> launcher[P, R]: ...
 
     @overload
@@ -109,6 +128,12 @@ class launcher(Generic[P, R]):
         max_restarts: int = ...,
         start_method: str = ...,
         env: Mapping[str, str] | None = ...,
+        seed: int | str | None = ...,
+        join: bool = ...,
+        join_timeout: float = ...,
+        heartbeat_timeout: float = ...,
+        token: str | None = ...,
+        gather: str = ...,
     ) -> _Decorator: ...
 
     def __new__(cls, func: Callable[P, R] | None = None, *args: Any, **options: Any) -> Any:
@@ -124,9 +149,19 @@ class launcher(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs the function on every rank of this machine; see the class."""
         _refuse_in_bootstrap(self._name)
+        place = nesting.place_to_join(self._options, self._name)
+        arguments = (*self._bound, *args)
+        if place is not None:
+            return nesting.run_joined(self._options, place, self._function, arguments, kwargs)
         from mlaunch.runtime.calling import call_on_ranks  # here, so that importing the name stays cheap
 
-        return call_on_ranks(self._options, self._function, (*self._bound, *args), kwargs)
+        try:
+            return call_on_ranks(self._options, self._function, arguments, kwargs)
+        except Exception as error:
+            if report_of(error) is None:
+                raise
+            # It tells where it comes from; our own frames would only stand between that and the reader's code.
+            raise error.with_traceback(None) from error.__cause__
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> launcher[P, R]: ...

@@ -33,6 +33,8 @@ class RankFailure:
         consequence: It looks like the consequence of another rank's failure.
         at: When the agent learned of it, in seconds of its monotonic clock.
         hints: What the system knows of the reason, a line each.
+        subject: What failed, where that is no rank: another machine, the call there.
+        final: Somebody ended the launch, or its time was over: it is not started again.
     """
 
     rank: int | None
@@ -47,9 +49,13 @@ class RankFailure:
     consequence: bool = False
     at: float = 0.0
     hints: tuple[str, ...] = ()
+    subject: str = ""
+    final: bool = False
 
     @property
     def who(self) -> str:
+        if self.subject:
+            return self.subject
         return "the rendezvous server" if self.rank is None else f"rank {self.rank}"
 
     @property
@@ -57,7 +63,8 @@ class RankFailure:
         """Where it happened, for people."""
         host = f"host {self.host}" if self.host else ""
         while_ = f"while {self.phase}" if self.phase else ""
-        return ", ".join(part for part in (host, self.device, f"pid {self.pid}", while_) if part)
+        pid = f"pid {self.pid}" if self.pid else ""
+        return ", ".join(part for part in (host, self.device, pid, while_) if part)
 
 
 class LaunchError(RuntimeError):
@@ -71,7 +78,10 @@ class LaunchError(RuntimeError):
             failed outside its ranks.
         results: What finished ranks had returned, by global rank.
         stacks: The Python stacks of the ranks that were still at work, by global rank, as faulthandler writes them.
+        log_dir: Where the ranks' output was written; None where it was not.
     """
+
+    log_dir: str | None = None
 
     def __init__(
         self,
@@ -93,6 +103,12 @@ class LaunchTimeout(LaunchError):
     """The deadline of a call passed before its ranks had finished."""
 
 
+def report_of(error: BaseException) -> LaunchError | None:
+    """The report of a failed launch, for what its call raised; None for an error of another kind."""
+    report = error if isinstance(error, LaunchError) else error.__cause__
+    return report if isinstance(report, LaunchError) else None
+
+
 @dataclass
 class Report:
     """The text of a failed launch: the cause whole, its consequences shortened."""
@@ -103,7 +119,7 @@ class Report:
 
     def __str__(self) -> str:
         cause, *others = self.failures
-        lines = [f"{cause.who} of {self.name}() {cause.what}", f"  {cause.place}"]
+        lines = [f"{cause.who} of {self.name}() {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
         lines += [f"  {hint}" for hint in cause.hints]
         if cause.traceback:
             lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]

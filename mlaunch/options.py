@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
+
+from mlaunch import seeding
 
 START_METHODS = ("forkserver", "fork", "spawn")
 _HIGHEST_PORT = 65535
@@ -30,6 +32,12 @@ class Options:
     max_restarts: int = 0
     start_method: str = "forkserver"
     env: Mapping[str, str] | None = None
+    seed: int | str | None = None
+    join: bool = True
+    join_timeout: float = 300.0
+    heartbeat_timeout: float = 15.0
+    token: str | None = field(default=None, repr=False)
+    gather: str = "local"
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError that names the option, the value and what is allowed."""
@@ -45,6 +53,13 @@ class Options:
         if self.start_method not in START_METHODS:
             allowed = ", ".join(map(repr, START_METHODS))
             raise ValueError(f"start_method={self.start_method!r}: allowed: {allowed}")
+        if not isinstance(self.join, bool):
+            raise TypeError(f"join={self.join!r}: allowed: True, False")
+        if self.token is not None and (not isinstance(self.token, str) or not self.token):
+            raise TypeError("token: allowed: a string that is not empty (its value is not shown), or None")
+        if self.gather not in {"local", "all"}:
+            raise ValueError(f"gather={self.gather!r}: allowed: 'local', 'all'")
+        seeding.check(self.seed)
         self._check_seconds()
         self._check_devices()
         self._check_ranks()
@@ -54,6 +69,10 @@ class Options:
         _check_number("grace_period", self.grace_period)
         if self.grace_period < 0:
             raise ValueError(f"grace_period={self.grace_period!r}: allowed: seconds, 0 or more")
+        for name in ("join_timeout", "heartbeat_timeout"):
+            _check_number(name, getattr(self, name))
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed: seconds, more than 0")
         for name, seconds in (("timeout", self.timeout_seconds), ("deadline", self.deadline)):
             if seconds is not None:
                 _check_number(name, seconds)

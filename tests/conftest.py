@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mlaunch
+from mlaunch.runtime import directory
 from mlaunch.runtime.warm import warm_server
 from tests.processes import alive, descendants, session_of
 
@@ -20,9 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm() -> None:
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The fork server is meant to stay, so it is there before anything is counted."""
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
     mlaunch.launcher(lambda: None, n_gpus=1)()
 
 
@@ -31,8 +33,15 @@ def nothing_left_behind():  # type: ignore[no-untyped-def]
     before = _what_is_there()
     yield
     after = _what_is_there()
-    left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-    assert not left, "\n".join(f"{name}: {was} -> {now}" for name, (was, now) in left.items())
+    left = [f"{name}: {_difference(before[name], after[name])}" for name in before if before[name] != after[name]]
+    assert not left, "\n".join(left)
+
+
+def _difference(was: object, now: object) -> str:
+    if isinstance(was, dict) and isinstance(now, dict):
+        changed = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+        return "; ".join(f"{name}: {was.get(name)} -> {now.get(name)}" for name in sorted(changed))
+    return f"{was} -> {now}"
 
 
 def _what_is_there() -> dict[str, object]:
@@ -48,6 +57,7 @@ def _what_is_there() -> dict[str, object]:
         "fds": _open_files(),
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
         "cwd": os.getcwd(),
+        "runtime files": [str(path) for path in directory.home(os.environ).glob("*")],
         "shared memory": [name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "mlaunch"))],
     }
 

@@ -1,88 +1,99 @@
-"""The key-value store at which the ranks of a launch meet.
+"""A rendezvous server in a process of its own, for processes that no launch has brought together.
 
-``Server`` hosts it in a process of its own, on a socket that was bound and listening before anyone was told of it:
-no port is found and then lost, and no client dials too early and waits. ``Client`` is one rank's view of it, under
-the launch's own name, so that nothing of one launch is seen by another.
+``Server()`` starts one from anywhere; ``python -m mlaunch.rendezvous.server --port 29500`` is one in the foreground.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import os
 import signal
 import socket
-from collections.abc import Iterable
-from datetime import timedelta
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
 
-import torch.distributed as dist
+from mlaunch.rendezvous.address import LOOPBACK, listen
 
-from mlaunch.runtime import linux
-
-LOOPBACK = "127.0.0.1"
-
-
-def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """A listening socket; port 0 has the kernel choose."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=4096)
+_BOOTSTRAP = (
+    "import sys; fd, sys.path[:] = int(sys.argv[2]), sys.argv[3:]; "
+    "from mlaunch.rendezvous.server import serve_until_end_of_input; serve_until_end_of_input(fd)"
+)
 
 
 class Server:
-    """A store in a forked process that ends with this one. The caller closes its ``listener`` afterwards."""
+    """A server that lives as long as this process, or until ``close()``. Also a context manager.
 
-    def __init__(self, listener: socket.socket, *, close_in_child: Iterable[int] = ()) -> None:
-        self.address, self.port = listener.getsockname()[:2]
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _host(listener, parent, close_in_child)
-        self.sentinel = os.pidfd_open(self.pid)
+    It listens before this returns; clients that come while its process is still importing torch are served then.
 
-    def kill(self) -> None:
-        """Ends the server, which holds nothing that outlives the launch. It remains to be reaped."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+    Args:
+        port: Where to listen; 0: chosen by the system.
+        address: On which address; the default is reached from this machine alone.
 
-    def reap(self) -> int:
-        """Waits for the server's end and returns its exit code."""
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self.sentinel)
-        return os.waitstatus_to_exitcode(status)
+    Attributes:
+        py_server_port: The port on which it listens.
+
+    Raises:
+        OSError: The port is taken, or the address is not this machine's.
+    """
+
+    def __init__(self, port: int = 0, *, address: str = LOOPBACK) -> None:
+        with listen(address, port) as listener:
+            self.address, self.py_server_port = listener.getsockname()[:2]
+            fd = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
+                stdin=subprocess.PIPE,  # its end tells the server that we are gone
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+        self._close = weakref.finalize(self, _end, self._process)
+
+    def close(self) -> None:
+        """Ends the server; its clients lose their connection."""
+        self._close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _host(listener: socket.socket, parent: int, close: Iterable[int]) -> None:
-    try:
-        linux.die_with(parent)
-        for fd in close:
-            os.close(fd)
-        address, port = listener.getsockname()[:2]
-        # The store's thread serves until the process ends; this process never forks, since a fork beside that
-        # thread can leave the resolver's lock taken for ever in the child.
-        store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+def serve_until_end_of_input(fd: int) -> None:
+    """The life of a server's process."""
+    from mlaunch.rendezvous.hosted import serve
+
+    store = serve(socket.socket(fileno=fd))
+    while store is not None and sys.stdin.buffer.read(1):
+        pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mlaunch.rendezvous.server", description="Serves mlaunch.Client until it is interrupted."
+    )
+    parser.add_argument("--port", type=int, default=0, help="default: chosen by the system, and printed")
+    parser.add_argument("--address", default=LOOPBACK, help="default: %(default)s, for this machine alone")
+    args = parser.parse_args(argv)
+    from mlaunch.rendezvous.hosted import serve
+
+    listener = listen(args.address, args.port)
+    address, port = listener.getsockname()[:2]
+    print(f"serving at {address}, port {port}", flush=True)
+    store = serve(listener)
+    with contextlib.suppress(KeyboardInterrupt):
         while store is not None:
             signal.pause()
-    finally:
-        os._exit(1)
 
 
-class Client:
-    """One process's connection to a server. ``namespace`` is the launch's; ``timeout`` is for each operation."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    process.kill()
+    process.wait()
 
-    def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
-        connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        self.store = dist.PrefixStore(namespace, connection)
 
-    def meet(self, key: str, size: int) -> None:
-        """Returns once ``size`` processes have called it with this key. For one use of each key."""
-        everyone = f"{key}/everyone"
-        if self.store.add(f"{key}/arrived", 1) == size:
-            self.store.set(everyone, "")
-        self.store.wait([everyone])
-
-    def arrive(self, rank: int) -> None:
-        """Leaves a mark for ``missing``."""
-        self.store.set(f"arrived/{rank}", "")
-
-    def missing(self, world_size: int) -> list[int]:
-        """The ranks that have not arrived."""
-        return [rank for rank in range(world_size) if not self.store.check([f"arrived/{rank}"])]
+if __name__ == "__main__":
+    main()

@@ -15,15 +15,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from mlaunch.rendezvous.server import Server
-from mlaunch.runtime import linux, stacks
+from mlaunch.errors import RankFailure
+from mlaunch.rendezvous.hosted import HostedServer
+from mlaunch.runtime import linux, payload, reporting, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.evidence import Evidence
+from mlaunch.runtime.inspection import Inspection
 from mlaunch.runtime.messages import (
+    CAUSE_PATIENCE,
     Answer,
     Cancel,
     DeadlinePassed,
@@ -34,24 +37,10 @@ from mlaunch.runtime.messages import (
     RankStacks,
     ServerGone,
 )
+from mlaunch.runtime.others import FAREWELL, Others
+from mlaunch.runtime.ranks import RankProcess, StackRequests
 
-CAUSE_PATIENCE = 0.1  # seconds in which the cause may follow its consequence
 _TEXT_LIMIT = 32_768  # characters of a rank's stacks; a record is small
-
-
-@dataclass
-class RankProcess:
-    """A rank as its supervisor knows it. ``pid`` leads the rank's process group."""
-
-    rank: int
-    pid: int
-    pidfd: int
-    memfd: int  # of its answer
-    crash_fd: int  # of its stacks, if it crashes
-    stack_fd: int  # the pipe of its stacks, if we ask
-    stacks: str = ""
-    answered: bool = False
-    stopped: bool = False  # told to stop, or killed, by us
 
 
 @dataclass(frozen=True)
@@ -63,11 +52,20 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Signals:
-    """How ranks are reached. ``request`` asks for stacks; False: that rank cannot answer."""
+class System:
+    """What the supervisor has of the world. ``request`` asks for stacks; False: that rank cannot answer."""
 
+    clock: Callable[[], float] = time.monotonic
     group: Callable[[int, int], None] = linux.signal_group
     request: Callable[[int, Phase], bool] = stacks.request
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who else is there: those who look at this launch, and its other machines."""
+
+    inspection: Inspection | None = None
+    others: Others = field(default_factory=Others)
 
 
 class Agent:
@@ -77,45 +75,53 @@ class Agent:
         self,
         ranks: Sequence[RankProcess],
         answers: Answers,
-        server: Server,
+        server: HostedServer | None,
         launcher: Channel,
         parent: int,
         *,
         limits: Limits,
-        clock: Callable[[], float] = time.monotonic,
-        signals: Signals | None = None,
+        system: System | None = None,
+        scene: Scene | None = None,
     ) -> None:
         self._ranks = {rank.pidfd: rank for rank in ranks}
         self._by_local_rank = list(ranks)
         self._answers = answers
-        self._server: Server | None = server
+        self._server = server
         self._launcher = launcher
         self._listening = {launcher.fileno(), parent}
         self._limits = limits
-        self._clock = clock
-        self._signals = signals or Signals()
+        self._system = system or System()
+        self._clock = self._system.clock
         # When each step is due; None: not at all, or done.
-        self._deadline_at = None if limits.deadline is None else clock() + limits.deadline
+        self._deadline_at = None if limits.deadline is None else self._clock() + limits.deadline
         self._ask_at: float | None = None
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._stopping = False  # the first step has been taken
+        self._spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
         self._evidence = Evidence()
-        self._asked: dict[int, RankProcess] = {}  # by stack_fd: those that have not answered
+        self._asked = StackRequests(self._system.request)
+        scene = scene or Scene()
+        self._inspection = scene.inspection
+        self._others = scene.others
+        self._first: RankFailure | None = None  # our first failure, for the others
+        self._farewell_at: float | None = None  # when we no longer wait for the others to hear of it
 
     def run(self) -> None:
-        while self._ranks:
+        while self._ranks or self._awaits_others():
             ready = {fd for fd in wait(self._sources(), self._patience()) if isinstance(fd, int)}
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server()
-            for stack_fd in ready & set(self._asked):
-                self._read_stacks(stack_fd)
+            self._asked.read(ready)
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
             for fd in ready & self._listening:
                 self._hear(fd)
+            self._hear_others(ready)
             self._escalate()
+            if self._inspection is not None:
+                self._inspection.serve(ready, self._asked)
         spare = set()
         if self._server is not None:
             self._server.kill()
@@ -126,11 +132,14 @@ class Agent:
 
     def _sources(self) -> list[int]:
         sentinel = [] if self._server is None else [self._server.sentinel]
-        return [self._answers.queue.fileno(), *self._ranks, *self._asked, *sentinel, *self._listening]
+        visitors = [*self._others.fds(), *(() if self._inspection is None else self._inspection.fds())]
+        ours = [self._answers.queue.fileno(), *self._asked.fds(), *sentinel, *visitors]
+        return [*ours, *self._ranks, *self._listening]
 
     def _patience(self) -> float | None:
         """Seconds until the next step is due, None if none is."""
-        steps = (self._deadline_at, self._ask_at, self._terminate_at, self._kill_at)
+        visit = self._inspection.due if self._inspection is not None else None
+        steps = (self._deadline_at, self._ask_at, self._terminate_at, self._kill_at, self._farewell_at, visit)
         due = [step for step in steps if step is not None]
         return max(0.0, min(due) - self._clock()) if due else None
 
@@ -142,15 +151,16 @@ class Agent:
 
     def _pass_on(self, answer: Answer) -> None:
         rank = self._by_local_rank[answer.local_rank]
-        rank.answered = True
+        rank.answer = answer.kind
         record = RankAnswered(rank.rank, rank.pid, answer.kind, answer.consequence, self._clock())
         self._launcher.tell(record, [rank.memfd])
         if answer.kind is not Kind.VALUE:
+            self._remember(lambda: reporting.of_answer(record, payload.read(rank.memfd)))
             self._stop_within(CAUSE_PATIENCE if answer.consequence else 0.0)
 
     def _reap(self, rank: RankProcess) -> None:
         # Its group goes while the dead leader still holds the number, so that no other group can be hit.
-        self._signals.group(rank.pid, signal.SIGKILL)
+        self._system.group(rank.pid, signal.SIGKILL)
         _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode = os.waitstatus_to_exitcode(status)
@@ -158,21 +168,23 @@ class Agent:
             rank=rank.rank,
             pid=rank.pid,
             exitcode=exitcode,
-            phase=self._phase(rank),
-            answered=rank.answered,
+            phase=self._answers.phases[rank.local_rank],
+            answered=rank.answer is not None,
             stopped=rank.stopped,
             at=self._clock(),
             hints=() if rank.stopped else self._evidence.hints(exitcode, usage.ru_maxrss * 1024),
         )
         self._launcher.tell(record, [rank.crash_fd])
-        self._asked.pop(rank.stack_fd, None)
+        if exitcode == 0:
+            self._others.keep(rank.rank, rank.memfd if rank.answer is Kind.VALUE else None)
+        elif not rank.stopped and rank.answer in {None, Kind.VALUE}:  # else it has told why
+            self._remember(lambda: reporting.of_end(record))
+        rank.gone = True
+        self._asked.forget(rank)
         for fd in (rank.pidfd, rank.memfd, rank.crash_fd, rank.stack_fd):
             os.close(fd)
         if exitcode != 0:
             self._stop_within(0.0)
-
-    def _phase(self, rank: RankProcess) -> Phase:
-        return self._answers.phases[self._by_local_rank.index(rank)]
 
     def _lose_server(self) -> None:
         if self._server is None:
@@ -180,6 +192,7 @@ class Agent:
         pid, exitcode = self._server.pid, self._server.reap()
         self._server = None
         self._launcher.tell(ServerGone(pid, exitcode, self._clock()))
+        self._remember(lambda: reporting.of_server(pid, exitcode, self._clock()))
         self._stop_within(0.0)
 
     def _hear(self, fd: int) -> None:
@@ -190,13 +203,44 @@ class Agent:
             record = None
         if record is None:
             self._listening.discard(fd)
+        self._remember(lambda: reporting.of_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
         force = isinstance(record, Cancel) and record.force
         if record is not None and not force:
             self._stop_within(0.0)
             return
+        self._spare_leaving = False
         self._terminate()  # nobody is left to hear of stacks
         due = self._clock() + (0.0 if force else self._limits.grace_period)
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    # The other machines
+
+    def _remember(self, tell: Callable[[], RankFailure]) -> None:
+        """For the others, if there are any: the first failure here, or the first that is no consequence."""
+        if not self._others.awaited or (self._first is not None and not self._first.consequence):
+            return
+        failure = tell()
+        if self._first is None or not failure.consequence:
+            self._first = failure
+
+    def _tell_others(self) -> None:
+        if self._first is not None:
+            self._others.tell(self._first)
+
+    def _hear_others(self, ready: set[int]) -> None:
+        failure = self._others.hear(ready, self._launcher)
+        if failure is not None:
+            self._launcher.tell(failure)
+            self._stop_within(0.0)
+
+    def _awaits_others(self) -> bool:
+        """Our ranks are gone, and the others' may not be. After a failure they need no longer than to hear of it."""
+        self._others.finish()
+        if self._stopping and self._farewell_at is None:
+            self._tell_others()
+            self._farewell_at = self._clock() + FAREWELL
+        late = self._farewell_at is not None and self._clock() >= self._farewell_at
+        return self._others.awaited and not late
 
     # Stopping
 
@@ -210,7 +254,9 @@ class Agent:
         now = self._clock()
         if self._deadline_at is not None and now >= self._deadline_at:
             self._deadline_at = None
+            self._spare_leaving = False
             self._launcher.tell(DeadlinePassed())
+            self._remember(lambda: reporting.of_deadline(self._limits.deadline))
             self._stop_within(0.0)
         if self._ask_at is not None and now >= self._ask_at:
             self._ask()
@@ -223,35 +269,29 @@ class Agent:
     def _ask(self) -> None:
         """For their stacks, before they are stopped."""
         self._stopping, self._ask_at, self._deadline_at = True, None, None
+        self._tell_others()
         self._terminate_at = self._clock() + stacks.PATIENCE
         for rank in self._working():
-            if self._signals.request(rank.pid, self._phase(rank)):
-                self._asked[rank.stack_fd] = rank
-
-    def _read_stacks(self, stack_fd: int) -> None:
-        rank = self._asked[stack_fd]
-        text = stacks.read_some(stack_fd)
-        rank.stacks += text
-        if not text or stacks.is_whole(rank.stacks):
-            del self._asked[stack_fd]
+            self._asked.ask(rank, self._answers.phases[rank.local_rank])
 
     def _terminate(self) -> None:
-        """Asks to end. A rank that has answered is leaving by itself and is left to it."""
+        """Asks to end."""
         self._stopping, self._ask_at, self._deadline_at, self._terminate_at = True, None, None, None
         self._asked.clear()
+        self._tell_others()
         for rank in self._working():
             state = stacks.state_of(rank.pid)
-            record = RankStacks(rank.rank, self._phase(rank), state, rank.stacks[-_TEXT_LIMIT:])
+            record = RankStacks(rank.rank, self._answers.phases[rank.local_rank], state, rank.stacks[-_TEXT_LIMIT:])
             self._launcher.tell(record)
             rank.stopped = True
-            self._signals.group(rank.pid, signal.SIGTERM)
+            self._system.group(rank.pid, signal.SIGTERM)
 
     def _working(self) -> list[RankProcess]:
-        return [rank for rank in self._ranks.values() if not rank.answered and not rank.stopped]
+        return [rank for rank in self._ranks.values() if rank.working or (rank.alive and not self._spare_leaving)]
 
     def _kill(self) -> None:
         """Forces."""
         for rank in self._ranks.values():
             rank.stopped = True
-            self._signals.group(rank.pid, signal.SIGKILL)
+            self._system.group(rank.pid, signal.SIGKILL)
         self._kill_at = None

@@ -6,12 +6,13 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlaunch.errors import (
     LaunchError,
     LaunchTimeout,
+    report_of,
     warn_caller,
 )
 from mlaunch.options import Options
@@ -39,9 +40,12 @@ def call_on_ranks(
         try:
             return _attempt(options, call, name, attempt)
         except Exception as error:
-            if not _failed_in_ranks(error):
+            report = report_of(error)
+            if report is None or not report.failures or isinstance(report, LaunchTimeout):
                 raise
-            _warn_of_restart(error, name, attempt, options.max_restarts)
+            if any(failure.final for failure in report.failures):
+                raise
+            _warn_of_restart(report, name, attempt, options.max_restarts)
         if options.deadline is not None:
             options = options.replaced({"deadline": max(0.001, options.deadline - (time.monotonic() - start))})
     return _attempt(options, call, name, options.max_restarts)
@@ -49,36 +53,27 @@ def call_on_ranks(
 
 def _attempt(options: Options, call: Call, name: str, attempt: int) -> list[Any]:
     environ = {**os.environ, **(options.env or {})}
-    with _server(options, call, environ) as server:
+    server = _server(options, call, environ)
+    try:  # not a context manager of contextlib's, which would set attributes of what passes through it
         spec = plan(options, server, name, environ, attempt)
         sent = (
             None if options.start_method == "fork" else Call(functions.portable(call.function), call.args, call.kwargs)
         )
         return Launch(spec, server, _start(server, spec, sent, name)).collect()
+    finally:
+        if options.start_method != "forkserver":
+            server.close()
 
 
-def _failed_in_ranks(error: Exception) -> bool:
-    report = error if isinstance(error, LaunchError) else error.__cause__
-    return isinstance(report, LaunchError) and bool(report.failures) and not isinstance(report, LaunchTimeout)
-
-
-def _warn_of_restart(error: Exception, name: str, attempt: int, restarts: int) -> None:
-    report = error if isinstance(error, LaunchError) else error.__cause__
+def _warn_of_restart(report: LaunchError, name: str, attempt: int, restarts: int) -> None:
     why = str(report).partition("\n")[0]
     warn_caller(f"{name}() is started again (restart {attempt + 1} of at most {restarts}): {why}")
 
 
-@contextlib.contextmanager
-def _server(options: Options, call: Call, environ: Mapping[str, str]) -> Iterator[ForkServer]:
+def _server(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
     if options.start_method == "forkserver":
-        yield warm_server.get(environ)
-        return
-    fork = options.start_method == "fork"
-    server = starting.start_fork(call) if fork else starting.start_interpreter(environ)
-    try:
-        yield server
-    finally:
-        server.close()
+        return warm_server.get(environ)
+    return starting.start_fork(call) if options.start_method == "fork" else starting.start_interpreter(environ)
 
 
 def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -> Channel:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import pickle
-import socket
+import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ from mlaunch.errors import (
     meanwhile,
     warn_caller,
 )
-from mlaunch.runtime import payload, stacks
+from mlaunch.runtime import directory, payload, reporting, stacks
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.messages import (
     AgentFailed,
@@ -32,8 +34,11 @@ from mlaunch.runtime.messages import (
     RankGone,
     RankStacks,
     Reaped,
+    Refused,
     RemoteError,
     ServerGone,
+    Value,
+    Waiting,
 )
 from mlaunch.runtime.starting import ForkServer
 
@@ -52,6 +57,8 @@ class Launch:
     raised: dict[int, RemoteError] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
     broken: str = ""  # what ended the launch outside its ranks
+    refused: Refused | None = None
+    stopped: list[int] = field(default_factory=list)  # ranks that the agent ended
     late: bool = False  # the deadline passed before any failure
     stacks: dict[int, RankStacks] = field(default_factory=dict)
 
@@ -59,7 +66,10 @@ class Launch:
         """Waits for the launch's last process; then its results, or the exception of its first failure."""
         try:
             self._wait()
-            if self.late:
+            if self.refused is not None:
+                kind = LaunchTimeout if self.refused.late else LaunchError
+                raise kind(f"{self.spec.name}() was not started: {self.refused.text}")
+            if self.late and self.stopped:
                 self._raise_timeout()
             if self.broken and not self.failures:
                 raise LaunchError(f"{self.spec.name}() was ended: {self.broken}", (), self._results())
@@ -77,9 +87,9 @@ class Launch:
                 pass
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel()
-            if hasattr(interrupt, "add_note") and self.stacks:
+            if self.stacks:
                 doing = "; ".join(stacks.summarise(self.stacks.values()))
-                interrupt.add_note(f"{self.spec.name}() was ended by this; {doing}")
+                _note(interrupt, f"{self.spec.name}() was ended by this; {doing}")
             raise
 
     def _cancel(self) -> None:
@@ -109,22 +119,36 @@ class Launch:
             return False
         if isinstance(record, RankAnswered):
             self._take_answer(record, fds[0])
+        elif isinstance(record, Value):
+            self.values.update((record.rank, fd) for fd in fds)
         elif isinstance(record, RankGone):
             self._take_end(record, fds[0])
         elif isinstance(record, RankStacks):
             self.stacks[record.rank] = record
         elif isinstance(record, DeadlinePassed):
             self.late = not self.failures
-        elif isinstance(record, ServerGone):
-            what = describe_exit(record.exitcode)
-            self.failures.append(RankFailure(None, record.pid, what, exitcode=record.exitcode, at=record.at))
-        elif isinstance(record, AgentFailed):
-            self.broken = f"the agent failed:\n{record.traceback}"
         elif isinstance(record, Reaped):
             if record.exitcode != 0 and not self.broken:
                 self.broken = f"the agent {describe_exit(record.exitcode)}"
+                directory.remove(self.spec.context.environ, self.spec.launch_id)
             return False
+        else:
+            self._take_news(record)
         return True
+
+    def _take_news(self, record: object) -> None:
+        """Of what is no rank of ours."""
+        if isinstance(record, ServerGone):
+            self.failures.append(reporting.of_server(record.pid, record.exitcode, record.at))
+        elif isinstance(record, Waiting):
+            text = f"mlaunch: {self.spec.name}() waits for its other machines, {record.text}"
+            print(text, file=sys.stderr, flush=True)
+        elif isinstance(record, Refused):
+            self.refused = record
+        elif isinstance(record, RankFailure):  # of another machine, whose clock is not ours
+            self.failures.append(dataclasses.replace(record, at=time.monotonic()))
+        elif isinstance(record, AgentFailed):
+            self.broken = f"the agent failed:\n{record.traceback}"
 
     def _take_answer(self, record: RankAnswered, memfd: int) -> None:
         if record.kind is Kind.VALUE:
@@ -133,48 +157,19 @@ class Launch:
         remote: RemoteError = payload.read(memfd)
         os.close(memfd)
         self.raised[record.rank] = remote
-        what = f"raised {remote.type_name}: {remote.message}" if remote.message else f"raised {remote.type_name}"
-        if record.kind is Kind.UNPICKLABLE:
-            what = f"{record.kind.value}: {remote.message}"
-        self.failures.append(
-            RankFailure(
-                rank=record.rank,
-                pid=record.pid,
-                what=what,
-                phase=remote.phase.value,
-                host=remote.host,
-                device=remote.device,
-                type_name=remote.type_name,
-                traceback="" if record.kind is Kind.UNPICKLABLE else remote.traceback,
-                consequence=record.consequence,
-                at=record.at,
-            )
-        )
+        self.failures.append(reporting.of_answer(record, remote))
 
     def _take_end(self, record: RankGone, crash_fd: int) -> None:
         crash = _read_crash(crash_fd)
+        if record.stopped:
+            self.stopped.append(record.rank)
         if record.exitcode == 0 and not record.answered:
             self.silent.append(record.rank)
         if record.exitcode == 0 or record.stopped or record.rank in self.raised:
             return
-        what = describe_exit(record.exitcode)
-        if record.answered:
-            what = f"returned its value, then {what}"
         local_rank = record.rank - self.spec.rank_start
-        self.failures.append(
-            RankFailure(
-                rank=record.rank,
-                pid=record.pid,
-                what=what,
-                phase=record.phase.value,
-                host=socket.gethostname(),
-                device="cpu" if self.spec.device_type == "cpu" else f"{self.spec.device_type}:{local_rank}",
-                exitcode=record.exitcode,
-                traceback=crash,
-                at=record.at,
-                hints=record.hints,
-            )
-        )
+        device = "cpu" if self.spec.device_type == "cpu" else f"{self.spec.device_type}:{local_rank}"
+        self.failures.append(reporting.of_end(record, device, crash))
 
     def _results(self) -> dict[int, Any]:
         results = {}
@@ -190,7 +185,8 @@ class Launch:
                 f"{len(self.silent)} of {self.spec.local_size} ranks of {self.spec.name}() exited with code 0 "
                 f"without returning a value (ranks {ranks}); their results are None"
             )
-        return [self._value(rank) if rank in self.values else None for rank in self._ranks_here()]
+        wanted = range(self.spec.world_size) if self.spec.gather_all else self._ranks_here()
+        return [self._value(rank) if rank in self.values else None for rank in wanted]
 
     def _value(self, rank: int) -> Any:
         try:
@@ -205,10 +201,12 @@ class Launch:
         return {rank: dump.text for rank, dump in self.stacks.items() if dump.text}
 
     def _raise_timeout(self) -> None:
-        unfinished = [rank for rank in self._ranks_here() if rank not in self.values]
+        silent = [rank for rank in self.stopped if rank not in self.values]
+        who = f"{stacks.name_ranks(silent)} had not returned"
+        if not silent:
+            who = f"{stacks.name_ranks(self.stopped)} had returned but not ended"
         lines = [
-            f"{self.spec.name}() did not finish within its deadline of {self.spec.deadline:g} s; "
-            f"{stacks.name_ranks(unfinished)} had not returned",
+            f"{self.spec.name}() did not finish within its deadline of {self.spec.deadline:g} s; {who}",
             *meanwhile(stacks.summarise(self.stacks.values())),
         ]
         raise LaunchTimeout("\n".join(lines), self.failures, self._results(), self._stack_texts())
@@ -228,9 +226,13 @@ class Launch:
             error: BaseException = pickle.loads(remote.pickled)
         except Exception:  # its class does not exist here, or cannot be made: the text must do
             raise report from None
-        if hasattr(error, "add_note"):
-            error.add_note(f"raised by {cause.who} of {self.spec.name}() ({cause.place})")
+        _note(error, f"raised by {cause.who} of {self.spec.name}() ({cause.place})")
         raise error from report
+
+
+def _note(error: BaseException, text: str) -> None:
+    """As ``add_note``, which an exception with a ``__setattr__`` of its own may refuse, and Python 3.10 lacks."""
+    BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
 
 
 def _read_crash(fd: int) -> str:

@@ -157,9 +157,9 @@ def environment(spec: LaunchSpec, local_rank: int, address: str, port: int) -> d
         "LOCAL_WORLD_SIZE": spec.local_size,
         "WORLD_SIZE": spec.world_size,
         "ROLE_WORLD_SIZE": spec.world_size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
-        "NODE_RANK": 0,
+        "GROUP_RANK": spec.group_rank,
+        "GROUP_WORLD_SIZE": spec.group_size,
+        "NODE_RANK": spec.group_rank,
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
         "ROLE_NAME": "default",
@@ -169,6 +169,7 @@ def environment(spec: LaunchSpec, local_rank: int, address: str, port: int) -> d
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     rank = {"RANK": spec.rank(local_rank), "ROLE_RANK": spec.rank(local_rank), "LOCAL_RANK": local_rank}
+    rank["MLAUNCH_RANK_PID"] = os.getpid()  # whose RANK it is: what a rank starts inherits these, but is no rank
     return {**dict(spec.context.environ), **_defaults(spec), **_strings({**machine, **rank})}
 
 
@@ -178,7 +179,11 @@ def _strings(values: Mapping[str, object]) -> dict[str, str]:
 
 def _defaults(spec: LaunchSpec) -> dict[str, str]:
     environ = spec.context.environ
-    chosen = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if spec.interface:
+        chosen["GLOO_SOCKET_IFNAME"] = spec.interface
+    if spec.interface and spec.group_size > 1:
+        chosen["NCCL_SOCKET_IFNAME"] = spec.interface
     found = {name: value for name, value in chosen.items() if name not in environ}
     if spec.visible_devices is not None:
         found[_VISIBLE[spec.device_type]] = spec.visible_devices

@@ -20,10 +20,10 @@ class Evidence:
     def hints(self, exitcode: int, peak: int) -> tuple[str, ...]:
         """Lines for a report. ``peak``: the most memory the rank had resident, in bytes."""
         if exitcode == -signal.SIGKILL:
-            return (*self._out_of_memory(), f"its peak memory was {_in_units(peak)}")
+            return (*self._out_of_memory(), f"its peak memory was {in_units(peak)}")
         if exitcode == -signal.SIGBUS:
             free = os.statvfs("/dev/shm")
-            return (f"/dev/shm has {_in_units(free.f_bavail * free.f_frsize)} free: a full one is a likely reason",)
+            return (f"/dev/shm has {in_units(free.f_bavail * free.f_frsize)} free: a full one is a likely reason",)
         return ()
 
     def _out_of_memory(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ def _find_counter(own_cgroup: Path, root: Path) -> Path | None:
     return None
 
 
-def _in_units(size: float) -> str:
+def in_units(size: float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"

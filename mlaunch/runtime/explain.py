@@ -78,14 +78,16 @@ def pickle_exception(error: BaseException) -> bytes | None:
     Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
     takes something else. They, and those with attributes that cannot be pickled, are rebuilt without ``__init__``.
     """
-    for candidate in (error, _Rebuilt(error)):
-        try:
-            pickled = _dumps(candidate)
-            if type(pickle.loads(pickled)) is type(error):
-                return pickled
-        except Exception:  # whatever a __reduce__ or an __init__ may raise
-            continue
-    return None
+    return _round_trip(error, error) or _round_trip(_Rebuilt(error), error)
+
+
+def _round_trip(candidate: object, error: BaseException) -> bytes | None:
+    """The candidate's pickle if it becomes an exception of the same type."""
+    try:
+        pickled = _dumps(candidate)
+        return pickled if type(pickle.loads(pickled)) is type(error) else None
+    except Exception:  # whatever a __reduce__ or an __init__ may raise
+        return None
 
 
 def _dumps(value: object) -> bytes:
@@ -103,7 +105,7 @@ class _Rebuilt:
 
     def __reduce__(self) -> tuple[Any, ...]:
         error = self._error
-        args = tuple(arg if picklable(arg) else repr(arg) for arg in error.args)
+        args = tuple(_portable(arg) for arg in error.args)
         attributes = {**_members(error), **error.__dict__}
         state = {key: value for key, value in attributes.items() if picklable(value)}
         return _rebuild, (type(error), args, state)
@@ -111,15 +113,26 @@ class _Rebuilt:
 
 def _members(error: BaseException) -> dict[str, Any]:
     """What builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
-    builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    # A group's are what its args hold already.
+    builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and "Group" not in kind.__name__]
     names = [key for kind in builtin for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
     return {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
 
 
+def _portable(arg: object) -> object:
+    """An argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
+    if isinstance(arg, BaseException):
+        return arg if _round_trip(arg, arg) else _Rebuilt(arg)
+    if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):
+        return [_portable(member) for member in arg]
+    return arg if picklable(arg) else repr(arg)
+
+
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    for name, value in state.items():
+    # The class's own __new__, __init__ and __setattr__ (a frozen dataclass's refuses) may want what we do not have.
+    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    error: BaseException = builtin.__new__(kind, *args)
+    for name, value in {**state, "args": args}.items():
         with contextlib.suppress(AttributeError, TypeError):  # a read-only member
-            setattr(error, name, value)
+            BaseException.__setattr__(error, name, value)
     return error

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mlaunch.rendezvous.server import Server, listen
+from mlaunch.rendezvous.address import listen
+from mlaunch.rendezvous.hosted import HostedServer
 from mlaunch.runtime import linux, payload, worker
-from mlaunch.runtime.agent import Agent, Limits, RankProcess
+from mlaunch.runtime.agent import Agent, Limits, Scene
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import AgentFailed, LaunchSpec
+from mlaunch.runtime.inspection import Inspection
+from mlaunch.runtime.messages import AgentFailed, LaunchSpec, Refused
+from mlaunch.runtime.others import Company, NoLaunchError, Others, come_together
+from mlaunch.runtime.ranks import RankProcess
 
 _TEXT_LIMIT = 16_384  # characters: a record is small
 
@@ -47,6 +53,9 @@ def run_agent(order: Order) -> NoReturn:
         _take_over_streams(order)
         _supervise(order, launcher)
         code = 0
+    except NoLaunchError:
+        linux.kill_children()
+        code = 0
     except BaseException:
         launcher.tell(AgentFailed(traceback.format_exc()[-_TEXT_LIMIT:]))
     finally:
@@ -66,9 +75,42 @@ def _supervise(order: Order, launcher: Channel) -> None:
     spec: LaunchSpec = payload.read(order.spec_fd)
     os.close(order.spec_fd)
     parent = os.pidfd_open(order.parent)
-    listener = listen()
+    listener = _listen(spec, launcher)
     ours = [parent, order.launcher_fd]
+    company = Company(spec, None, Others())
+    if spec.cluster is not None:
+        company = come_together(spec, spec.cluster, listener, launcher, parent, [*ours, order.call_fd])
+        ours += company.others.fds()
     answers = Answers(spec.local_size)
+    ranks = _start_ranks(order, company.spec, listener, answers, ours)
+    server = company.server
+    if spec.cluster is None:
+        # After the ranks: they can already connect, since the socket listens, and have work to do until they need it.
+        server = HostedServer(listener, close_in_child=[*ours, order.call_fd])
+    listener.close()
+    os.close(order.call_fd)
+    inspection = Inspection(company.spec, ranks, answers.phases, time.monotonic)
+    limits, scene = Limits(spec.grace_period, company.spec.deadline), Scene(inspection, company.others)
+    try:
+        Agent(ranks, answers, server, launcher, parent, limits=limits, scene=scene).run()
+    finally:
+        inspection.close()
+
+
+def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:
+    """Where the ranks find the store."""
+    port = spec.port if spec.cluster is None else 0
+    try:
+        return listen(port=port)
+    except OSError as error:
+        launcher.tell(Refused(f"the rendezvous cannot listen at 127.0.0.1, port {port}: {error.strerror}"))
+        raise NoLaunchError from error
+
+
+def _start_ranks(
+    order: Order, spec: LaunchSpec, listener: socket.socket, answers: Answers, ours: list[int]
+) -> list[RankProcess]:
+    """Forks them. ``ours``: fds that are not their business; grows by what is known of each."""
     ranks: list[RankProcess] = []
     for local_rank in range(spec.local_size):
         stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -86,11 +128,7 @@ def _supervise(order: Order, launcher: Channel) -> None:
         ranks.append(_start_rank(place, [*ours, listener.fileno(), stacks_in], stacks_in))
         os.close(stacks_out)
         ours += [ranks[-1].pidfd, place.memfd, place.crash_fd, stacks_in]
-    # After the ranks: they can already connect, since the socket listens, and have work to do until they need it.
-    server = Server(listener, close_in_child=[*ours, order.call_fd])
-    listener.close()
-    os.close(order.call_fd)
-    Agent(ranks, answers, server, launcher, parent, limits=Limits(spec.grace_period, spec.deadline)).run()
+    return ranks
 
 
 def _start_rank(place: worker.Place, ours: Sequence[int], stacks_in: int) -> RankProcess:
@@ -110,4 +148,4 @@ def _start_rank(place: worker.Place, ours: Sequence[int], stacks_in: int) -> Ran
     with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
         os.setpgid(pid, pid)
     rank = place.spec.rank(place.local_rank)
-    return RankProcess(rank, pid, os.pidfd_open(pid), place.memfd, place.crash_fd, stacks_in)
+    return RankProcess(rank, place.local_rank, pid, os.pidfd_open(pid), place.memfd, place.crash_fd, stacks_in)

@@ -5,6 +5,10 @@ fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 worker -> agent           Answer                                (the result queue)
 agent -> launcher         RankAnswered, RankStacks, RankGone, DeadlinePassed, ServerGone, AgentFailed
+link -> agent -> launcher Waiting, Refused, RankFailure         (launches over several machines)
+link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
+link -> agent             Planned, Over
+agent -> link             RankFailure, Value, Done
 fork server -> launcher   Reaped                                (the launch's last word)
 """
 
@@ -12,7 +16,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+CAUSE_PATIENCE = 0.1  # seconds in which the cause may follow its consequence
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,18 @@ class Context:
     argv: tuple[str, ...]
     main_file: str | None  # __main__.__file__
     main_name: str | None  # of the module that python -m runs
+    caller: int  # its pid
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How the machines of a launch find each other. Times in seconds."""
+
+    master_ip: str
+    port: int
+    token: str | None = field(repr=False)
+    join_timeout: float
+    heartbeat_timeout: float
 
 
 @dataclass(frozen=True)
@@ -60,7 +78,16 @@ class LaunchSpec:
     deadline: float | None
     restart_count: int
     max_restarts: int
+    seed: int | str | None  # see mlaunch.seeding
+    port: int  # of the rendezvous; 0: chosen by the system
+    torch_version: str
+    secret: str = field(repr=False)  # signs what ranks pickle for each other
     context: Context
+    cluster: Cluster | None = None  # None: a launch on this machine alone
+    group_rank: int = 0  # of this machine, by its ranks
+    group_size: int = 1  # machines
+    interface: str = "lo"  # on which the ranks talk; "": not known
+    gather_all: bool = False  # the caller wants the values of all machines' ranks
 
     def rank(self, local_rank: int) -> int:
         return self.rank_start + local_rank
@@ -105,6 +132,7 @@ class Phase(enum.Enum):
     RECEIVING = "receiving the function and its arguments"
     RUNNING = "running the function"
     ANSWERING = "sending its value"
+    FAILING = "reporting an exception"
     LEAVING = "shutting down"
 
 
@@ -177,6 +205,49 @@ class ServerGone:
     pid: int
     exitcode: int
     at: float
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the launch waits for while machines join, for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The machines do not come together, and why. ``late``: because the time for it is over."""
+
+    text: str
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All machines have joined. ``interface``: this machine's, on the way to the master."""
+
+    launch_id: str
+    attempt: int
+    group_rank: int
+    group_size: int
+    interface: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """This machine's ranks are gone."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Every machine's ranks are gone."""
 
 
 @dataclass(frozen=True)

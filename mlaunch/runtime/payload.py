@@ -48,7 +48,7 @@ def write(fd: int, value: object, *, to_caller: bool = False) -> int:
     os.ftruncate(fd, 0)
     os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "wb", closefd=False) as file:
-        parts = (_pickle_by_name if to_caller else _pickle_by_value)(file, value)
+        parts = (pickle_by_name if to_caller else _pickle_by_value)(file, value)
         stream_size = file.tell()
         table = bytearray()
         for buffer in parts.buffers:
@@ -61,7 +61,7 @@ def write(fd: int, value: object, *, to_caller: bool = False) -> int:
 
 
 @dataclass
-class _Parts:
+class Parts:
     """What a pickling leaves besides its stream: the buffers, and what must live until they are written."""
 
     buffers: list[pickle.PickleBuffer] = field(default_factory=list)
@@ -75,7 +75,8 @@ class _Parts:
         return False
 
 
-def _pickle_by_name(file: IO[bytes], value: object) -> _Parts:
+def pickle_by_name(file: IO[bytes], value: object) -> Parts:
+    """Pickles to a reader that has the classes of ``__main__``; what cannot go by name goes by value."""
     try:
         return _pickle_with(pickle.Pickler, copyreg.dispatch_table, file, value)
     except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
@@ -84,7 +85,7 @@ def _pickle_by_name(file: IO[bytes], value: object) -> _Parts:
         return _pickle_by_value(file, value)
 
 
-def _pickle_by_value(file: IO[bytes], value: object) -> _Parts:
+def _pickle_by_value(file: IO[bytes], value: object) -> Parts:
     table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
     return _pickle_with(cloudpickle.Pickler, table, file, value)
 
@@ -100,8 +101,8 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object) -> _Parts:
-    parts = _Parts()
+def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object) -> Parts:
+    parts = Parts()
     # A pickler reads its table when it is made, so the table must belong to a class.
     reducers = ChainMap(tensors.reducers(parts.alive), table)
     pickler = type("Pickler", (base,), {"dispatch_table": reducers})

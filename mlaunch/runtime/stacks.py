@@ -25,7 +25,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)
 _CUT = "  ..."  # below its hundredth frame
 _WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
+STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
 
 
 def answer_requests(fd: int) -> None:
@@ -43,8 +43,11 @@ def state_of(pid: int) -> str:
 
 
 def request(pid: int, phase: Phase) -> bool:
-    """Asks a rank for its stacks; False if it could not answer now (stopped, gone, or not yet listening)."""
-    if phase is Phase.STARTING or state_of(pid) not in {"R", "S"}:
+    """Asks a rank for its stacks; False if it could not answer now (stopped, gone, or not yet listening).
+
+    One that waits in the kernel (D) mostly does so for a moment, until a page is there.
+    """
+    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"}:
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
@@ -88,12 +91,18 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _in_words(dump: RankStacks) -> str:
     frames = main_frames(dump.text)
-    if dump.phase is not Phase.RUNNING:
-        return str(dump.phase.value)
+    if dump.phase is not Phase.RUNNING:  # but it may be in user code: a __setstate__, an exit handler
+        users = any(not _is_library(file) for file, _, _ in frames)
+        return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
     if not frames:
         return f"{dump.phase.value} and did not show its stack" + (
-            f" ({_STATES[dump.state]})" if dump.state in _STATES else ""
+            f" ({STATES[dump.state]})" if dump.state in STATES else ""
         )
+    return in_words(frames)
+
+
+def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Where a stack, innermost frame first, stands in user code: "in all_reduce at train.py:88"."""
     place = next((i for i, (file, _, _) in enumerate(frames) if not _is_library(file)), len(frames) - 1)
     file, line, name = frames[place]
     # Frames come innermost first; those before the user's are what it called.

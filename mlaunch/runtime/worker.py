@@ -8,6 +8,7 @@ The answer goes through the result queue, its content through the rank's memfd. 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import io
@@ -21,9 +22,11 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from mlaunch.runtime import device, explain, functions, payload, stacks
+from mlaunch import nesting, seeding
+from mlaunch.runtime import device, explain, functions, linux, payload, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import Answer, Kind, LaunchSpec, Phase, RemoteError
@@ -108,35 +111,51 @@ class _Worker:
         sys.path[:] = context.sys_path
         sys.argv[:] = context.argv
         device.share_cores(spec)
-        if self._place.call is None:  # the fork server's generator, the same for all, would be nobody's choice
+        rank = spec.rank(self._place.local_rank)
+        nesting.rank_of = nesting.Rank(spec.name, rank, spec.secret)
+        if spec.seed is not None:
+            seeding.apply(seeding.of_rank(spec.seed, rank))
+        elif self._place.call is None:  # the fork server's generator, the same for all, would be nobody's choice
             torch.default_generator.seed()
 
     def _join(self) -> None:
         import torch.distributed as dist
 
-        from mlaunch.rendezvous.server import Client
-
         spec, place = self._spec, self._place
         self._enter(Phase.BINDING)
-        self._device = device.bind(spec, place.local_rank)
+        self._device = bound = device.bind(spec, place.local_rank)
         self._enter(Phase.JOINING)
         timeout = device.limit(spec.timeout)
         dist.set_debug_level_from_env()  # torch read it when the fork server imported it
-        client = Client(*place.rendezvous, spec.launch_id, timeout)
-        client.arrive(spec.rank(place.local_rank))
+        # Where the ranks' interface is known, no name is looked up for anything that matters.
+        with linux.names_from_files_only() if spec.interface else contextlib.nullcontext():
+            self._meet_the_others(timeout, None if bound.type == "cpu" else bound)
+
+    def _meet_the_others(self, timeout: timedelta, accelerator: torch.device | None) -> None:
+        import torch.distributed as dist
+
+        from mlaunch.rendezvous.hosted import Meeting
+
+        spec, place = self._spec, self._place
+        meeting = Meeting(*place.rendezvous, spec.launch_id, timeout)
+        meeting.arrive(spec.rank(place.local_rank))
         try:
             dist.init_process_group(
                 spec.backend,
-                store=client.store,
+                store=meeting.store,
                 rank=spec.rank(place.local_rank),
                 world_size=spec.world_size,
                 timeout=timeout,
-                device_id=None if self._device.type == "cpu" else self._device,
+                device_id=accelerator,
             )
             # gloo lets a rank go while others still greet it; one that then returned at once would break their group.
-            client.meet("mlaunch/joined", spec.world_size)
+            meeting.meet("mlaunch/joined", spec.world_size)
+            if spec.group_size > 1:
+                from mlaunch import machines
+
+                machines.make(None)
         except RuntimeError as error:
-            missing = client.missing(spec.world_size) if "timeout" in str(error).lower() else []
+            missing = meeting.missing(spec.world_size) if "timeout" in str(error).lower() else []
             if not missing:
                 raise
             who = stacks.name_ranks(missing)
@@ -183,12 +202,14 @@ class _Worker:
 
     def _report(self, error: BaseException) -> None:
         kind = Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR
+        phase = self._place.answers.phases[self._place.local_rank]
+        self._enter(Phase.FAILING)
         catchable = kind is Kind.ERROR and isinstance(error, Exception)
         remote = RemoteError(
             type_name=explain.type_name(error),
             message=_message(error),
             traceback="".join(traceback.format_exception(_below_ours(error))),
-            phase=self._place.answers.phases[self._place.local_rank],
+            phase=phase,
             host=socket.gethostname(),
             device=str(self._device or self._spec.device_type),
             pickled=explain.pickle_exception(error) if catchable else None,

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from mlaunch.runtime import agent as agent_module
-from mlaunch.runtime.agent import CAUSE_PATIENCE, Agent, Limits, RankProcess, Signals
+from mlaunch.runtime.agent import CAUSE_PATIENCE, Agent, Limits, System
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.messages import Answer, Cancel, DeadlinePassed, Kind, RankAnswered, RankGone, RankStacks
+from mlaunch.runtime.ranks import RankProcess
 from mlaunch.runtime.stacks import PATIENCE
 
 OURS = agent_module.__file__
@@ -64,8 +65,7 @@ class World:
             theirs,
             self.parent.fileno(),
             limits=Limits(5.0, self.deadline),
-            clock=lambda: self.now,
-            signals=Signals(self._signal, lambda pid, _phase: self.pids[pid] in self.talkative),
+            system=System(lambda: self.now, self._signal, lambda pid, _phase: self.pids[pid] in self.talkative),
         )
 
     def _rank(self, index: int) -> RankProcess:
@@ -79,7 +79,7 @@ class World:
         self._writers[index] = writer
         stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
         value, crash = os.memfd_create("value"), os.memfd_create("crash")
-        return RankProcess(index, pid, os.pidfd_open(pid), value, crash, stacks_in)
+        return RankProcess(index, index, pid, os.pidfd_open(pid), value, crash, stacks_in)
 
     def end(self, rank: int, code: int = 0) -> None:
         os.write(self._writers[rank], bytes([code]))

@@ -15,7 +15,9 @@ MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
-NEEDS_TORCH = {"mlaunch.rendezvous.server", "mlaunch.runtime.agent", "mlaunch.runtime.launching"}
+NEEDS_TORCH = {f"mlaunch.{name}" for name in ("comm", "exchange", "groups", "machines", "reduction")}
+NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("client", "hosted", "waiting")}
+NEEDS_TORCH |= {f"mlaunch.runtime.{name}" for name in ("agent", "launching", "others")}
 
 
 def pulled_in(module: str) -> set[str]:

@@ -88,9 +88,25 @@ def test_what_this_machine_lacks_is_refused() -> None:
         launcher(lambda: None, devices=[0])()
 
 
-def test_several_machines_are_refused_for_now() -> None:
-    with pytest.raises(ValueError, match=r"world_size=4 with 2 rank.* several machines are not in this version"):
-        launcher(lambda: None, 2, world_size=4)()
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"world_size": 4}, r"world_size=4 with 2 rank\(s\) on this machine and port=0: the machines of a launch must"),
+        ({"world_size": 1}, r"rank_start=0 with n_gpus=2 and world_size=1: allowed"),
+        ({"join_timeout": 0}, "join_timeout=0: allowed: seconds, more than 0"),
+        ({"heartbeat_timeout": -1}, "heartbeat_timeout=-1: allowed: seconds, more than 0"),
+    ],
+)
+def test_machines_that_cannot_come_together(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        launcher(lambda: None, 2, **options)()
+
+
+def test_a_token_is_never_shown() -> None:
+    with pytest.raises(TypeError, match="token: allowed: a string that is not empty") as caught:
+        launcher(lambda: None, token=b"hush")  # type: ignore[call-overload]
+    assert "hush" not in str(caught.value)
+    assert "hush" not in repr(launcher(lambda: None, token="hush"))
 
 
 def test_device_types() -> None:

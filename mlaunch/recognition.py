@@ -1,0 +1,134 @@
+"""Recognises, from its environment, a process that another launcher started as a rank.
+
+In this order, each by variables that nothing else sets:
+
+1. ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: torchrun, and all that follow torch's convention;
+2. ``SLURM_STEP_NUM_TASKS`` with ``SLURM_PROCID`` and ``SLURM_SRUN_COMM_PORT``: a task of srun (a batch script has
+   ``SLURM_PROCID=0`` too, but is none);
+3. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``: a process of Open MPI's mpirun.
+
+``MLAUNCH_JOIN=0`` turns recognition off. A process that a rank of mlaunch started is no rank, though it inherits the
+variables of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SWITCH = "MLAUNCH_JOIN"
+OWNER = "MLAUNCH_RANK_PID"  # the process to which RANK and its like belong
+_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_SRUN_COMM_PORT")
+_OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_LOOPBACK = "127.0.0.1"
+_PORTS = (15000, 10000)  # the first, and how many: below those that the system gives to clients
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place. ``local_rank`` and ``local_size`` are None where the launcher does not say."""
+
+    launcher: str  # for people
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+def recognise(environ: Mapping[str, str]) -> Place | None:
+    """The place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
+    if environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}:
+        return None
+    if environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
+        return None
+    if all(name in environ for name in _TORCH):
+        return from_torch(environ)
+    if all(name in environ for name in _SLURM):
+        return from_slurm(environ)
+    if all(name in environ for name in _OPENMPI):
+        return from_openmpi(environ)
+    return None
+
+
+def from_torch(environ: Mapping[str, str]) -> Place:
+    rank, size, port = (_number(environ, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    local = _optional(environ, "LOCAL_RANK"), _optional(environ, "LOCAL_WORLD_SIZE")
+    return Place("torchrun", rank, size, _text(environ, "MASTER_ADDR", "torchrun"), port, *local)
+
+
+def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> Place:
+    """``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
+    rank = _number(environ, "SLURM_PROCID", "srun")
+    step = "SLURM_STEP_NUM_TASKS" in environ
+    size = _number(environ, "SLURM_STEP_NUM_TASKS" if step else "SLURM_NPROCS", "srun")
+    nodes = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
+    if host is None or port is None:
+        job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+        alone = _optional(environ, "SLURM_STEP_NUM_NODES") == 1
+        host, port = _meeting_place(environ, "srun", job, _LOOPBACK if alone else _first_of(nodes))
+    # "2(x3),1": only where the nodes have equally many tasks is it known how many this one has.
+    tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return Place("srun", rank, size, host, port, _optional(environ, "SLURM_LOCALID"), int(tasks[1]) if tasks else None)
+
+
+def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> Place:
+    """``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
+    rank, size = _number(environ, "OMPI_COMM_WORLD_RANK", "mpirun"), _number(environ, "OMPI_COMM_WORLD_SIZE", "mpirun")
+    local_rank = _optional(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = _optional(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if host is None or port is None:
+        job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
+        host, port = _meeting_place(environ, "mpirun", job, _LOOPBACK if local_size == size else None)
+    return Place("mpirun", rank, size, host, port, local_rank, local_size)
+
+
+def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: str | None) -> tuple[str, int]:
+    """``MASTER_ADDR`` and ``MASTER_PORT`` if set; else ``host``, and a port that all draw from the job's name."""
+    host = environ.get("MASTER_ADDR", host)
+    if host is None:
+        raise RuntimeError(
+            f"{launcher} started this process on one of several machines, and does not say where rank 0 is: "
+            f"set MASTER_ADDR to its address (and MASTER_PORT to a free port there)"
+        )
+    first, count = _PORTS
+    port = _optional(environ, "MASTER_PORT")
+    return host, first + zlib.crc32(job.encode()) % count if port is None else port
+
+
+def _first_of(nodes: str) -> str | None:
+    """The first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
+    try:
+        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return shown.stdout.split()[0]
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    text = _text(environ, name, launcher)
+    try:
+        return int(text)
+    except ValueError:
+        raise RuntimeError(f"{name}={text!r} in the environment is not a whole number") from None
+
+
+def _optional(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name, "") if name in environ else None
+
+
+def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
+    if name not in environ:
+        wanted = {"torchrun": _TORCH, "srun": _SLURM, "mpirun": _OPENMPI}[launcher]
+        found = [other for other in wanted if other in environ]
+        raise RuntimeError(
+            f"{name} is not set: was this process started by {launcher}? Of {', '.join(wanted)} the environment has "
+            f"{', '.join(found) or 'none'}"
+        )
+    return environ[name]

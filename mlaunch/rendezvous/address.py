@@ -1,0 +1,69 @@
+"""Addresses of this machine, and sockets that listen."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+_NAME = 256  # bytes for the name in the ioctl's argument
+_ADDRESS = slice(20, 24)  # where the kernel puts the address into it
+
+
+def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A listening socket; port 0 has the kernel choose."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=4096)
+
+
+def listen_as_master(name: str, port: int) -> socket.socket:
+    """A socket where other machines find this one under ``name``, on the interface of that address alone.
+
+    A host name that means loopback here (as Debian's own name does) means something else to others: then it listens on
+    all interfaces.
+
+    Raises:
+        OSError: The name does not resolve, is not this machine's, or the port is taken.
+    """
+    family, _, _, _, found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+    address = str(found[0])
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not _means_loopback(name):
+        address = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return listen(address, port)
+
+
+def _means_loopback(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address of the machine; "" if none is found."""
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    if plain.version == 6 and plain.ipv4_mapped is None:
+        return _interface6(plain)
+    wanted = (plain.ipv4_mapped if isinstance(plain, ipaddress.IPv6Address) else plain) or plain
+    if wanted.is_loopback:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack(f"{_NAME}s", name.encode()))
+                if answer[_ADDRESS] == wanted.packed:
+                    return name
+    return ""
+
+
+def _interface6(address: ipaddress.IPv6Address) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            if bytes.fromhex(digits) == address.packed:
+                return name
+    return ""

@@ -1,0 +1,179 @@
+"""What processes share besides collectives: values under names, barriers, broadcasts. In MegEngine's words.
+
+Every wait has a limit, and says who is missing. Values are pickled, so a server is for processes that trust each other;
+those of a launch's ranks are signed with its secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mlaunch.rendezvous.waiting import wait_for
+
+_SPACE = "mlaunch/user"
+_NOTHING = "nothing"  # no pickle, and no number
+_KEPT = 2  # versions of a value, for readers that are just about to read
+_SIGNATURE = 32  # bytes
+_SLICE = 10.0  # seconds
+
+
+class Client:
+    """One process's connection to a ``Server``, or to the store of the process group it is in (``get_client()``).
+
+    Several threads may use it.
+
+    Args:
+        master_ip: The server's address or host name.
+        port: Its port.
+        timeout: Limit in seconds for reaching the server, and for each operation that waits.
+        store: Instead of an address: a connection that exists.
+        secret: Shared by all clients: values are signed with it, and the signature checked before they are unpickled.
+
+    Raises:
+        ConnectionError: The server could not be reached within ``timeout``.
+    """
+
+    def __init__(
+        self,
+        master_ip: str = "localhost",
+        port: int = 0,
+        *,
+        timeout: float = 1800.0,
+        store: dist.Store | None = None,
+        secret: str = "",
+    ) -> None:
+        if store is None:
+            if port == 0:
+                raise ValueError("port=0: a client must know the port on which the server listens")
+            store = _connect(master_ip, port, timeout)
+        self._store: Any = dist.PrefixStore(_SPACE, store)  # whose annotations lack bytes and ``append``
+        self._timeout = timeout
+        self._secret = secret.encode()
+
+    def user_set(self, key: str, val: Any) -> None:
+        """Puts a picklable value under a name, in place of any before. Waits for nobody."""
+        place = f"value/{key}"
+        version = self._store.add(f"{place}/version", 1)
+        self._store.set(f"{place}/{version}", self._pack(val))
+        for name in (f"{place}/{version - _KEPT}", f"{place}/{version - _KEPT}/taken"):
+            self._store.delete_key(name)
+
+    def user_get(self, key: str, timeout: float | None = None) -> Any:
+        """The value under a name, which stays there; waits until there is one. TimeoutError after the limit."""
+        return self._wait_for_value(key, f"user_get({key!r})", timeout, take=False)
+
+    def user_pop(self, key: str, timeout: float | None = None) -> Any:
+        """As ``user_get``, and takes the value away: of several callers exactly one gets it."""
+        return self._wait_for_value(key, f"user_pop({key!r})", timeout, take=True)
+
+    def _wait_for_value(self, key: str, what: str, timeout: float | None, *, take: bool) -> Any:
+        place, limit = f"value/{key}", self._limit(timeout)
+        deadline = time.monotonic() + limit
+        while True:
+            version = self._store.add(f"{place}/version", 0)
+            taken = self._peek(f"{place}/{version}/taken") is not None
+            value = None if taken else self._peek(f"{place}/{version}")
+            if value is not None and (not take or self._store.add(f"{place}/{version}/taken", 1) == 1):
+                return self._unpack(value, what)
+            awaited = version + 1 if taken or value is not None or version == 0 else version
+            left = deadline - time.monotonic()
+            # In slices, since a version that others replace meanwhile never comes.
+            if not wait_for(self._store, f"{place}/{awaited}", max(0.001, min(left, _SLICE))) and left <= _SLICE:
+                raise TimeoutError(f"{what}: nobody has set it within {limit:g} s")
+
+    def _peek(self, key: str) -> bytes | None:
+        """The value if there is one now; the store's own ``get`` would wait for it."""
+        found: bytes = self._store.compare_set(key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING.encode() else found
+
+    def group_barrier(self, key: str, size: int, timeout: float | None = None) -> None:
+        """Returns once ``size`` processes have called it with this key. The key may be used again.
+
+        Raises:
+            TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
+        """
+        self._meet(f"barrier/{key}", key, size, f"group_barrier({key!r})", timeout)
+
+    def bcast_val(self, val: Any, key: str, size: int, timeout: float | None = None) -> Any:
+        """The value of the one caller that passes another than None, for all ``size`` callers, itself included.
+
+        If all pass None, all get None. The key may be used again.
+
+        Raises:
+            TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
+        """
+        place = f"bcast/{key}"
+        turn = (self._store.add(f"{place}/turns", 1) - 1) // size
+        value = f"{place}/{turn}/value"
+        if val is not None:
+            self._store.set(value, self._pack(val))
+        self._meet(place, key, size, f"bcast_val(..., {key!r})", timeout)
+        sent = self._peek(value)
+        found = None if sent is None else self._unpack(sent, f"bcast_val(..., {key!r})")
+        if self._store.add(f"{value}/read", 1) == size:
+            self._store.delete_key(value)
+            self._store.delete_key(f"{value}/read")
+        return found
+
+    def _meet(self, place: str, key: str, size: int, what: str, timeout: float | None) -> None:
+        turn, limit = self._arrive(place, size), self._limit(timeout)
+        if not wait_for(self._store, f"{place}/{turn}/everyone", limit):
+            came = self._store.get(f"{place}/{turn}/names").decode().split(",")[:-1]
+            raise TimeoutError(
+                f"{what}: {len(came)} of {size} came within {limit:g} s: {', '.join(came)}{_absent(key, came)}"
+            )
+
+    def _arrive(self, place: str, size: int) -> int:
+        """Comes to a barrier; returns which use of it this is, and lets all go if we are the last."""
+        count: int = self._store.add(f"{place}/count", 1)
+        turn = (count - 1) // size
+        self._store.append(f"{place}/{turn}/names", f"{_name()},")
+        if count % size == 0:
+            self._store.set(f"{place}/{turn}/everyone", "")
+            # All have come to this turn, so all have left the one before.
+            self._store.delete_key(f"{place}/{turn - 1}/names")
+            self._store.delete_key(f"{place}/{turn - 1}/everyone")
+        return turn
+
+    def _pack(self, val: Any) -> bytes:
+        pickled = pickle.dumps(val)
+        return hmac.digest(self._secret, pickled, "sha256") + pickled
+
+    def _unpack(self, packed: bytes, what: str) -> Any:
+        signature, pickled = packed[:_SIGNATURE], packed[_SIGNATURE:]
+        if not hmac.compare_digest(signature, hmac.digest(self._secret, pickled, "sha256")):
+            raise ValueError(f"{what}: the value has another signature: it was set by a client with another secret")
+        return pickle.loads(pickled)
+
+    def _limit(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else timeout
+
+
+def _connect(address: str, port: int, timeout: float) -> dist.Store:
+    try:
+        socket.create_connection((address, port), timeout).close()  # torch would wait out the limit, and name nothing
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    except (OSError, dist.DistError) as error:
+        raise ConnectionError(f"no rendezvous server answers at {address}, port {port}: {error}") from error
+
+
+def _name() -> str:
+    rank = os.environ.get("RANK")
+    return f"rank {rank}" if rank is not None else f"{socket.gethostname()} pid {os.getpid()}"
+
+
+def _absent(key: str, came: list[str]) -> str:
+    """Where the key lists the ranks of a group, as MegEngine's do: those that did not come."""
+    members = key.split(",")
+    if not all(member.isdigit() for member in members):
+        return ""
+    absent = [member for member in members if f"rank {member}" not in came]
+    return f"; missing: rank {', '.join(absent)}" if absent else ""

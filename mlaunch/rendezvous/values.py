@@ -1,0 +1,70 @@
+"""Values of ranks on their way between machines, for ``gather="all"``.
+
+A value is a memfd; it travels as a header line, its bytes in pieces, and a line with its signature. Every machine puts
+its ranks' values at the gate, and gets the others' there once all are in. Whoever gets one checks, before anything is
+unpickled, that someone who knows the token signed these very bytes for this rank of this launch. No more than a piece
+of a value is in a process's own memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+
+from mlaunch.rendezvous import wire
+
+_PIECE = 1024 * 1024  # bytes
+_NONE = -1  # the size of what a rank did not return
+
+
+class Signature:
+    """Of one value, over what is known of it and its bytes as they pass."""
+
+    def __init__(self, token: str, launch_id: str, rank: int) -> None:
+        self._digest = hmac.new(token.encode(), f"mlaunch value\0{launch_id}\0{rank}\0".encode(), "sha256")
+
+    def add(self, piece: bytes) -> bytes:
+        self._digest.update(piece)
+        return piece
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+async def send(writer: asyncio.StreamWriter, rank: int, fd: int | None, signature: Signature | str) -> None:
+    """``fd`` None: the rank returned nothing. ``signature``: to be made on the way, or as it came."""
+    size = _NONE if fd is None else os.fstat(fd).st_size
+    await wire.send(writer, {"rank": rank, "size": size})
+    if fd is not None:
+        for start in range(0, size, _PIECE):
+            piece = os.pread(fd, _PIECE, start)
+            writer.write(signature.add(piece) if isinstance(signature, Signature) else piece)
+            await writer.drain()
+    await wire.send(writer, {"signature": signature if isinstance(signature, str) else signature.hexdigest()})
+
+
+async def receive(reader: asyncio.StreamReader, token: str, launch_id: str) -> tuple[int, int | None, str]:
+    """Rank, memfd (None: it returned nothing), signature. ConnectionError unless the signature is right."""
+    header = await wire.read(reader)
+    rank, size = header.get("rank"), header.get("size")
+    if not isinstance(rank, int) or not isinstance(size, int):
+        raise ConnectionError("what came is no value")
+    signature = Signature(token, launch_id, rank)
+    fd = None if size == _NONE else os.memfd_create(f"mlaunch-value-{rank}", os.MFD_CLOEXEC)
+    try:
+        left = size
+        while fd is not None and left > 0:
+            piece = signature.add(await reader.read(min(left, _PIECE)))
+            if not piece:
+                raise ConnectionError("the connection was closed")
+            os.write(fd, piece)
+            left -= len(piece)
+        trailer = str((await wire.read(reader)).get("signature"))
+        if not hmac.compare_digest(trailer, signature.hexdigest()):
+            raise ConnectionError(f"the value of rank {rank} has a wrong signature")
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+    return rank, fd, trailer

@@ -1,0 +1,127 @@
+"""The control protocol between machines: JSON records, one per line, after a handshake.
+
+::
+
+    client: hello (protocol, role, nonce)
+    server: welcome                                      or, with a token: challenge (nonce, proof)
+    client:                                                                proof
+    server:                                                                welcome
+
+With a token each side proves with HMAC-SHA256 over both fresh nonces, its own part in the exchange and the role that it
+knows the token, the server first; the token itself never travels. Nothing of a client that has not proved itself
+reaches the store. Without a token on either side the hello is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from typing import Any
+
+PROTOCOL = 1
+LINE_LIMIT = 262_144  # bytes of a record
+PATIENCE = 10.0  # seconds for a handshake
+
+Record = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """The other side will have nothing to do with us, and says why."""
+
+
+def encode(record: Record) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+async def send(writer: asyncio.StreamWriter, record: Record) -> None:
+    writer.write(encode(record))
+    await writer.drain()
+
+
+async def read(reader: asyncio.StreamReader) -> Record:
+    """The next record. ConnectionError at the end of the connection, or for what is no record."""
+    try:
+        line = await reader.readline()
+    except (ValueError, asyncio.LimitOverrunError) as error:
+        raise ConnectionError("a line that is too long for a record") from error
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the connection was closed")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError("what came is no record") from error
+    if not isinstance(record, dict):
+        raise ConnectionError("what came is no record")
+    return record
+
+
+async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: str, token: str | None) -> None:
+    """The client's side. RefusedError if one side does not accept the other; ConnectionError if it is no server."""
+    nonce = secrets.token_hex(16)
+    await send(writer, {"mlaunch": PROTOCOL, "role": role, "nonce": nonce})
+    answer = await read(reader)
+    if "challenge" in answer:
+        theirs = str(answer["challenge"])
+        if token is None:
+            raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
+        if not hmac.compare_digest(str(answer.get("proof")), _prove(token, "server", nonce, theirs, role)):
+            raise RefusedError("wrong token: this machine's and the master's differ")
+        await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
+        answer = await read(reader)
+    elif token is not None and "welcome" in answer:
+        raise RefusedError("the master has no token, and this machine has one; give both the same")
+    if "refused" in answer:
+        raise RefusedError(str(answer["refused"]))
+    if "welcome" not in answer:
+        raise ConnectionError("what answers there is no master of mlaunch")
+
+
+async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:
+    """The server's side; returns the role. ConnectionError for whoever is not let in, after telling them."""
+    hello = await read(reader)
+    role, nonce = hello.get("role"), hello.get("nonce")
+    if "mlaunch" not in hello or not isinstance(role, str) or not isinstance(nonce, str):
+        raise ConnectionError("a client that does not speak mlaunch")
+    if hello["mlaunch"] != PROTOCOL:
+        await send(writer, {"refused": f"the master speaks protocol {PROTOCOL}, this machine {hello['mlaunch']}: "
+                                       f"the versions of mlaunch differ"})  # fmt: skip
+        raise ConnectionError("a client of another version")
+    if token is not None:
+        ours = secrets.token_hex(16)
+        await send(writer, {"challenge": ours, "proof": _prove(token, "server", nonce, ours, role)})
+        proof = (await read(reader)).get("proof")
+        if not hmac.compare_digest(str(proof), _prove(token, "client", nonce, ours, role)):
+            await send(writer, {"refused": "wrong token: this machine's and the master's differ"})
+            raise ConnectionError("a client with a wrong token")
+    await send(writer, {"welcome": PROTOCOL})
+    return role
+
+
+def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str) -> str:
+    text = "\0".join(("mlaunch", who, client_nonce, server_nonce, role))
+    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+
+
+async def splice(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int, *, greeting: Any = None
+) -> None:
+    """Passes bytes both ways between a connection and one to ``host``, until either ends. ``greeting`` comes first."""
+    there = await asyncio.open_connection(host, port)
+    try:
+        if greeting is not None:
+            await greeting(*there)
+        pumps = [asyncio.ensure_future(_pump(reader, there[1])), asyncio.ensure_future(_pump(there[0], writer))]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+    finally:
+        there[1].close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()

@@ -1,0 +1,100 @@
+"""Where a user's running launches are found: a directory that is theirs alone, with a socket for each launch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_SUFFIX = ".sock"
+_BACKLOG = 16
+
+
+def candidates(environ: Mapping[str, str]) -> list[Path]:
+    """The directories that a launch of this user may have chosen, the one for ``environ`` first.
+
+    A notebook server may run with other variables than the shell in which its user looks for it. For the same reason
+    the last is a fixed place, not the temporary directory of the moment, which jobs change.
+    """
+    uid = os.getuid()
+    chosen = [Path(environ["XDG_RUNTIME_DIR"])] if environ.get("XDG_RUNTIME_DIR") else []
+    usual = [Path(f"/run/user/{uid}/mlaunch"), Path(f"/tmp/mlaunch-{uid}")]
+    return list(dict.fromkeys([*(path / "mlaunch" for path in chosen), *usual]))
+
+
+def home(environ: Mapping[str, str]) -> Path:
+    """Where a launch with ``environ`` puts its socket."""
+    return candidates(environ)[0 if environ.get("XDG_RUNTIME_DIR") else -1]
+
+
+def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
+    """A listening socket for this launch. OSError if there can be none: a launch goes on without."""
+    directory = home(environ)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    with _opened(directory) as place:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(f"{place}/{launch_id}{_SUFFIX}")
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    listener.setblocking(False)
+    return listener
+
+
+def remove(environ: Mapping[str, str], launch_id: str) -> None:
+    """Removes the launch's socket, if there is one."""
+    with contextlib.suppress(OSError):
+        (home(environ) / f"{launch_id}{_SUFFIX}").unlink()
+
+
+def connections(environ: Mapping[str, str]) -> Iterator[tuple[str, socket.socket]]:
+    """(id, connected socket) of every running launch; sockets that a killed launch left behind are removed."""
+    for directory in candidates(environ):
+        try:
+            with _opened(directory) as place:
+                for name in sorted(os.listdir(place)):
+                    connection = _connect(f"{place}/{name}") if name.endswith(_SUFFIX) else None
+                    if connection is not None:
+                        yield name.removesuffix(_SUFFIX), connection
+        except FileNotFoundError:
+            continue
+        except OSError:  # somebody else's, where none of ours can be; unless it is the place for this environment
+            if directory == home(environ):
+                raise
+
+
+def _connect(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(path)
+    except ConnectionRefusedError:  # its owner is gone without a farewell
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    except FileNotFoundError:  # it ended just now
+        pass
+    else:
+        return connection
+    connection.close()
+    return None
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[str]:
+    """A short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(
+                f"{directory} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
+                f"{stat.S_IMODE(status.st_mode):04o}; remove it, or set XDG_RUNTIME_DIR"
+            )
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)

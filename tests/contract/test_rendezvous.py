@@ -1,0 +1,159 @@
+"""``Server`` and ``Client``: what processes share besides collectives."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import mlaunch
+from mlaunch import Client, Server, launcher
+from tests.conftest import ROOT
+from tests.processes import wait_gone
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+def client(server: Server, **options: Any) -> Client:
+    return Client("127.0.0.1", server.py_server_port, **options)
+
+
+def test_values_under_names(server: Server) -> None:
+    ours, theirs = client(server), client(server)
+    ours.user_set("key", {"big": 2**70, 1: (None, [])})
+    assert theirs.user_get("key") == {"big": 2**70, 1: (None, [])}
+    ours.user_set("key", None)
+    assert theirs.user_pop("key") is None
+    with pytest.raises(TimeoutError, match=r"user_get\('key'\): nobody has set it within 0.05 s"):
+        theirs.user_get("key", timeout=0.05)
+
+
+def test_a_value_of_a_stranger_is_not_unpickled(server: Server) -> None:
+    client(server).user_set("key", 1)
+    with pytest.raises(ValueError, match=r"user_get\('key'\): the value has another signature: it was set by a client"):
+        client(server, secret="hush").user_get("key")
+    client(server, secret="hush").user_set("key", 2)
+    assert client(server, secret="hush").user_get("key") == 2
+
+
+def test_a_value_is_waited_for_and_popped_by_one(server: Server) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        popped = [pool.submit(lambda: client(server).user_pop("key", 60)) for _ in range(3)]
+        source = client(server)
+        for number in range(3):
+            source.user_set("key", number)
+            while True:  # the next may come once this one is taken
+                try:
+                    source.user_get("key", 0.01)
+                except TimeoutError:
+                    break
+        assert sorted(future.result(60) for future in popped) == [0, 1, 2]
+
+
+def test_a_barrier_may_be_used_again(server: Server) -> None:
+    passed: list[int] = []
+
+    def come(_number: int) -> None:
+        ours = client(server)
+        for turn in range(5):
+            ours.group_barrier("0,1,2", 3, 60)
+            passed.append(turn)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(come, range(3)))
+    assert sorted(passed) == passed == [turn for turn in range(5) for _ in range(3)]
+
+
+def test_a_barrier_tells_who_came(server: Server) -> None:
+    with pytest.raises(TimeoutError, match=rf"group_barrier\('k'\): 1 of 2 came within 0.1 s: .* pid {os.getpid()}$"):
+        client(server, timeout=0.1).group_barrier("k", 2)
+
+
+@pytest.mark.parametrize("value", [7, 0, None])
+def test_a_value_is_broadcast_to_all(server: Server, value: object) -> None:
+    def take_part(number: int) -> list[object]:
+        ours = client(server, timeout=60)
+        return [ours.bcast_val(value if number == turn else None, "key", 3) for turn in range(3)]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(take_part, range(3))) == [[value] * 3] * 3
+
+
+def test_nobody_answers() -> None:
+    with Server() as server:
+        port = server.py_server_port
+    with pytest.raises(ConnectionError, match=f"no rendezvous server answers at 127.0.0.1, port {port}: .*refused"):
+        Client("127.0.0.1", port, timeout=5)
+    with pytest.raises(ValueError, match="port=0: a client must know the port on which the server listens"):
+        Client()
+
+
+def test_a_port_that_is_taken(server: Server) -> None:
+    with pytest.raises(OSError, match="Address already in use"):
+        Server(server.py_server_port)
+
+
+def test_ctrl_c_reaches_one_who_waits(server: Server, run_script: Any) -> None:
+    done = run_script(
+        "import os, signal, threading, mlaunch\n"
+        f"ours = mlaunch.Client(port={server.py_server_port})\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "ours.user_get('never', 600)\n"
+    )
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_server_ends_with_its_process() -> None:
+    code = (
+        "import os, signal, mlaunch\n"
+        "server = mlaunch.Server()\n"
+        "print(server._process.pid, flush=True)\n"
+        "mlaunch.Client(port=server.py_server_port).user_set('a', 1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_gone([int(done.stdout)])
+
+
+def test_a_server_alone() -> None:
+    command = [sys.executable, "-m", "mlaunch.rendezvous.server", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        told = re.fullmatch(r"serving at (\S+), port (\d+)\n", process.stdout.readline())
+        assert told is not None
+        ours = Client(told[1], int(told[2]))
+        ours.user_set("a", 1)
+        assert ours.user_get("a") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_ranks_share_the_launchs_own_server() -> None:
+    def train() -> Any:
+        ours, rank = mlaunch.get_client(), mlaunch.get_rank()
+        ours.user_set(f"of {rank}", rank * 10)
+        other = ours.user_get(f"of {1 - rank}")
+        text = ""
+        if rank == 0:
+            try:
+                ours.group_barrier("0,1", 2, timeout=0.2)
+            except TimeoutError as error:
+                text = str(error)
+            ours.user_set("done", text)
+        return other, ours.bcast_val(rank or None, "key", 2), ours.user_get("done"), mlaunch.get_py_server_addr()[0]
+
+    text = "group_barrier('0,1'): 1 of 2 came within 0.2 s: rank 0; missing: rank 1"
+    assert launcher(train, 2)() == [(10, 1, text, "127.0.0.1"), (0, 1, text, "127.0.0.1")]
+    assert launcher(train, 2)() == [(10, 1, text, "127.0.0.1"), (0, 1, text, "127.0.0.1")]

@@ -1,0 +1,66 @@
+"""Run by tests on each of several hosts: one machine's part in a launch. Options and behaviour come as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from typing import Any
+
+from mlaunch import launcher
+
+
+def train(how: dict[str, Any]) -> Any:
+    import socket
+
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if rank == how.get("rank") and attempt < how.get("attempts", 1):
+        print("failing", flush=True)
+        if how["how"] == "raise":
+            raise ValueError(f"no such luck on {socket.gethostname()}" + " and" * (how.get("words", 0) // 4))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how.get("wait"):
+        if rank == how.get("first", 0):
+            print("running", flush=True)
+        signal.pause()
+    if how.get("value"):
+        return torch.full((how["value"],), float(rank))
+    names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RESTART_COUNT")
+    dist.barrier()
+    from mlaunch import comm
+
+    assert comm.get_local_process_group().size() == comm.get_local_size() == int(os.environ["LOCAL_WORLD_SIZE"])
+    return [rank, total.item(), *(os.environ[name] for name in names)]
+
+
+def other(_how: dict[str, Any]) -> None:
+    """Another function than the others call."""
+
+
+def main() -> None:
+    options, how = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    warnings.simplefilter("ignore")
+    ours = launcher(other if how.get("other") else train, device_type="cpu", **options)
+    said: dict[str, Any] = {}
+    for _ in range(how.get("calls", 1)):
+        try:
+            values = ours(how)
+            said = {"values": [v[-1].item() if hasattr(v, "numel") else v for v in values]}
+        except BaseException as error:
+            cause = error.__cause__
+            said = {"type": type(error).__name__, "text": str(error), "cause": str(cause) if cause else "",
+                    "notes": getattr(error, "__notes__", [])}  # fmt: skip
+    said["at"] = time.monotonic()
+    print(json.dumps(said), flush=True)
+
+
+main()

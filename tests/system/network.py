@@ -1,0 +1,110 @@
+"""Hosts of our own: network namespaces on a bridge, each with its own address and name; or, without root, loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+
+class Host:
+    """``name``, ``address``; ``start`` runs Python there."""
+
+    def __init__(self, name: str, address: str, prefix: list[str], runtime: str) -> None:
+        self.name, self.address = name, address
+        self._prefix, self._runtime = prefix, runtime
+
+    def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, *args],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": self._runtime, **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+
+class Loopback:
+    """All hosts are this machine."""
+
+    real = False
+
+    def __init__(self, size: int) -> None:
+        self._runtime = tempfile.mkdtemp()
+        self.hosts = [Host(os.uname().nodename, "127.0.0.1", [], self._runtime) for _ in range(size)]
+
+    def close(self) -> None:
+        shutil.rmtree(self._runtime)
+
+
+class Namespaces:
+    """Needs root, iproute2 and network namespaces."""
+
+    real = True
+
+    def __init__(self, size: int) -> None:
+        self._names = [f"mlt{os.getpid()}x{index}" for index in range(size)]
+        self._switch = f"mlt{os.getpid()}"
+        self._runtime = tempfile.mkdtemp()
+        self.hosts: list[Host] = []
+        self._run("ip", "netns", "add", self._switch)
+        self._in(self._switch, "ip", "link", "add", "br0", "type", "bridge")
+        self._in(self._switch, "ip", "link", "set", "br0", "up")
+        for index, name in enumerate(self._names):
+            self._add(index, name)
+
+    def _add(self, index: int, name: str) -> None:
+        address, host = f"10.77.0.{index + 1}", f"h{index + 1}"
+        self._run("ip", "netns", "add", name)
+        files = Path("/etc/netns") / name
+        files.mkdir(parents=True)
+        everyone = "".join(f"10.77.0.{i + 1} h{i + 1}\n" for i in range(len(self._names)))
+        (files / "hosts").write_text(f"127.0.0.1 localhost\n{everyone}")
+        (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+        self._in(self._switch, "ip", "link", "add", f"p{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        self._in(self._switch, "ip", "link", "set", f"p{index}", "master", "br0", "up")
+        for command in (f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up"):
+            self._in(name, "ip", *command.split())
+        prefix = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$0" "$@"']
+        self.hosts.append(Host(host, address, prefix, self._runtime))
+
+    def cable(self, index: int, state: str) -> None:
+        """ "down" pulls a host's cable at the switch, "up" plugs it in."""
+        self._in(self._switch, "ip", "link", "set", f"p{index}", state)
+
+    def rule(self, index: int, hook: str, rule: str) -> None:
+        """A rule of nft on a host, in a table of our own."""
+        chain = f"add chain inet mlt c {{ type filter hook {hook} priority 0; }}"
+        self._in(self._names[index], "nft", f"add table inet mlt; {chain}; add rule inet mlt c {rule}")
+
+    def close(self) -> None:
+        shutil.rmtree(self._runtime, ignore_errors=True)
+        for name in (*self._names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+    def _in(self, name: str, *command: str) -> None:
+        self._run("ip", "netns", "exec", name, *command)
+
+    def _run(self, *command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def why_no_namespaces() -> str:
+    """Why none can be made here; "" if they can."""
+    if os.getuid() != 0:
+        return "network namespaces need root"
+    for program, package in (("ip", "iproute2"), ("nft", "nftables")):
+        if shutil.which(program) is None:
+            return f"{package} is not installed"
+    try:
+        Namespaces(1).close()
+    except (subprocess.CalledProcessError, OSError) as error:
+        return f"no network namespace can be made here: {error}"
+    return ""

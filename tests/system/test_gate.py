@@ -1,0 +1,292 @@
+"""The gate under strangers and many machines, which are clients of the control protocol, and ranks of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch.errors import RankFailure
+from mlaunch.rendezvous import wire
+from mlaunch.rendezvous.address import listen
+from mlaunch.rendezvous.hosted import Front, HostedServer
+from mlaunch.rendezvous.machines import Join, conflict, describe, failure_of_record, missing, shortened
+from mlaunch.runtime import linux
+
+TOKEN = "hush"
+
+
+@pytest.fixture
+def gate() -> Iterator[HostedServer]:
+    """Its process, as an agent starts it; ``port`` is the public one."""
+    store, public = listen(), listen()
+    front = Front(public, "launch", TOKEN, 60.0)
+    server = HostedServer(store, front=front)
+    server.port = public.getsockname()[1]
+    store.close()
+    public.close()
+    yield server
+    server.kill()
+    server.reap()
+
+
+def join(rank_start: int, n_gpus: int, world_size: int, **changes: Any) -> Join:
+    return Join(**{"host": f"h{rank_start // n_gpus}", "rank_start": rank_start, "n_gpus": n_gpus,
+                   "world_size": world_size, "function": "train", "mlaunch": "0.1", "torch": "2.13", "gather": "local",
+                   "attempt": 0,
+                   **changes})  # fmt: skip
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def enter(port: int, role: str = "control") -> Streams:
+    streams = await asyncio.open_connection("127.0.0.1", port, limit=wire.LINE_LIMIT)
+    await wire.introduce(*streams, role, TOKEN)
+    return streams
+
+
+async def next_of(reader: asyncio.StreamReader, kind: str) -> Any:
+    while True:
+        record = await asyncio.wait_for(wire.read(reader), 60)
+        if kind in record:
+            return record[kind]
+
+
+def test_many_machines_join_and_hear_of_a_failure(gate: HostedServer) -> None:
+    """64 machines of 16 ranks; each rank is a store client that comes through the gate."""
+    machines, ranks = 64, 16
+
+    async def machine(index: int, all_planned: asyncio.Event) -> tuple[Any, Any]:
+        reader, writer = await enter(gate.port)
+        await wire.send(writer, {"join": join(index * ranks, ranks, machines * ranks).as_record()})
+        plan = await next_of(reader, "plan")
+        planned.append(time.monotonic())
+        if len(planned) == machines:
+            all_planned.set()
+        await all_planned.wait()
+        failure = {"rank": "the culprit"}
+        if index == 7:
+            await wire.send(writer, {"failure": {"what": "raised ValueError: boom", "rank": 119}})
+        else:
+            failure = await next_of(reader, "failure")
+            writer.close()
+        return plan["launch_id"], failure["rank"]
+
+    async def everyone() -> list[Any]:
+        all_planned = asyncio.Event()
+        return await asyncio.gather(*(machine(index, all_planned) for index in range(machines)))
+
+    planned: list[float] = []
+    start = time.monotonic()
+    results = asyncio.run(everyone())
+    joined, heard = planned[-1] - start, time.monotonic() - planned[-1]
+    print(f"{machines} machines joined in {joined:.2f} s; all heard of the failure {heard:.2f} s later")
+    assert {launch for launch, _ in results} == {"launch"}
+    assert [failure for _, failure in results].count(119) == machines - 1
+
+
+def test_who_comes_after_a_failure_is_not_refused(gate: HostedServer) -> None:
+    """It is a machine that was lost and is back: its link tries again until the next attempt begins."""
+
+    async def come_back() -> bytes:
+        streams = await enter(gate.port)
+        await wire.send(streams[1], {"join": join(0, 1, 1).as_record()})
+        await next_of(streams[0], "plan")
+        await wire.send(streams[1], {"failure": {"what": "was killed by SIGKILL"}})
+        again = await enter(gate.port)
+        await asyncio.sleep(0)
+        await wire.send(again[1], {"join": join(0, 1, 1).as_record()})
+        said = await again[0].read(1000)
+        for _, writer in (streams, again):
+            writer.close()
+        return said
+
+    assert b"refused" not in asyncio.run(come_back())
+
+
+def test_a_failure_from_another_machine_is_not_trusted() -> None:
+    told = failure_of_record({"what": 7, "rank": "x", "pid": True, "host": "h", "final": 1, "hints": [1], "odd": 2})
+    assert told == RankFailure(None, 0, "failed", host="h", hints=("1",))
+    long = shortened(RankFailure(1, 2, "x" * 10_000, traceback="y" * 99_999 + "end"))
+    assert (len(long.what), len(long.traceback), long.traceback[-3:]) == (4_000, 16_000, "end")
+
+
+def test_a_cause_outranks_its_consequence(gate: HostedServer) -> None:
+    """Though news of it comes later, from another machine."""
+
+    async def three() -> list[str]:
+        streams = [await enter(gate.port) for _ in range(3)]
+        for rank, (_, writer) in enumerate(streams):
+            await wire.send(writer, {"join": join(rank, 1, 3).as_record()})
+        for reader, _ in streams:
+            await next_of(reader, "plan")
+        await wire.send(streams[0][1], {"failure": {"what": "raised: peer closed", "consequence": True}})
+        await wire.send(streams[1][1], {"failure": {"what": "was killed by SIGKILL"}})
+        heard = [(await next_of(streams[rank][0], "failure"))["what"] for rank in (0, 2)]
+        for _, writer in streams:
+            writer.close()
+        return heard
+
+    assert asyncio.run(three()) == ["was killed by SIGKILL"] * 2
+
+
+async def splice_for_ranks(gate: int, listener: socket.socket, over: threading.Event) -> None:
+    """The joining side, as the link does it."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def greet(*streams: Any) -> None:
+            await wire.introduce(*streams, "store", TOKEN)
+
+        with contextlib.suppress(ConnectionError):
+            await wire.splice(reader, writer, "127.0.0.1", gate, greeting=greet)
+        writer.close()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(one(reader, writer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    server = await asyncio.start_server(accept, sock=listener, backlog=4096)
+    await asyncio.to_thread(over.wait)
+    server.close()
+    while tasks:
+        await asyncio.wait(tasks)
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks_reach_the_store(gate: HostedServer) -> None:
+    over, listener = threading.Event(), listen()
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=lambda: asyncio.run(splice_for_ranks(gate.port, listener, over)))
+    thread.start()
+    start = time.monotonic()
+    with ThreadPoolExecutor(16) as pool, linux.names_from_files_only():  # as ranks do
+        connect = functools.partial(dist.TCPStore, "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        clients = list(pool.map(lambda _: connect(), range(1024)))
+    for rank, client in enumerate(clients):
+        client.set(f"rank {rank}", "x" * 1000)
+    print(f"1024 ranks connected and set a value in {time.monotonic() - start:.2f} s")
+    assert all(len(clients[0].get(f"rank {rank}")) == 1000 for rank in range(1024))
+    del client
+    clients.clear()
+    gc.collect()
+    over.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def memory_of(pid: int) -> int:
+    """Resident bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def strange(chance: random.Random) -> bytes:
+    kinds: list[Callable[[], bytes]] = [
+        lambda: chance.randbytes(chance.randrange(1, 3000)),
+        lambda: b"",
+        lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        lambda: b'{"mlaunch": 1, "role": "store", "nonce": "00"}\n' + chance.randbytes(50),
+        lambda: b'{"mlaunch": 1, "role": "store", "nonce": "00"}\n{"proof": "00"}\nset everything',
+        lambda: b'{"mlaunch": 9, "role": "control", "nonce": "00"}\n',
+        lambda: b'{"mlaunch": 1, "role"',
+        lambda: b"[" * 5000 + b"\n",
+        lambda: b"x" * 300_000,
+        lambda: json.dumps({"join": join(0, 1, 1).as_record()}).encode() + b"\n",
+    ]
+    return chance.choice(kinds)()
+
+
+@pytest.mark.slow
+def test_strangers_change_nothing(gate: HostedServer) -> None:
+    """10,000 connections of nonsense, half of a record, silence; a job in progress meanwhile."""
+    chance = random.Random(5)
+
+    async def fuzz() -> tuple[Any, int, int]:
+        job = await enter(gate.port)
+        await wire.send(job[1], {"join": join(0, 1, 2).as_record()})
+        await next_of(job[0], "waiting")
+        before = 0
+        silent = []
+        for number in range(10_000):
+            if number == 1_000:
+                before = memory_of(gate.pid)
+            reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+            writer.write(strange(chance))
+            if number % 50 == 0:
+                silent.append(writer)  # it stays, and says no more
+                continue
+            if writer.can_write_eof():
+                writer.write_eof()
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                answer = await asyncio.wait_for(reader.read(100_000), 60)
+            assert b"welcome" not in answer
+            writer.close()
+        other = await enter(gate.port)
+        await wire.send(other[1], {"join": join(1, 1, 2).as_record()})
+        plan = await next_of(job[0], "plan")
+        after = memory_of(gate.pid)
+        for writer in [*silent, job[1], other[1]]:
+            writer.close()
+        return plan, before, after
+
+    plan, before, after = asyncio.run(fuzz())
+    assert plan["launch_id"] == "launch"
+    assert after - before < 64 * 2**20, f"{before} -> {after}"
+
+
+def test_nothing_is_known_without_the_token(gate: HostedServer) -> None:
+    """Neither side shows a proof that could be used again, or the token."""
+
+    async def watch() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        await wire.send(writer, {"mlaunch": wire.PROTOCOL, "role": "store", "nonce": "0" * 32})
+        challenge = await wire.read(reader)
+        await wire.send(writer, {"proof": challenge["proof"]})  # the server's own proof, sent back
+        answer = await reader.read(10_000)
+        writer.close()
+        return json.dumps(challenge).encode() + answer
+
+    said = asyncio.run(watch())
+    assert b"wrong token" in said
+    assert b"welcome" not in said
+    assert TOKEN.encode() not in said
+
+
+def test_what_fits_together() -> None:
+    first = join(0, 2, 5)
+    assert missing([]) == []
+    assert missing([first, join(4, 1, 5)]) == [2, 3]
+    assert describe([first]) == "1 machine joined (h0); ranks 2-4 missing"
+    assert conflict([first], join(2, 2, 5)) == ""
+    assert conflict([], join(4, 2, 5)) == "host h2 (ranks 4-5) has ranks beyond world_size=5"
+    assert conflict([first], join(2, 2, 5, torch="2.6")) == "host h0 has torch 2.13, host h1 has torch 2.6"
+    assert conflict([first], join(2, 2, 5, mlaunch="1.0")) == "host h0 has mlaunch 0.1, host h1 has mlaunch 1.0"
+    assert conflict([first], join(2, 2, 5, gather="all")) == "host h0 has gather='local', host h1 has gather='all'"
+    assert conflict([first], join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: the rank_start overlap"
+
+
+@pytest.mark.parametrize("record", [
+    None, [], {}, {"host": "h"}, {**join(0, 1, 1).as_record(), "n_gpus": "1"},
+    join(0, 1, 1, host="\x1b[2J").as_record(), join(0, 1, 10**12).as_record(), join(0, 10**12, 1, host="h").as_record(),
+])  # fmt: skip
+def test_what_is_no_join(record: Any) -> None:
+    with pytest.raises(ConnectionError, match="what came is no join"):
+        Join.of_record(record)

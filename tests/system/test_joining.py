@@ -1,0 +1,264 @@
+"""A process that something else started becomes a rank: torchrun, mpirun, srun's environment, or by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+import mlaunch
+from mlaunch import recognition
+from mlaunch.options import Options
+from tests.conftest import ROOT
+
+JOINER = str(ROOT / "tests" / "system" / "joiner.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]  # fmt: skip
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "oob_tcp_if_include", "lo",
+          "--mca", "btl", "self,vader", "-np", "2", sys.executable]  # fmt: skip
+
+
+def run(command: Iterable[str], **environ: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [*command],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [{**one, "stderr": done.stderr} for one in sorted(said, key=lambda one: int(one["rank"]))]
+
+
+def check(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["rank"] for rank in ranks] == [rank["local_rank"] for rank in ranks] == [0, 1]
+    assert all(rank["size"] == rank["local_size"] == rank["total"] == 2 for rank in ranks)
+    assert ranks[0]["everyone"] == ranks[1]["everyone"]
+    assert ranks[0]["everyone"][0] != ranks[0]["everyone"][1]
+
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (mpirun) is not installed")
+LAUNCHERS = [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpirun)]
+
+
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_join_from_env(command: list[str]) -> None:
+    ranks = run([*command, JOINER, "same"])
+    check(ranks)
+    assert ranks[0]["random"] == ranks[1]["random"]
+    said = [line for line in ranks[0]["stderr"].splitlines() if line.startswith("mlaunch: ")]
+    assert len(said) == 1
+    assert said[0].startswith("mlaunch: joined 2 ranks (gloo) at ")
+    assert said[0].endswith(f"started by {'mpirun' if 'mpirun' in command else 'torchrun'}")
+
+
+@pytest.mark.parametrize("command", LAUNCHERS)
+def test_the_decorator_joins(command: list[str]) -> None:
+    ranks = run([*command, JOINER, "decorator"])
+    check(ranks)
+    assert [(rank["scale"], rank["values"]) for rank in ranks] == [(2, 1)] * 2
+
+
+def test_seeds_per_rank() -> None:
+    first, second = run([*TORCHRUN, JOINER, "per-rank"])
+    assert first["random"] != second["random"]
+    assert run([*TORCHRUN, JOINER, "per-rank"])[1]["random"] == second["random"]
+
+
+def test_processes_with_the_environment_of_srun() -> None:
+    """Two by hand, since the real one needs a cluster; with it, see the variables in Slurm's manual of srun."""
+    with mlaunch.Server() as server:
+        port = str(server.py_server_port)
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_SRUN_COMM_PORT": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "MASTER_PORT": port,
+    }  # fmt: skip
+    environs = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, JOINER, "same"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+    check([json.loads(process.communicate(timeout=120)[0]) for process in processes])
+
+
+JOIN = """
+import sys, torch, mlaunch
+from mlaunch import comm
+rank, host, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+mlaunch.join(rank, 2, host, port, local_rank=0, seed=3)
+try:
+    mlaunch.join(rank, 2, host, port)
+except RuntimeError as error:
+    print(error)
+print(comm.all_gather(comm.get_rank()), mlaunch.get_backend(), torch.rand(1).item(), mlaunch.get_local_device_id())
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+def test_join(host: str) -> None:
+    with mlaunch.Server() as server:
+        port = str(server.py_server_port)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, str(rank), host, port],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (first, first_err), (second, _) = (process.communicate(timeout=120) for process in processes)
+    assert first.splitlines()[0] == "this process is rank 0 of a process group already; it can join only one"
+    assert first.splitlines()[1].startswith("[0, 1] gloo 0.")
+    assert first.splitlines()[1] == second.splitlines()[1]
+    assert f"mlaunch: joined 2 ranks (gloo) at {'[::1]' if ':' in host else host}:{port}" in first_err
+
+
+# What is recognised
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "9", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_SRUN_COMM_PORT": "5", "MASTER_ADDR": "h",
+         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}  # fmt: skip
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+           "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "x"}  # fmt: skip
+
+
+def test_recognition() -> None:
+    place = recognition.recognise(TORCH)
+    assert place == recognition.Place("torchrun", 1, 4, "h", 9, 1, None)
+    place = recognition.recognise({**SLURM, "MASTER_PORT": "9"})
+    assert place == recognition.Place("srun", 3, 4, "h", 9, 1, 2)
+    place = recognition.recognise(OPENMPI)
+    assert place is not None
+    assert (place.launcher, place.host, place.rank, place.local_size) == ("mpirun", "127.0.0.1", 1, 2)
+    assert 15000 <= place.port < 25000
+    assert recognition.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
+
+
+def test_what_is_not_recognised() -> None:
+    batch_script = {name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")}
+    assert recognition.recognise({}) is None
+    assert recognition.recognise(batch_script) is None
+    assert recognition.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
+    assert recognition.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (mlaunch.join_from_torch, "RANK is not set: was this process started by torchrun? Of RANK, WORLD_SIZE, "
+                                  "MASTER_ADDR, MASTER_PORT the environment has MASTER_ADDR"),
+        (lambda: mlaunch.join_from_slurm("h", 1), "SLURM_PROCID is not set: was this process started by srun? Of "),
+        (lambda: mlaunch.join_from_openmpi("h", 1), "OMPI_COMM_WORLD_RANK is not set: was this process started by"),
+        (mlaunch.join_from_env, "this process was not started by torchrun, srun or mpirun, as far as its environment "
+                                "tells (MLAUNCH_JOIN=unset); start it so, or call mlaunch.join()"),
+        (lambda: recognition.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
+        (lambda: recognition.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
+         "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(call: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "h")
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((2, 2, "h", 1), "rank=2 with world_size=2: allowed: 0 to 1"),
+        ((-1, 2, "h", 1), "rank=-1: allowed: whole numbers from 0"),
+        ((0, 2, "h", 0), "port=0: allowed: whole numbers from 1"),
+        ((0, 1, "h", 1, "nonsense"), "backend='nonsense': torch .* offers"),
+        ((0, 1, "h", 1, None, None, "random"), "seed='random': allowed: a whole number from 0 to 4294967295, 'per-ra"),
+        ((0, 1, "h", 1, None, None, -1), "seed=-1: allowed: a whole number"),
+    ],
+)
+def test_join_refuses(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mlaunch.join(*arguments)
+
+
+def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCH.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"world_size=2, but torchrun started this process as rank 1 of 4, and .*join"):
+        mlaunch.launcher(lambda: 1, n_gpus=2, world_size=2)()
+    assert mlaunch.launcher(lambda: 1, n_gpus=2, world_size=2, join=False)() == [1, 1]
+    monkeypatch.setenv("MLAUNCH_JOIN", "0")
+    assert mlaunch.launcher(lambda: 1, n_gpus=2)() == [1, 1]
+
+
+def test_variables_for_a_group_of_one_are_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCH, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert mlaunch.launcher(lambda: 1, n_gpus=2)() == [1, 1]
+
+
+def test_one_task_of_srun_per_machine_starts_that_machines_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert mlaunch.launcher(lambda: 1, n_gpus=2, world_size=2)() == [1, 1]
+
+
+@pytest.mark.parametrize(("option", "words"), [
+    ({"join": "no"}, "join='no': allowed: True, False"),
+    ({"seed": 1.5}, "seed=1.5: allowed: a whole number from 0"),
+])  # fmt: skip
+def test_options_of_a_wrong_type(option: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        Options(**option)
+
+
+def test_seeds_of_a_launch() -> None:
+    def train() -> list[float]:
+        import random
+
+        import numpy
+        import torch
+
+        return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+    first, second = mlaunch.launcher(train, 2, seed=5)()
+    assert first == second
+    assert mlaunch.launcher(train, 2, seed=5)() == [first, first]
+    third, fourth = mlaunch.launcher(train, 2, seed="per-rank:5")()
+    assert third == first
+    assert fourth != first
+    assert mlaunch.launcher(train, 2, seed="per-rank")() == mlaunch.launcher(train, 2, seed="per-rank:1024")()
+
+
+def test_the_rank_zero_filter() -> None:
+    def train() -> list[str]:
+        import logging
+        import os
+
+        seen: list[str] = []
+        for per_machine in (False, True):
+            handler = logging.Handler()
+            handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+            handler.addFilter(mlaunch.RankZeroFilter(per_machine=per_machine))
+            logger = logging.getLogger(f"test {per_machine}")
+            logger.addHandler(handler)
+            os.environ["LOCAL_RANK"] = "0"
+            logger.warning("careful %s", per_machine)
+            logger.error("bad %s", per_machine)
+        return seen
+
+    assert mlaunch.launcher(train, 2)() == [
+        ["careful False", "bad False", "careful True", "bad True"],
+        ["bad False", "careful True", "bad True"],
+    ]

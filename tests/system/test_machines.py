@@ -1,0 +1,528 @@
+"""Launches over several machines: real ones, as far as network namespaces are; and the same on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlaunch.rendezvous import address as address_module
+from tests.conftest import ROOT
+from tests.processes import children, descendants, wait_gone
+from tests.system.network import Host, Loopback, Namespaces, why_no_namespaces
+
+MACHINE = str(ROOT / "tests" / "system" / "machine.py")
+pytestmark = pytest.mark.slow
+WHY_NOT = why_no_namespaces()
+PORT = 29533
+Network = Loopback | Namespaces
+
+
+@pytest.fixture
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    """Namespaces where they can be made, else loopback; tests marked ``both`` run on both."""
+    kind = getattr(request, "param", "loopback" if WHY_NOT else "namespaces")
+    if kind == "namespaces" and WHY_NOT:
+        pytest.skip(WHY_NOT)
+    made: Network = Loopback(3) if kind == "loopback" else Namespaces(3)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+both = pytest.mark.parametrize("network", ["loopback", "namespaces"], indirect=True)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[Namespaces]:
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    made = Namespaces(2)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Machines:
+    """The processes of one launch, in the order of their machines."""
+
+    def __init__(self, network: Network, sizes: tuple[int, ...], **options: Any) -> None:
+        self._network = network
+        self._sizes = sizes
+        self._options = {"join_timeout": 60, "grace_period": 1, **options}
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+
+    def host(self, index: int) -> Host:
+        return self._network.hosts[index]
+
+    def start(self, index: int, how: dict[str, Any] | None = None, **options: Any) -> subprocess.Popen[str]:
+        asked = {
+            "n_gpus": self._sizes[index],
+            "world_size": sum(self._sizes),
+            "rank_start": sum(self._sizes[:index]),
+            "master_ip": self.host(0).address,
+            "port": PORT,
+            **self._options,
+            **options,
+        }
+        process = self.host(index).start(MACHINE, json.dumps(asked), json.dumps(how or {}))
+        self.processes[index] = process
+        return process
+
+    def start_all(self, how: dict[str, Any] | None = None, **options: Any) -> None:
+        for index in range(len(self._sizes)):
+            self.start(index, how, **options)
+
+    def until(self, index: int, word: str) -> None:
+        """Waits until a machine's ranks have printed a word."""
+        stdout = self.processes[index].stdout
+        assert stdout is not None
+        for line in stdout:
+            if line.startswith(word):
+                return
+        raise AssertionError(f"machine {index} ended without {word!r}: {self.processes[index].communicate()[1]}")
+
+    def until_waiting(self, index: int) -> str:
+        """Waits for the line that says what a machine waits for."""
+        stderr = self.processes[index].stderr
+        assert stderr is not None
+        for line in stderr:
+            if "waits for its other machines" in line:
+                return line
+        raise AssertionError(f"machine {index} ended without waiting")
+
+    def end(self, index: int) -> dict[str, Any]:
+        out, err = self.processes[index].communicate(timeout=90)
+        said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert said, err
+        return {**said[-1], "stderr": err}
+
+    def ends(self) -> list[dict[str, Any]]:
+        return [self.end(index) for index in sorted(self.processes)]
+
+
+@contextlib.contextmanager
+def launched(network: Network, *sizes: int, **options: Any) -> Iterator[Machines]:
+    machines = Machines(network, sizes, **options)
+    family: list[int] = []
+    try:
+        yield machines
+    finally:
+        for process in machines.processes.values():
+            family += [process.pid, *descendants(process.pid)]
+            process.kill()
+            process.communicate()
+        wait_gone(family)
+
+
+@both
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_machines_of_unequal_size_join_in_any_order(network: Network, order: tuple[int, ...]) -> None:
+    with launched(network, 1, 2, 1, token="hush") as machines:
+        for index in order:
+            machines.start(index)
+            if index != order[-1]:
+                line = machines.until_waiting(index)
+                assert "hush" not in line
+        ends = machines.ends()
+    lo = "eth0" if network.real else "lo"
+    assert [end["values"] for end in ends] == [
+        [[0, 4.0, "0", "3", "1", lo, "0"]],
+        [[1, 4.0, "1", "3", "2", lo, "0"], [2, 4.0, "1", "3", "2", lo, "0"]],
+        [[3, 4.0, "2", "3", "1", lo, "0"]],
+    ]
+
+
+def test_what_is_waited_for_is_said(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(1)
+        line = machines.until_waiting(1)
+        assert f"at {machines.host(0).address}, port {PORT} (" in line
+        assert "is the launch started on the machine of rank 0, with this port, and does a firewall let it" in line
+        machines.start(0)
+        machines.ends()
+        machines.start(0)
+        line = machines.until_waiting(0)
+        assert f"1 machine joined ({machines.host(0).name}); rank 1 missing" in line
+        machines.start(1)
+        assert [len(end["values"]) for end in machines.ends()] == [1, 1]
+
+
+def test_calls_one_after_the_other_use_the_same_port(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"calls": 6})
+        assert [end["values"][0][0] for end in machines.ends()] == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_one_failure_ends_all(network: Network, how: str, culprit: int) -> None:
+    with launched(network, 2, 2) as machines:
+        machines.start_all({"rank": culprit, "how": how, "wait": True})
+        ends = machines.ends()
+        there = machines.host(culprit // 2).name
+    words = f"raised ValueError: no such luck on {there}" if how == "raise" else "was killed by SIGKILL"
+    for index, end in enumerate(ends):
+        report = end["cause"] or end["text"]
+        assert f"rank {culprit} of train() {words}" in report
+        assert f"host {there}" in report
+        assert end["type"] == ("ValueError" if how == "raise" and index == culprit // 2 else "LaunchError")
+        assert how == "kill" or "Traceback (most recent call last)" in report
+
+
+def test_a_failure_with_much_to_say(network: Network) -> None:
+    """More than a record between processes may hold: the other machine hears its beginning."""
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"rank": 0, "how": "raise", "words": 300_000, "wait": True})
+        first, second = machines.ends()
+    assert len(first["text"]) > 300_000
+    assert second["text"].startswith("rank 0 of train() raised ValueError: no such luck on ")
+
+
+@both
+def test_ctrl_c_on_one_machine_ends_all(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        machines.processes[1].send_signal(signal.SIGINT)
+        first, second = machines.ends()
+        assert second["type"] == "KeyboardInterrupt"
+        assert first["text"].startswith(f"the call on host {machines.host(1).name} of train() was interrupted")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_caller_that_is_killed_ends_all(network: Network, victim: int) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        machines.processes[victim].kill()
+        end = machines.end(1 - victim)
+        assert end["text"].startswith(f"the calling process on host {machines.host(victim).name} of train() is gone")
+
+
+@both
+def test_a_master_that_dies_whole(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        for pid in [machines.processes[0].pid, *descendants(machines.processes[0].pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        end = machines.end(1)
+        assert (
+            f"the master at {machines.host(0).address}, port {PORT}, of train() was lost: its connection was"
+            in end["text"]
+        )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_pulled_cable_is_noticed_by_both(namespaces: Namespaces, victim: int) -> None:
+    with launched(namespaces, 1, 1, heartbeat_timeout=2) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        namespaces.cable(victim, "down")
+        first, second = machines.ends()
+        assert first["text"].startswith("host h2 (rank 1) of train() was lost: no heartbeat came for 2 s")
+        assert second["text"].startswith(
+            f"the master at 10.77.0.1, port {PORT}, of train() was lost: no heartbeat came for 2 s"
+        )
+
+
+def test_a_cable_that_is_plugged_in_again_in_time(namespaces: Namespaces) -> None:
+    with launched(namespaces, 1, 1, heartbeat_timeout=20) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        namespaces.cable(1, "down")
+        namespaces.cable(1, "up")
+        machines.processes[0].send_signal(signal.SIGINT)
+        _, second = machines.ends()
+        assert second["text"].startswith("the call on host h1 of train() was interrupted")
+
+
+@both
+def test_restarts_in_step(network: Network) -> None:
+    with launched(network, 1, 1, max_restarts=2) as machines:
+        machines.start_all({"rank": 1, "how": "kill", "attempts": 2})
+        assert [end["values"][0][-1] for end in machines.ends()] == ["2", "2"]
+
+
+def test_a_machine_that_comes_back_takes_its_ranks_again(network: Network) -> None:
+    with launched(network, 1, 1, max_restarts=1, heartbeat_timeout=2) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        machines.processes[1].kill()
+        machines.processes[1].communicate()
+        machines.start(1, {"wait": True})
+        machines.until(0, "running")
+        machines.processes[1].send_signal(signal.SIGINT)
+        first, second = machines.ends()
+        assert second["type"] == "KeyboardInterrupt"
+        assert "was interrupted" in first["text"]
+
+
+@both
+def test_every_machine_gets_all_values(network: Network) -> None:
+    with launched(network, 1, 2, token="hush", gather="all") as machines:
+        machines.start_all({"value": 3_000_000, "calls": 2})
+        assert [end.get("values", end) for end in machines.ends()] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_values_of_all_machines_need_a_token(network: Network) -> None:
+    with launched(network, 1, 1, gather="all") as machines:
+        machines.start(0)
+        end = machines.end(0)
+    assert (end["type"], end["text"].partition(":")[0]) == ("ValueError", "gather='all' without a token")
+
+
+def test_the_example_with_its_two_commands(network: Network) -> None:
+    script, address = str(ROOT / "examples" / "machines.py"), network.hosts[0].address
+    processes = [host.start(script, address, str(machine)) for machine, host in enumerate(network.hosts[:2])]
+    ends = [process.communicate(timeout=90) for process in processes]
+    assert [out for out, _ in ends] == ["[100.0, 100.0]\n"] * 2, ends
+    assert ends[0][1] == f"total() has no token: whoever reaches {address}, port 29500 may join it\n"
+
+
+def test_packets_are_lost(namespaces: Namespaces) -> None:
+    """A third of them, both ways: slower, but nothing else."""
+    namespaces.rule(1, "input", "meta l4proto tcp numgen random mod 3 == 0 drop")
+    with launched(namespaces, 1, 1, token="hush", gather="all") as machines:
+        machines.start_all()
+        assert [[value[:2] for value in end["values"]] for end in machines.ends()] == [[[0, 2.0], [1, 2.0]]] * 2
+
+
+def test_a_connection_that_is_half_open(namespaces: Namespaces) -> None:
+    """One hears the other, who does not hear it."""
+    with launched(namespaces, 1, 1, heartbeat_timeout=2) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        namespaces.rule(0, "input", "ip saddr 10.77.0.2 drop")
+        first, second = machines.ends()
+    assert first["text"].startswith("host h2 (rank 1) of train() was lost: no heartbeat came for 2 s")
+    assert second["type"] == "LaunchError"
+
+
+def test_a_host_name(namespaces: Namespaces) -> None:
+    with launched(namespaces, 1, 1, master_ip="h1") as machines:
+        machines.start_all()
+        assert [end["values"][0][:2] for end in machines.ends()] == [[0, 2.0], [1, 2.0]]
+
+
+def test_ipv6() -> None:
+    network = Loopback(2)
+    try:
+        with launched(network, 1, 1, master_ip="::1", token="hush") as machines:
+            machines.start_all()
+            assert [end["values"][0][:2] for end in machines.ends()] == [[0, 2.0], [1, 2.0]]
+    finally:
+        network.close()
+
+
+async def delaying_proxy(listener: socket.socket, port: int, over: threading.Event) -> None:
+    """Passes each piece on after a while, in both directions."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            await asyncio.sleep(0.03)
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            there = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(pump(reader, there[1]), pump(there[0], writer), return_exceptions=True)
+        writer.close()
+
+    server = await asyncio.start_server(serve, sock=listener)
+    await asyncio.to_thread(over.wait)
+    server.close()
+
+
+def test_a_slow_network() -> None:
+    """Control and store connections are delayed; the joining machine knows the proxy's port alone."""
+    network, over, listener = Loopback(2), threading.Event(), address_module.listen()
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=lambda: asyncio.run(delaying_proxy(listener, PORT, over)))
+    thread.start()
+    try:
+        with launched(network, 1, 2, token="hush", gather="all") as machines:
+            machines.start(0)
+            machines.start(1, port=port)
+            ends = machines.ends()
+        assert [[value[:2] for value in end["values"]] for end in ends] == [[[0, 3.0], [1, 3.0], [2, 3.0]]] * 2
+    finally:
+        over.set()
+        thread.join()
+        network.close()
+
+
+def link_of(process: subprocess.Popen[str], *, master: bool) -> int:
+    """The link is the agent's first child, after the store and gate where that machine has them."""
+    server = children(process.pid)[0]
+    [agent] = children(server)
+    return sorted(children(agent))[1 if master else 0]
+
+
+def test_a_link_that_dies_while_joining(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        process = machines.start(0)
+        machines.until_waiting(0)
+        os.kill(link_of(process, master=True), signal.SIGKILL)
+        text = machines.end(0)["text"]
+    assert re.fullmatch(r"train\(\) was not started: the link \(pid \d+\) died while joining", text)
+
+
+def test_a_link_that_dies_later(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        os.kill(link_of(machines.processes[1], master=False), signal.SIGKILL)
+        first, second = machines.ends()
+    assert second["text"].startswith("the link to the other machines of train() died")
+    assert "(rank 1) of train() was lost: its connection was closed" in first["text"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "words"),
+    [
+        ({"rank_start": 0}, {}, None),
+        ({"world_size": 4}, {}, "host {} has world_size=3, host {} has world_size=4"),
+        ({"rank_start": 1, "n_gpus": 1}, {}, "rank 1 would be on host {} and on host {}: the rank_start overlap"),
+        ({"gather": "all", "token": "hush"}, {}, "host {} has gather='local', host {} has gather='all'"),
+        ({}, {"other": True}, "host {} has the function train(), host {} has the function other()"),
+    ],
+)
+def test_machines_that_do_not_fit(network: Network, options: dict[str, Any], how: dict[str, Any], words: str) -> None:
+    with launched(network, 2, 1) as machines:
+        machines.start(0, token=options.get("token"))
+        machines.until_waiting(0)
+        machines.start(1, how, **options)
+        first, second = machines.ends() if words else ({}, machines.end(1))
+        names = (machines.host(0).name, machines.host(1).name)
+    if words is None:  # two masters: the second cannot have the port, or is another machine's address
+        assert "was not started: this machine cannot be the master at master_ip='" in second["text"]
+        return
+    for end, name in ((first, "train"), (second, "other" if how else "train")):
+        assert end["text"] == f"{name}() was not started: {words.format(*names)}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (("right", "wrong"), "train() was not started: wrong token: this machine's and the master's differ"),
+        (("right", None), "train() was not started: the master asks for a token, and this machine has none; give "
+                          "token= or MLAUNCH_TOKEN"),
+        ((None, "right"), "train() was not started: the master has no token, and this machine has one; give both"),
+    ],
+)  # fmt: skip
+def test_a_machine_with_another_token(network: Network, tokens: tuple[Any, Any], words: str) -> None:
+    """It alone is turned away: whoever knows no token must not be able to end a launch."""
+    with launched(network, 1, 1) as machines:
+        machines.start(0, token=tokens[0])
+        machines.until_waiting(0)
+        machines.start(1, token=tokens[1])
+        assert machines.end(1)["text"].startswith(words)
+        machines.start(1, token=tokens[0])
+        assert [len(end["values"]) for end in machines.ends()] == [1, 1]
+
+
+def test_a_token_from_the_environment(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLAUNCH_TOKEN", "hush")
+    with launched(network, 1, 1) as machines:
+        machines.start(0)
+        machines.start(1, token="hush")
+        for end in machines.ends():
+            assert len(end["values"]) == 1
+            assert "hush" not in end["stderr"]
+
+
+def test_a_second_launch_at_the_same_port(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        running = machines.processes.pop(1)
+        machines.start(1)
+        late = machines.end(1)
+        host = machines.host(1).name
+        assert late["text"] == (
+            f"train() was not started: the launch at this port has begun, without host {host} (rank 1): "
+            f"a second launch needs another port"
+        )
+        machines.processes[1] = running
+        running.send_signal(signal.SIGINT)
+        assert [end["type"] for end in machines.ends()] == ["LaunchError", "KeyboardInterrupt"]
+
+
+def test_a_master_that_never_comes(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(1, join_timeout=1)
+        end = machines.end(1)
+    assert end["type"] == "LaunchTimeout"
+    assert end["text"].startswith("train() was not started: after 1 s no master answers at ")
+    assert end["text"].endswith("does a firewall let it through?; join_timeout=1 s is over")
+
+
+def test_a_name_that_does_not_resolve(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(1, join_timeout=1, master_ip="no-such-host.invalid")
+        assert "no master answers at no-such-host.invalid, port" in machines.end(1)["text"]
+        machines.start(0, master_ip="no-such-host.invalid")
+        assert "this machine cannot be the master at master_ip='no-such-host.invalid'" in machines.end(0)["text"]
+
+
+def test_a_machine_that_is_missing(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(0, join_timeout=1)
+        end = machines.end(0)
+    assert f"1 machine joined ({machines.host(0).name}); rank 1 missing; join_timeout=1 s is over" in end["text"]
+
+
+def test_the_deadline_counts_while_joining(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(0, deadline=0.5)
+        end = machines.end(0)
+    assert (end["type"], end["text"]) == (
+        "LaunchTimeout",
+        "train() was not started: its deadline of 0.5 s passed while the machines were joining",
+    )
+
+
+def test_ctrl_c_while_joining(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(0)
+        machines.until_waiting(0)
+        machines.processes[0].send_signal(signal.SIGINT)
+        assert machines.end(0)["type"] == "KeyboardInterrupt"
+
+
+def test_only_the_address_of_the_master_listens(namespaces: Namespaces) -> None:
+    """The gate on the interface of master_ip, the store on loopback."""
+    with launched(namespaces, 1, 1) as machines:
+        machines.start(0)
+        machines.until_waiting(0)
+        name = namespaces._names[0]
+        shown = subprocess.run(["ip", "netns", "exec", name, "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+                               capture_output=True, text=True, check=True).stdout  # fmt: skip
+        listening = {line.split()[1].split(":")[0] for line in shown.splitlines() if line.split()[3:4] == ["0A"]}
+        assert listening == {"0100007F", "01004D0A"}  # 127.0.0.1, 10.77.0.1
+
+
+def test_loopback_means_all_interfaces_only_for_a_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kw: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
+    for name, expected in (("myself", "0.0.0.0"), ("localhost", "127.0.1.1"), ("127.0.1.1", "127.0.1.1")):
+        with address_module.listen_as_master(name, 0) as listener:
+            assert listener.getsockname()[0] == expected
