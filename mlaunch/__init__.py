@@ -11,22 +11,93 @@ from typing import TYPE_CHECKING, Any
 from mlaunch._version import __version__
 
 if TYPE_CHECKING:
+    from mlaunch import comm
     from mlaunch.decorator import launcher
     from mlaunch.errors import LaunchError, LaunchTimeout, RankFailure
+    from mlaunch.function_form import launch
+    from mlaunch.groups import (
+        WORLD,
+        Group,
+        bcast_list_,
+        get_backend,
+        get_client,
+        get_local_device_id,
+        get_py_server_addr,
+        get_rank,
+        get_world_size,
+        group_barrier,
+        is_distributed,
+        make_allreduce_cb,
+        new_group,
+        override_backend,
+        synchronized,
+    )
+    from mlaunch.joining import (
+        init_process_group,
+        join,
+        join_from_env,
+        join_from_openmpi,
+        join_from_slurm,
+        join_from_torch,
+    )
+    from mlaunch.logs import RankZeroFilter
+    from mlaunch.rendezvous.client import Client
+    from mlaunch.rendezvous.server import Server
     from mlaunch.warm import warm_up
 
-__all__ = ["LaunchError", "LaunchTimeout", "RankFailure", "__version__", "launcher", "warm_up"]
-
-_HOMES = {
-    "LaunchError": "mlaunch.errors",
-    "LaunchTimeout": "mlaunch.errors",
-    "RankFailure": "mlaunch.errors",
-    "launcher": "mlaunch.decorator",
-    "warm_up": "mlaunch.warm",
+_NAMES = {
+    "mlaunch.decorator": "launcher",
+    "mlaunch.errors": "LaunchError LaunchTimeout RankFailure",
+    "mlaunch.function_form": "launch",
+    "mlaunch.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id get_py_server_addr get_rank "
+    "get_world_size group_barrier is_distributed make_allreduce_cb new_group override_backend synchronized",
+    "mlaunch.joining": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
+    "mlaunch.logs": "RankZeroFilter",
+    "mlaunch.rendezvous.client": "Client",
+    "mlaunch.rendezvous.server": "Server",
+    "mlaunch.warm": "warm_up",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = [
+    "WORLD",
+    "Client",
+    "Group",
+    "LaunchError",
+    "LaunchTimeout",
+    "RankFailure",
+    "RankZeroFilter",
+    "Server",
+    "__version__",
+    "bcast_list_",
+    "comm",
+    "get_backend",
+    "get_client",
+    "get_local_device_id",
+    "get_py_server_addr",
+    "get_rank",
+    "get_world_size",
+    "group_barrier",
+    "init_process_group",
+    "is_distributed",
+    "join",
+    "join_from_env",
+    "join_from_openmpi",
+    "join_from_slurm",
+    "join_from_torch",
+    "launch",
+    "launcher",
+    "make_allreduce_cb",
+    "new_group",
+    "override_backend",
+    "synchronized",
+    "warm_up",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "comm":
+        return importlib.import_module("mlaunch.comm")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'mlaunch' has no attribute {name!r}")

@@ -1,0 +1,186 @@
+"""``mlaunch doctor``: what this machine offers to launches, and what would go wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlaunch._version import __version__
+from mlaunch.runtime import directory
+from mlaunch.runtime.evidence import in_units
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+_FILES_PER_RANK = 8  # that an agent holds
+_SMALL_SHM = 1 << 30  # bytes; containers often have 64 MiB, of which one DataLoader fills more
+_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and 1 of cgroups
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``state``: ok, note (worth knowing) or problem (launches would fail)."""
+
+    name: str
+    state: str
+    text: str
+
+
+def add_command(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what would go wrong on this machine",
+        description="Tells what this machine offers and starts two ranks. Exit status: 1 if there is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON list")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not args.json:
+            print(f"{finding.state:<8} {finding.name:<12} {finding.text}", flush=True)
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    return int(any(finding.state == PROBLEM for finding in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """One finding after the other, the quick ones first."""
+    yield Finding("mlaunch", OK, f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield _cpus()
+    yield _memory()
+    yield _shared_memory()
+    yield _open_files()
+    yield _runtime_directory()
+    yield _network()
+    yield from _launches()
+
+
+def _cpus() -> Finding:
+    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    return Finding("cpus", OK, f"{usable} usable" + (f" of {there}" if usable != there else ""))
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in _LIMITS:
+        try:
+            limit = int((Path("/sys/fs/cgroup") / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        if limit < min(total, _NO_LIMIT):
+            return Finding("memory", NOTE, f"{in_units(total)}, of which the cgroup allows {in_units(limit)}")
+    return Finding("memory", OK, in_units(total))
+
+
+def _shared_memory() -> Finding:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("/dev/shm", PROBLEM, f"{error}; DataLoader workers and NCCL need it")
+    free = status.f_bavail * status.f_frsize
+    if free < _SMALL_SHM:
+        advice = "DataLoader workers and NCCL use it; in a container give more (docker run --shm-size=8g)"
+        return Finding("/dev/shm", NOTE, f"only {in_units(free)} free: {advice}")
+    return Finding("/dev/shm", OK, f"{in_units(free)} free")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = soft // _FILES_PER_RANK
+    text = f"{soft} (hard limit {hard}): enough for {ranks} ranks"
+    return Finding("open files", OK if ranks >= 16 else PROBLEM, text + ("" if ranks >= 16 else "; raise ulimit -n"))
+
+
+def _runtime_directory() -> Finding:
+    try:
+        directory.listen(os.environ, f"doctor-{os.getpid()}").close()
+    except OSError as error:
+        return Finding("mlaunch ps", NOTE, f"cannot see launches: {error}")
+    finally:
+        directory.remove(os.environ, f"doctor-{os.getpid()}")
+    return Finding("mlaunch ps", OK, f"launches are listed in {directory.home(os.environ)}")
+
+
+def _network() -> Finding:
+    name = socket.gethostname()
+    interfaces = ", ".join(interface for _, interface in socket.if_nameindex())
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        return Finding("network", NOTE, f"{interfaces}; this host's name {name} does not resolve ({error})")
+    if address.startswith("127."):
+        advice = "as master_ip for other machines give an address"
+        return Finding("network", NOTE, f"{interfaces}; this host's name {name} means {address} here: {advice}")
+    return Finding("network", OK, f"{interfaces}; this host is {name}, {address}")
+
+
+def _launches() -> Iterator[Finding]:
+    """Starts the fork server and two ranks, which tell what torch offers."""
+    from mlaunch.decorator import launcher
+
+    look: Callable[[], dict[str, Any]] = _look_around
+    start = time.monotonic()
+    try:
+        launcher(look, n_gpus=2, device_type="cpu", join=False, deadline=120)()
+        first = time.monotonic() - start
+        start = time.monotonic()
+        found = launcher(look, n_gpus=2, device_type="cpu", join=False, deadline=120)()[0]
+        again = time.monotonic() - start
+    except Exception as error:  # whatever keeps torch from running here
+        yield Finding("launch", PROBLEM, f"two ranks on CPUs failed: {error}")
+        return
+    yield Finding("torch", OK, f"{found['torch']}; backends {', '.join(found['backends'])}")
+    yield _devices(found)
+    yield Finding("launch", OK, f"two ranks on CPUs: {first:.1f} s with the fork server's start, then {again:.3f} s")
+
+
+def _devices(found: dict[str, Any]) -> Finding:
+    shown = {name: value for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
+    variables = "".join(f", {name}={value}" for name, value in shown.items())
+    if found["accelerator"] is None:
+        return Finding("devices", OK, f"this torch is built for CPUs alone{variables}")
+    text = f"{found['devices']} {found['accelerator']} visible{variables}; {found['versions']}"
+    if found["error"]:
+        return Finding("devices", PROBLEM, f"{text}; {found['error']}")
+    return Finding("devices", OK if found["devices"] else NOTE, text)
+
+
+def _look_around() -> dict[str, Any]:
+    """In a rank: it may wake the driver."""
+    import torch
+
+    from mlaunch.runtime import device
+
+    offered = device.offered()
+    found: dict[str, Any] = {
+        "torch": offered.torch_version,
+        "backends": offered.backends,
+        "accelerator": offered.accelerator,
+        "devices": 0,
+        "versions": "",
+        "error": "",
+    }
+    try:
+        found["devices"] = device.count()
+        if offered.accelerator == "cuda":
+            version: Any = torch.cuda.nccl.version  # torch leaves it untyped
+            nccl = ".".join(map(str, version()))
+            found["versions"] = f"CUDA {torch.version.cuda}, NCCL {nccl}"
+    except Exception as error:  # whatever a driver may raise
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found

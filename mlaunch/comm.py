@@ -1,0 +1,235 @@
+"""What code inside a rank calls: who am I, wait for each other, exchange objects, average numbers.
+
+The names and arguments are those of detectron2's ``utils.comm``; where the original hurt, the behaviour is better and
+the docstring says so. Works in ranks of mlaunch, of torchrun, in any process group, and without one (a world of one).
+
+*Collective* functions must be called by every rank of the group, in the same order, or the callers wait for those that
+do not call, until the group's timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mlaunch import exchange, machines, reduction
+from mlaunch.rendezvous import waiting
+
+T = TypeVar("T")
+
+_SEEDS = 2**31
+
+
+def get_world_size() -> int:
+    """The number of ranks; 1 without a process group. Not collective."""
+    return dist.get_world_size() if _grouped() else 1
+
+
+def get_rank() -> int:
+    """This process's rank; 0 without a process group. Not collective."""
+    return dist.get_rank() if _grouped() else 0
+
+
+def get_local_rank() -> int:
+    """This process's rank among those of its machine; 0 without a process group. Not collective.
+
+    Raises:
+        RuntimeError: The launcher did not say (no ``LOCAL_RANK``), and ``create_local_process_group`` was not called.
+    """
+    return machines.local_rank() if _grouped() else 0
+
+
+def get_local_size() -> int:
+    """The number of ranks on this machine; 1 without a process group. Not collective. Raises as ``get_local_rank``."""
+    return machines.local().size if _grouped() else 1
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0. Not collective."""
+    return get_rank() == 0
+
+
+def create_local_process_group(num_workers_per_machine: int | None = None) -> None:
+    """Makes the group of each machine's ranks. Collective; each rank gets its own machine's. A second call is free.
+
+    Ranks of mlaunch need it only on several machines, where ``mlaunch.launch`` calls it.
+
+    Args:
+        num_workers_per_machine: Ranks per machine, if all have the same number (ranks are then taken in this order).
+            None: the ranks tell each other where they are, so machines may differ.
+
+    Raises:
+        ValueError: The world size is not a multiple of ``num_workers_per_machine``. On every rank.
+    """
+    if _grouped():
+        machines.make(num_workers_per_machine)
+
+
+def get_local_process_group() -> dist.ProcessGroup:
+    """The group of this machine's ranks, for torch's collectives. Not collective.
+
+    Raises:
+        RuntimeError: It was not made (``create_local_process_group``), and the ranks are not all on one machine.
+    """
+    return machines.group()
+
+
+def synchronize(timeout: float | None = None) -> None:
+    """Returns once every rank has called it. Collective. Returns at once in a world of one.
+
+    Args:
+        timeout: Seconds, after which the ranks that did come raise. None: the process group's own timeout.
+
+    Raises:
+        TimeoutError: ``timeout`` passed; it names the ranks that had not come.
+    """
+    if get_world_size() == 1:
+        return
+    if timeout is not None:
+        waiting.barrier(timeout)
+    elif dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[torch.accelerator.current_device_index()])
+    else:
+        dist.barrier()
+
+
+def all_gather(data: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's object, by rank, on every rank. Collective for ``group`` (None: all ranks).
+
+    Objects travel over the CPU, each at its own size; tensors of an accelerator arrive on the CPU. A rank's own place
+    in the list holds the very object that it passed.
+
+    Raises:
+        TypeError: What a rank passed cannot be pickled. On every rank.
+    """
+    return [data] if _alone(group) else exchange.gather_everywhere(data, group, "all_gather()")
+
+
+def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T]:
+    """As ``all_gather``, but only rank ``dst`` (counted within ``group``) gets the list; the others get ``[]``.
+
+    Raises:
+        ValueError: ``group`` has no rank ``dst``.
+        TypeError: What a rank passed cannot be pickled. On every rank.
+    """
+    _check_rank("dst", dst, group)
+    return [data] if _alone(group) else exchange.gather_at(data, dst, group, "gather()")
+
+
+def broadcast_object(data: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """The object of rank ``src`` (counted within ``group``), on every rank. Collective for ``group``.
+
+    What the other ranks pass is ignored.
+
+    Raises:
+        ValueError: ``group`` has no rank ``src``.
+        TypeError: It cannot be pickled. On every rank.
+    """
+    _check_rank("src", src, group)
+    return data if _alone(group) else exchange.broadcast(data, src, group, "broadcast_object()")
+
+
+def shared_random_seed() -> int:
+    """A random number from 0 to 2**31 - 1, the same on every rank. Collective.
+
+    Each rank draws from torch's default CPU generator, and rank 0's draw counts: with that generator seeded, it is
+    reproducible.
+    """
+    drawn = int(torch.randint(_SEEDS, ()).item())
+    return broadcast_object(drawn)
+
+
+def reduce_dict(input_dict: Mapping[str, Any], average: bool = True) -> dict[str, Any]:
+    """The mean (or sum) over all ranks of each value, on every rank: the original leaves partial sums elsewhere.
+
+    Collective. A new dictionary with the same keys in the same order; the input is not changed.
+
+    Args:
+        input_dict: Tensors (any shape, CPU or accelerator) and plain numbers. All ranks need the same keys and shapes.
+        average: False: the sum.
+
+    Returns:
+        For a tensor a tensor of its shape, device and, if floating, dtype (an averaged integer tensor becomes one of
+        torch's default dtype); for a plain number a float (a summed int stays an int).
+
+    Raises:
+        ValueError: The ranks' keys, shapes or devices differ. On every rank.
+        TypeError: A value is neither tensor nor number. On the ranks that passed one; the others name them.
+    """
+    return reduction.reduce_dict(input_dict, average=average)
+
+
+def all_reduce_mean(value: float, group: dist.ProcessGroup | None = None) -> float:
+    """The mean of every rank's number, on every rank. Collective for ``group`` (None: all ranks)."""
+    if _alone(group):
+        return float(value)
+    link = exchange.cpu_group(group)
+    total = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(total, group=link)
+    return total.item() / dist.get_world_size(link)
+
+
+@contextlib.contextmanager
+def main_process_first() -> Iterator[bool]:
+    """Rank 0 runs the block first, the others once it has ended. Collective.
+
+    For what is prepared once and then found in a cache: a download, a tokenised data set. The value of the ``with``
+    statement is True on rank 0.
+
+    Raises:
+        RuntimeError: (on the others) the block failed on rank 0, where it raises what it raises.
+    """
+    with _first_in(None if _grouped() else _NOBODY, "main_process_first()") as first:
+        yield first
+
+
+@contextlib.contextmanager
+def once_per_machine() -> Iterator[bool]:
+    """As ``main_process_first``, but on each machine its first rank goes first. Collective.
+
+    Raises:
+        RuntimeError: The block failed on the machine's first rank; or as ``get_local_process_group``.
+    """
+    with _first_in(machines.group() if _grouped() else _NOBODY, "once_per_machine()") as first:
+        yield first
+
+
+_NOBODY: Any = object()  # instead of a group: there is none
+
+
+@contextlib.contextmanager
+def _first_in(group: dist.ProcessGroup | None, what: str) -> Iterator[bool]:
+    if group is _NOBODY or _alone(group):
+        yield True
+        return
+    if dist.get_rank(group) == 0:
+        try:
+            yield True
+        except BaseException as error:
+            exchange.broadcast(f"{type(error).__name__}: {error}", 0, group, what)
+            raise
+        exchange.broadcast("", 0, group, what)
+        return
+    failed = exchange.broadcast("", 0, group, what)
+    if failed:
+        first = dist.get_global_rank(group or exchange.world(), 0)
+        raise RuntimeError(f"{what}: the block failed on rank {first}, which goes first: {failed}")
+    yield False
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    return not _grouped() or dist.get_world_size(group) == 1
+
+
+def _check_rank(name: str, rank: int, group: dist.ProcessGroup | None) -> None:
+    size = dist.get_world_size(group) if _grouped() else 1
+    if not 0 <= rank < size:
+        raise ValueError(f"{name}={rank}: the group has {size} rank(s); allowed: 0 to {size - 1}")

@@ -1,0 +1,340 @@
+"""``mlaunch.comm`` in real ranks, and without any."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import comm, launcher
+
+
+def on(size: int, function: Any, **options: Any) -> list[Any]:
+    return launcher(function, size, **options)()
+
+
+def error_of(action: Any) -> str:
+    """In a rank: what an action raises, as text."""
+    try:
+        return f"no error but {action()!r}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_without_a_process_group() -> None:
+    data = object()
+    assert (comm.get_world_size(), comm.get_rank(), comm.get_local_rank(), comm.get_local_size()) == (1, 0, 0, 1)
+    assert comm.is_main_process()
+    comm.synchronize()
+    comm.synchronize(timeout=1)
+    comm.create_local_process_group(8)
+    assert comm.all_gather(data) == comm.gather(data) == [data]
+    assert comm.broadcast_object(data) is data
+    assert comm.all_reduce_mean(3) == 3.0
+    assert 0 <= comm.shared_random_seed() < 2**31
+    given = {"b": torch.tensor(2), "a": 4}
+    assert comm.reduce_dict(given) == {"b": torch.tensor(2.0), "a": 4.0}
+    assert comm.reduce_dict(given, average=False) == given
+    assert comm.reduce_dict(given) is not given
+    with comm.main_process_first() as first, comm.once_per_machine() as local_first:
+        assert first
+        assert local_first
+    with pytest.raises(RuntimeError, match="there is no process group here; call this in a rank"):
+        comm.get_local_process_group()
+    with pytest.raises(ValueError, match=r"dst=1: the group has 1 rank\(s\); allowed: 0 to 0"):
+        comm.gather(data, dst=1)
+
+
+def test_who_am_i() -> None:
+    def train() -> Any:
+        group = comm.get_local_process_group()
+        return comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), comm.is_main_process(), group.size()
+
+    assert on(3, train) == [(0, 0, 3, True, 3), (1, 1, 3, False, 3), (2, 2, 3, False, 3)]
+
+
+def test_objects_of_unequal_size_reach_everybody() -> None:
+    def train() -> Any:
+        rank = comm.get_rank()
+        mine = {
+            "rank": rank,
+            "array": numpy.arange(700_000 * rank, dtype=numpy.int32),  # rank 0: nothing; others: out of band
+            "tensor": torch.full((rank + 1, 30_000), float(rank)),
+            "bytes": b"x" * (200_000 * rank),
+        }
+        mine["array"].flags.writeable = rank != 2
+        everyone = comm.all_gather(mine)
+        assert everyone[rank] is mine
+        everyone[rank - 1]["tensor"] += 1  # ours to write
+        return [
+            (one["rank"], one["array"].sum(dtype=int), tuple(one["tensor"].shape), len(one["bytes"]))
+            for one in everyone
+        ]
+
+    wanted = [
+        (rank, int(numpy.arange(700_000 * rank, dtype=numpy.int32).sum(dtype=int)), (rank + 1, 30_000), 200_000 * rank)
+        for rank in range(3)
+    ]
+    assert on(3, train) == [wanted] * 3
+
+
+def test_gather_gives_nothing_elsewhere() -> None:
+    def train() -> Any:
+        rank = comm.get_rank()
+        small = comm.gather(rank * 10, dst=1)
+        large = comm.gather(torch.full((400_000,), rank))
+        return small, [int(tensor[-1]) for tensor in large], error_of(lambda: comm.gather(1, dst=3))
+
+    refused = "ValueError: dst=3: the group has 3 rank(s); allowed: 0 to 2"
+    assert on(3, train) == [([], [0, 1, 2], refused), ([0, 10, 20], [], refused), ([], [], refused)]
+
+
+def test_an_object_is_broadcast() -> None:
+    def train() -> Any:
+        rank = comm.get_rank()
+        none = comm.broadcast_object(None if rank == 0 else rank)
+        large = comm.broadcast_object(torch.ones(2**19) if rank == 1 else None, src=1)
+        return none, large.sum().item(), error_of(lambda: comm.broadcast_object(1, src=-1))
+
+    refused = "ValueError: src=-1: the group has 2 rank(s); allowed: 0 to 1"
+    assert on(2, train) == [(None, 2.0**19, refused)] * 2
+
+
+@pytest.mark.parametrize("name", ["all_gather", "gather", "broadcast_object"])
+def test_what_cannot_be_pickled_is_an_error_everywhere(name: str) -> None:
+    def train() -> Any:
+        data = {"model": threading.Lock()} if comm.get_rank() == 0 else 1
+        texts = error_of(lambda: getattr(comm, name)(data))
+        return texts, comm.all_gather(comm.get_rank())
+
+    first, second = on(2, train)
+    assert first[0].startswith(
+        f"TypeError: {name}(): what this rank passed cannot be pickled: it['model'] is a _thread.lock ("
+    )
+    assert second[0] == f"TypeError: {name}(): rank 0 passed what cannot be pickled (its own error names it)"
+    assert first[1] == second[1] == [0, 1]  # and the group still works
+
+
+def test_groups_of_some_ranks() -> None:
+    def train() -> Any:
+        group = dist.new_group([1, 2], use_local_synchronization=True) if comm.get_rank() else None
+        if group is None:
+            return None
+        everyone = comm.all_gather(comm.get_rank(), group)
+        return everyone, comm.gather("x", 1, group), comm.broadcast_object(comm.get_rank(), 1, group)
+
+    assert on(3, train) == [None, ([1, 2], [], 2), ([1, 2], ["x", "x"], 2)]
+
+
+def test_a_group_that_cannot_carry_cpu_tensors_gets_a_twin() -> None:
+    """A group for accelerators alone; no accelerator is touched, since objects take the twin."""
+
+    def train() -> Any:
+        from mlaunch import exchange
+
+        group = dist.new_group([0, 1], backend="cuda:gloo")
+        twin = exchange.cpu_group(group)
+        assert exchange.cpu_group(group) is twin is not group
+        return comm.all_gather(comm.get_rank(), group)
+
+    assert on(2, train) == [[0, 1]] * 2
+
+
+def test_a_shared_seed_is_rank_0s_draw() -> None:
+    def train() -> Any:
+        torch.manual_seed(comm.get_rank())
+        return comm.shared_random_seed(), comm.shared_random_seed()
+
+    torch.manual_seed(0)
+    wanted = (int(torch.randint(2**31, ())), int(torch.randint(2**31, ())))
+    assert on(2, train) == [wanted] * 2
+
+
+def test_reduce_dict_is_the_same_on_every_rank() -> None:
+    def train() -> Any:
+        rank = comm.get_rank()
+        given = {
+            "loss": torch.tensor(1.0 + rank, requires_grad=True),
+            "vector": torch.tensor([1, 2], dtype=torch.int64) * (rank + 1),
+            "half": torch.tensor(rank, dtype=torch.float16),
+            "accuracy": 0.5 * rank,
+            "seen": 10 + rank,
+        }
+        mean, total = comm.reduce_dict(given), comm.reduce_dict(given, average=False)
+        assert comm.reduce_dict({}) == {}
+        assert given["loss"].item() == 1.0 + rank
+        return [list(mean), mean, total]
+
+    for names, mean, total in on(2, train):
+        assert names == ["loss", "vector", "half", "accuracy", "seen"]
+        assert mean["loss"] == 1.5
+        assert not mean["loss"].requires_grad
+        assert torch.equal(mean["vector"], torch.tensor([1.5, 3.0]))
+        assert mean["half"].dtype == torch.float16
+        assert (mean["accuracy"], mean["seen"]) == (0.25, 10.5)
+        assert torch.equal(total["vector"], torch.tensor([3, 6]))
+        assert (total["loss"], total["seen"], total["accuracy"]) == (3.0, 21, 0.5)
+        assert isinstance(total["seen"], int)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"a": 1.0, "b": 2.0}, "ValueError: reduce_dict: the ranks passed different things: "
+                               "'b' is missing on rank 0 and number on rank 1"),
+        ({"a": torch.ones(2)}, "ValueError: reduce_dict: the ranks passed different things: "
+                               "'a' is number on rank 0 and cpu tensor of shape (2,) on rank 1"),
+        ({"a": "text"}, "TypeError: reduce_dict: 'a' of rank 1 is a str; allowed: tensors and numbers"),
+    ],
+)  # fmt: skip
+def test_reduce_dict_of_different_things_is_an_error_everywhere(odd: dict[str, Any], words: str) -> None:
+    def train() -> Any:
+        given = odd if comm.get_rank() == 1 else {"a": 1.0}
+        return error_of(lambda: comm.reduce_dict(given)), comm.reduce_dict({"a": 1.0})
+
+    assert on(3, train) == [(words, {"a": 1.0})] * 3
+
+
+def test_reduce_dict_of_one_rank_checks_too() -> None:
+    with pytest.raises(TypeError, match="'a' is a str; allowed: tensors and numbers"):
+        comm.reduce_dict({"a": "text"})
+
+
+def test_the_mean_of_a_number() -> None:
+    assert on(2, lambda: comm.all_reduce_mean(comm.get_rank())) == [0.5, 0.5]
+
+
+def test_a_barrier_names_those_who_do_not_come() -> None:
+    def train() -> str:
+        comm.synchronize(timeout=60)
+        comm.synchronize(timeout=60)
+        store = dist.distributed_c10d._get_default_store()
+        if comm.get_rank() in {1, 3}:
+            store.wait(["0 gave up", "2 gave up"])
+            return ""
+        text = error_of(lambda: comm.synchronize(timeout=0.3))
+        store.set(f"{comm.get_rank()} gave up", "")
+        return text
+
+    missing = "TimeoutError: synchronize: ranks 1, 3 did not come within 0.3 s"
+    assert on(4, train) == [missing, "", missing, ""]
+
+
+def test_a_barrier_leaves_nothing_in_the_store() -> None:
+    def train() -> int:
+        store = dist.distributed_c10d._get_default_store()
+        comm.synchronize()
+        before = store.num_keys()
+        comm.synchronize()
+        comm.synchronize(timeout=60)
+        comm.synchronize()
+        return store.num_keys() - before
+
+    assert on(3, train) == [0, 0, 0]
+
+
+def test_the_main_process_goes_first() -> None:
+    def train() -> Any:
+        with comm.main_process_first() as first:
+            now = time.monotonic()
+        with comm.once_per_machine() as first_here:
+            pass
+        return first, first_here, now
+
+    (first, first_here, at), *others = on(3, train)
+    assert first
+    assert first_here
+    assert [other[:2] for other in others] == [(False, False)] * 2
+    assert all(other[2] > at for other in others)
+
+
+def test_a_failure_of_the_main_process_reaches_the_others() -> None:
+    def block() -> None:
+        with comm.main_process_first() as first:
+            if first:
+                raise OSError("disk full")
+
+    first, *others = on(3, lambda: error_of(block))
+    assert first == "OSError: disk full"
+    assert (
+        others
+        == ["RuntimeError: main_process_first(): the block failed on rank 0, which goes first: OSError: disk full"] * 2
+    )
+
+
+def test_local_groups_of_equal_machines() -> None:
+    def train() -> Any:
+        refused = error_of(lambda: comm.create_local_process_group(3))
+        comm.create_local_process_group(2)
+        comm.create_local_process_group(2)
+        comm.synchronize()
+        group = comm.get_local_process_group()
+        return comm.get_local_rank(), comm.get_local_size(), comm.all_gather(comm.get_rank(), group), refused
+
+    refused = (
+        "ValueError: num_workers_per_machine=3: the world has 4 ranks, which is no multiple of it; "
+        "allowed: a divisor, or None to have the ranks find out"
+    )
+    assert on(4, train) == [
+        (0, 2, [0, 1], refused), (1, 2, [0, 1], refused), (0, 2, [2, 3], refused), (1, 2, [2, 3], refused),
+    ]  # fmt: skip
+
+
+def test_local_groups_of_unequal_machines() -> None:
+    def train() -> Any:
+        os.environ["GROUP_RANK"] = "0" if comm.get_rank() == 0 else "1"
+        comm.create_local_process_group()
+        with comm.once_per_machine() as first:
+            pass
+        return comm.get_local_rank(), comm.get_local_size(), first
+
+    assert on(4, train) == [(0, 1, True), (0, 3, True), (1, 3, False), (2, 3, False)]
+
+
+def test_a_launcher_that_does_not_say_who_shares_a_machine() -> None:
+    def train() -> Any:
+        del os.environ["LOCAL_RANK"]
+        unknown = error_of(comm.get_local_rank)
+        del os.environ["GROUP_RANK"]
+        comm.create_local_process_group()
+        return unknown, comm.get_local_rank()
+
+    unknown = (
+        "RuntimeError: which ranks share a machine is not known here: the launcher set no LOCAL_RANK and "
+        "LOCAL_WORLD_SIZE; have all ranks call create_local_process_group() first"
+    )
+    assert on(2, train) == [(unknown, 0), (unknown, 1)]
+
+
+def test_a_local_group_that_was_not_made() -> None:
+    def train() -> Any:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        return error_of(comm.get_local_process_group)
+
+    assert (
+        on(2, train)
+        == [
+            "RuntimeError: the group of this machine's 1 ranks was not made; "
+            "have all ranks call create_local_process_group() first"
+        ]
+        * 2
+    )
+
+
+def test_a_new_world_forgets_the_old_ones_local_group() -> None:
+    def train() -> Any:
+        comm.create_local_process_group(1)
+        before = comm.get_local_size()
+        store = dist.distributed_c10d._get_default_store()
+        rank, size = comm.get_rank(), comm.get_world_size()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+        return before, comm.get_local_size()
+
+    assert on(2, train) == [(1, 2)] * 2

@@ -1,0 +1,146 @@
+"""MegEngine's names, and detectron2's ``launch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mlaunch
+from mlaunch import comm
+
+
+def error_of(action: Any) -> str:
+    try:
+        return f"no error but {action()!r}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_world_of_one() -> None:
+    assert not mlaunch.is_distributed()
+    assert (mlaunch.get_rank(), mlaunch.get_world_size(), mlaunch.get_local_device_id()) == (0, 1, 0)
+    assert mlaunch.get_backend() is None
+    assert (mlaunch.WORLD.size, mlaunch.WORLD.rank, mlaunch.WORLD.key) == (1, 0, "0")
+    assert mlaunch.WORLD.is_single_machine
+    assert mlaunch.new_group([0]) is mlaunch.WORLD
+    mlaunch.group_barrier()
+    tensor = torch.ones(2)
+    mlaunch.bcast_list_([tensor])
+    assert mlaunch.make_allreduce_cb("mean")(tensor, tensor) is tensor
+    assert mlaunch.synchronized(lambda x: x + 1)(1) == 2
+    with pytest.raises(RuntimeError, match="there is no process group here"):
+        mlaunch.get_client()
+    with pytest.raises(RuntimeError, match="the address of the ranks' server is not known here: MASTER_ADDR is not"):
+        mlaunch.get_py_server_addr()
+
+
+def test_who_am_i() -> None:
+    @mlaunch.launcher(n_gpus=2, device_type="cpu")
+    def train() -> Any:
+        return (
+            mlaunch.get_rank(), mlaunch.get_world_size(), mlaunch.get_local_device_id(), mlaunch.get_backend(),
+            mlaunch.is_distributed(), mlaunch.WORLD.key, mlaunch.WORLD.is_single_machine, repr(mlaunch.WORLD),
+        )  # fmt: skip
+
+    assert train() == [(rank, 2, rank, "gloo", True, "0,1", True, "<Group of ranks 0,1>") for rank in range(2)]
+
+
+def test_groups() -> None:
+    @mlaunch.launcher(n_gpus=3)
+    def train() -> Any:
+        if mlaunch.get_rank() == 1:
+            return error_of(lambda: mlaunch.new_group([0, 2]))
+        with mlaunch.override_backend("gloo"):
+            group = mlaunch.new_group([2, 0])
+        tensor = torch.tensor([float(mlaunch.get_rank() + 1)])
+        mlaunch.bcast_list_([tensor], group)
+        mlaunch.group_barrier(group)
+        return group.size, group.rank, group.key, group.is_single_machine, tensor.item()
+
+    source = train()
+    assert source[1] == "ValueError: new_group([0, 2]): this is rank 1; only the group's members may call it"
+    assert source[0][0] == 2
+    assert sorted([source[0][1], source[2][1]]) == [0, 1]
+    assert source[0][2] == source[2][2]
+    assert source[0][4] == source[2][4]
+
+
+def test_a_group_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"new_group\(\[0, 0\]\): allowed: different ranks from 0 to 0"):
+        mlaunch.new_group([0, 0])
+    with pytest.raises(ValueError, match="reduce_method='max': allowed: 'mean', 'sum'"):
+        mlaunch.make_allreduce_cb("max")
+
+
+def test_gradients_are_reduced() -> None:
+    @mlaunch.launcher(n_gpus=2)
+    def train() -> Any:
+        parameter = torch.nn.Parameter(torch.ones(2) * mlaunch.get_rank())
+        mlaunch.bcast_list_([parameter])
+        parameter.register_post_accumulate_grad_hook(mlaunch.make_allreduce_cb("MEAN"))
+        (parameter * (mlaunch.get_rank() + 1)).sum().backward()
+        total = mlaunch.make_allreduce_cb("sum")(parameter, torch.ones(1))
+        return parameter.tolist(), parameter.grad.tolist(), total.item()
+
+    assert train() == [([0.0, 0.0], [1.5, 1.5], 2.0)] * 2
+
+
+def test_synchronized_waits_for_all() -> None:
+    @mlaunch.launcher(n_gpus=2)
+    def train() -> int:
+        client = mlaunch.get_client()
+
+        @mlaunch.synchronized
+        def work() -> None:
+            client.user_set(f"done {mlaunch.get_rank()}", True)
+
+        work()
+        return int(client.user_get(f"done {1 - mlaunch.get_rank()}", 0.01))
+
+    assert train() == [1, 1]
+
+
+# detectron2's launch
+
+
+def main(scale: int, offset: int) -> Any:
+    dist.barrier()
+    group = comm.get_local_process_group()
+    return comm.get_rank() * scale + offset, comm.get_local_rank(), dist.get_world_size(group)
+
+
+@pytest.mark.parametrize("url", [None, "auto", "file:///nowhere/at/all"])
+def test_launch(url: str | None) -> None:
+    assert mlaunch.launch(main, 2, dist_url=url, args=(10, 1), timeout=60) == [(1, 0, 2), (11, 1, 2)]
+
+
+def test_launch_at_a_port() -> None:
+    with mlaunch.Server() as server:  # a port that is free once the server has ended
+        port = server.py_server_port
+    assert mlaunch.launch(main, 2, dist_url=f"tcp://127.0.0.1:{port}", args=(10, 1)) == [(1, 0, 2), (11, 1, 2)]
+
+
+def test_a_world_of_one_runs_here() -> None:
+    here = object()
+    assert mlaunch.launch(lambda x: (x, dist.is_initialized()), 1, args=(here,)) == [(here, False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_machines": 2}, "dist_url=None with num_machines=2: the machines cannot find each other by this; give "
+                              "the address of machine 0, and a free port there, as dist_url='tcp://10.0.0.1:29500'"),
+        ({"num_machines": 2, "dist_url": "auto"}, "dist_url='auto' with num_machines=2: the machines cannot find"),
+        ({"num_machines": 2, "machine_rank": 2}, r"machine_rank=2: allowed of 2 machine\(s\): 0 to 1"),
+        ({"num_gpus_per_machine": 0}, "num_gpus_per_machine=0: allowed: whole numbers from 1"),
+        ({"dist_url": "tcp://host"}, "dist_url='tcp://host': allowed: 'auto', 'tcp://host:port', 'file://...', or"),
+        ({"dist_url": "tcp://host:99999"}, "dist_url='tcp://host:99999': allowed: 'auto'"),
+        ({"dist_url": "http://host:80"}, "dist_url='http://host:80': allowed: 'auto'"),
+    ],
+)  # fmt: skip
+def test_launch_refuses(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mlaunch.launch(main, **{"num_gpus_per_machine": 2, **arguments})
