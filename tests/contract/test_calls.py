@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,9 +239,31 @@ def test_two_threads_get_their_own_results() -> None:
 
 def test_a_launch_inside_a_rank() -> None:
     def outer() -> list[int]:
-        return functions.launched(dist.get_rank())
+        return functions.launched.options(join=False)(dist.get_rank())
 
     assert launcher(outer, 2)() == [[0, 1], [10, 11]]
+
+
+def test_a_launch_inside_a_rank_that_was_not_meant() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"plain\(\) is called inside rank [01] of .*<lambda>\(\), which is"
+    ) as caught:
+        launcher(lambda: functions.launched(1), 2)()
+    assert "call plain.__wrapped__(...); to start new ranks from here" in str(caught.value)
+    assert launcher(lambda: functions.launched.__wrapped__(1), 2)() == [10, 11]
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
+    """It inherits RANK and its like, but launches as any other."""
+    script = tmp_path / "script.py"
+    script.write_text("from tests.contract import functions\nprint(functions.launched(3))\n")
+
+    def train() -> str:
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environ, check=False)
+        return done.stdout + done.stderr
+
+    assert launcher(train, 2)() == ["[30, 31]\n"] * 2
 
 
 def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
 import os
 import signal
 import subprocess
@@ -70,6 +72,59 @@ def test_the_ranks_own_exception_is_raised(start_method: str) -> None:
     assert "mlaunch" not in report.failures[0].traceback
     if sys.version_info >= (3, 11):
         assert caught.value.__notes__[0].startswith("raised by rank 1 of on_rank_1.<locals>.train() (host ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Pair(Exception):
+    """Its ``__new__`` wants two arguments."""
+
+    def __new__(cls, first: int, _second: int) -> Pair:
+        return super().__new__(cls, first)
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def test_an_exception_that_refuses_attributes() -> None:
+    def train() -> None:
+        raise Frozen(7)
+
+    try:  # pytest.raises would set its __traceback__
+        launcher(train, 1)()
+    except Frozen as error:
+        assert error.code == 7  # noqa: PT017
+        assert error.__notes__[0].startswith("raised by rank 0 of ")  # noqa: PT017
+
+
+def test_an_exception_whose_new_wants_more() -> None:
+    def train() -> None:
+        raise Pair(3, 4)
+
+    with pytest.raises(Pair) as caught:
+        launcher(train, 1)()
+    assert (caught.value.args, caught.value.second) == ((3,), 4)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no exception groups before Python 3.11")
+def test_a_group_of_exceptions_that_pickle_cannot_rebuild() -> None:
+    group: Any = vars(builtins)["ExceptionGroup"]
+
+    def train() -> None:
+        raise group("several", [Odd(1, where="a"), group("inner", [Pair(3, 4), OSError(2, "gone")])])
+
+    with pytest.raises(group, match="several") as caught:
+        launcher(train, 1)()
+    odd, inner = caught.value.exceptions
+    assert isinstance(odd, Odd)
+    assert odd.code == 1
+    assert isinstance(inner, group)
+    assert [type(error) for error in inner.exceptions] == [Pair, FileNotFoundError]
+    assert "Odd: 1 at a" in str(caught.value.__cause__)
 
 
 def test_an_exception_that_pickle_cannot_rebuild() -> None:

@@ -123,6 +123,9 @@ def test_ranks_share_one_copy_of_a_large_argument() -> None:
     def shared(array: numpy.ndarray[Any, Any]) -> tuple[float, int]:
         total = float(array.sum())
         mine = 0
+        # A page of the shared file counts as private as long as one rank alone has touched it,
+        # so both read first, and both stay until the other has looked.
+        torch.distributed.barrier()
         with open("/proc/self/smaps") as file:
             ours = False
             for line in file:
@@ -130,6 +133,7 @@ def test_ranks_share_one_copy_of_a_large_argument() -> None:
                     ours = "mlaunch-call" in line
                 elif ours and line.startswith(("Private_Dirty", "Anonymous")):
                     mine += int(line.split()[1])
+        torch.distributed.barrier()
         return total, mine
 
     for total, private_kib in launcher(shared, 2)(numpy.ones(2_000_000)):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -32,9 +33,10 @@ def test_the_digits_example() -> None:
     assert min(accuracies) >= 0.95
 
 
-def test_the_tour() -> None:
-    failed, tried = doctest.testfile(str(ROOT / "docs" / "tour.rst"), module_relative=False)
-    assert tried > 10
+@pytest.mark.parametrize("page", ["tour.rst", "ranks.rst"])
+def test_the_tour(page: str) -> None:
+    failed, tried = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
+    assert tried >= 3
     assert not failed
 
 
@@ -48,10 +50,28 @@ def test_the_docstrings() -> None:
     assert runner.summarize().failed == 0
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
-    code = "import sys; sys.path.insert(0, 'docs'); import pictures; print(pictures.processes(), end='')"
+@pytest.mark.parametrize("name", ["processes", "machines"])
+def test_the_picture_is_what_its_script_draws(name: str) -> None:
+    code = f"import sys; sys.path.insert(0, 'docs'); import pictures; print(pictures.{name}(), end='')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == (ROOT / "docs" / "processes.svg").read_text()
+    assert done.stdout == (ROOT / "docs" / f"{name}.svg").read_text()
+
+
+def test_the_reports_are_what_really_prints() -> None:
+    """Those of documentation and README; how far the other ranks come meanwhile differs from run to run."""
+    code = (
+        "import sys; sys.path.insert(0, 'docs'); import reports; print(*map(reports.report, reports.KINDS), sep='\\0')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    for kind, text in zip(("raised", "killed", "stuck"), done.stdout.split("\0"), strict=True):
+        shown = (ROOT / "docs" / "reports" / f"{kind}.txt").read_text()
+        assert without_the_others(text) == without_the_others(shown)
+    readme = (ROOT / "README.rst").read_text()
+    assert textwrap.indent((ROOT / "docs" / "reports" / "raised.txt").read_text(), "    ") in readme
+
+
+def without_the_others(text: str) -> str:
+    return re.sub(r"\n(after which|meanwhile):\n(  .*\n)+", "", text).rstrip()
 
 
 FAILING = """

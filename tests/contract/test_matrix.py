@@ -1,0 +1,211 @@
+"""The crash matrix: where in its life a rank (or the caller) ends, by how it ends, under every start method.
+
+The leak fixture looks at what each cell leaves, and its own launch shows that the next call works.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, launcher
+from tests.conftest import ROOT
+from tests.processes import alive, wait_gone
+
+METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+def raise_error() -> None:
+    raise ValueError("no such luck")
+
+
+HOW: dict[str, Callable[[], object]] = {
+    "exception": raise_error,
+    "sys.exit": lambda: sys.exit(3),
+    "os._exit": lambda: os._exit(4),
+    "segfault": lambda: ctypes.string_at(1),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "caller dies": lambda: (os.kill(int(os.environ["CALLER"]), signal.SIGKILL), signal.pause()),
+}
+WORDS = {
+    "sys.exit": "exited with code 3 (sys.exit or os._exit)",
+    "os._exit": "exited with code 4 (sys.exit or os._exit)",
+    "segfault": "was killed by SIGSEGV",
+    "SIGKILL": "was killed by SIGKILL",
+}
+
+
+def crash(how: str) -> None:
+    """In rank 1 alone."""
+    if os.environ.get("RANK") == "1":
+        HOW[how]()
+
+
+class Fuse:
+    """Burns when it is pickled; ``late``: when it is unpickled; ``anywhere``: not in rank 1 alone."""
+
+    def __init__(self, how: str, *, late: bool = False, anywhere: bool = False) -> None:
+        self.how, self.late, self.anywhere = how, late, anywhere
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.late:
+            return crash, (self.how,)
+        (HOW[self.how] if self.anywhere else lambda: crash(self.how))()
+        return int, ()
+
+
+# Each place: what the ranks run, with which argument.
+
+
+def in_the_function(how: str) -> None:
+    crash(how)
+    dist.barrier()
+
+
+def in_a_collective(how: str) -> None:
+    dist.all_gather_object([None] * dist.get_world_size(), Fuse(how))
+
+
+def pickling_the_result(how: str) -> object:
+    return Fuse(how)
+
+
+def after_return(how: str) -> int:
+    atexit.register(crash, how)
+    return 5
+
+
+def unpickling(_fuse: object) -> None:
+    dist.barrier()
+
+
+def importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    name = f"module_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(
+        f"from tests.contract.test_matrix import crash\ncrash({how!r})\ndef train():\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return launcher(__import__(name).train, 2, **limits(how))
+
+
+def limits(how: str) -> dict[str, Any]:
+    return {"deadline": 0.7, "grace_period": 0.1} if how == "SIGSTOP" else {}
+
+
+PLACES = {place.__name__: place for place in (in_the_function, in_a_collective, pickling_the_result, after_return)}
+
+
+def call_at(where: str, how: str, start_method: str) -> Callable[[], object]:
+    options = {"start_method": start_method, **limits(how)}
+    if where in PLACES:
+        return lambda: launcher(PLACES[where], 2, **options)(how)
+    return lambda: launcher(unpickling, 2, **options)(Fuse(how, late=where == "unpickling", anywhere=True))
+
+
+def check(where: str, how: str, call: Callable[[], object]) -> None:
+    """That the cell ends as it must, in words that name rank 1 and the reason."""
+    if where == "after_return" and how in {"exception", "sys.exit"}:
+        assert call() == [5, 5]  # as an interpreter that prints what an exit handler raises, and ends with code 0
+    elif where == "pickling_the_result" and how == "exception":
+        with pytest.raises(LaunchError, match=r"rank 1 of .* returned a value that cannot be pickled: .*no such luck"):
+            call()
+    elif how == "exception":
+        with pytest.raises(ValueError, match="no such luck") as raised:
+            call()
+        assert "rank 1 of " in str(raised.value.__cause__)
+    elif how == "SIGSTOP":
+        returned = "returned but not ended" if where == "after_return" else "not returned"
+        with pytest.raises(LaunchTimeout, match=f"(rank 1|ranks 0-1) had {returned}"):
+            call()
+    else:
+        returned = "returned its value, then " if where == "after_return" else ""
+        with pytest.raises(LaunchError, match=re.escape(returned + WORDS[how])) as caught:
+            call()
+        assert caught.value.failures[0].rank == 1
+        assert how != "segfault" or "Fatal Python error: Segmentation fault" in caught.value.failures[0].traceback
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("how", [how for how in HOW if how != "caller dies"])
+@pytest.mark.parametrize("where", [*PLACES, "unpickling"])
+def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
+    if where == "unpickling" and start_method == "fork":
+        pytest.skip("nothing is unpickled where the ranks inherit the call")
+    check(where, how, call_at(where, how, start_method))
+
+
+@pytest.mark.parametrize("how", [how for how in HOW if how != "caller dies"])
+def test_a_rank_ends_importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check("importing", how, importing(how, tmp_path, monkeypatch))
+
+
+def test_pickling_the_call_raises() -> None:
+    with pytest.raises(TypeError, match=r"argument 0 of unpickling\(\) is a .*Fuse, which cannot be pickled"):
+        call_at("pickling the call", "exception", "forkserver")()
+    with pytest.raises(SystemExit):
+        call_at("pickling the call", "sys.exit", "forkserver")()
+
+
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("where", [*PLACES, "unpickling", "pickling the call"])
+def test_the_caller_dies(where: str, start_method: str) -> None:
+    if where in {"unpickling", "pickling the call"} and start_method == "fork":
+        pytest.skip("nothing is pickled where the ranks inherit the call")
+    mark = uuid.uuid4().hex
+    code = (
+        f"import os\nos.environ['CALLER'] = str(os.getpid())\nfrom tests.contract.test_matrix import call_at\n"
+        f"call_at({where!r}, 'caller dies', {start_method!r})()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MARK": mark},
+        cwd=ROOT,
+        check=False,
+        stdout=subprocess.PIPE,  # its end comes when caller, agent and ranks have closed it
+        stderr=subprocess.STDOUT,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stdout.decode()
+    wait_gone([pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if marked(pid, mark)])
+
+
+@pytest.mark.slow
+def test_many_launches_of_which_a_third_fail() -> None:
+    """MLAUNCH_SOAK is how many; whatever one leaves behind shows in the next, or in the leak fixture."""
+    chance = random.Random(os.environ.get("MLAUNCH_SOAK_SEED", "3"))
+    hows = [how for how in HOW if how != "caller dies"]
+    failed = 0
+    for _ in range(int(os.environ.get("MLAUNCH_SOAK", "250"))):
+        if chance.randrange(3) == 0:
+            where, how = chance.choice([*PLACES, "unpickling"]), chance.choice(hows)
+            check(where, how, call_at(where, how, "forkserver"))
+            failed += 1
+        assert launcher(dist_total, 2)(10) == [12, 12]
+    assert failed > 0
+
+
+def dist_total(base: int) -> int:
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, 1)
+    return base + sum(everyone)
+
+
+def marked(pid: int, mark: str) -> bool:
+    try:
+        return alive(pid) and mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except (OSError, ValueError):
+        return False

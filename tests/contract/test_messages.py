@@ -1,0 +1,200 @@
+"""The texts of errors that no other test provokes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mlaunch
+from mlaunch import LaunchError, launcher
+from mlaunch.errors import RankFailure, Report, describe_exit
+from mlaunch.options import Options
+from mlaunch.rendezvous import values, wire
+from mlaunch.runtime import linux, starting
+from mlaunch.runtime.channel import Channel
+from mlaunch.runtime.messages import DeviceCount, Reaped
+from mlaunch.runtime.starting import ForkServer
+
+
+def fork_server(told: Callable[[Channel], None]) -> ForkServer:
+    """The caller's handle to a server that says what the test has it say, and then was killed."""
+    ours, theirs = Channel.pair()
+    told(theirs)
+    theirs.close()
+    return ForkServer(ours, 4242, lambda _seconds: -9)
+
+
+def test_a_fork_server_that_dies_early() -> None:
+    server = fork_server(lambda _: None)
+    with pytest.raises(LaunchError, match=r"the fork server \(pid 4242\) was killed by SIGKILL before it was ready"):
+        server.ready()
+    server.close()
+
+
+def test_a_fork_server_that_says_something_else() -> None:
+    server = fork_server(lambda channel: channel.tell(Reaped(3)))
+    with pytest.raises(LaunchError, match=r"sent Reaped\(exitcode=3\) where Ready was expected"):
+        server.ready()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (DeviceCount(0, "RuntimeError: no driver"), "counting the accelerators failed: RuntimeError: no driver"),
+        (Reaped(-6), r"the counting process died \(Reaped\(exitcode=-6\)\)"),
+    ],
+)
+def test_devices_that_cannot_be_counted(answer: object, words: str) -> None:
+    ours, theirs = Channel.pair()
+    server = ForkServer(ours, 4242, lambda _seconds: None)
+
+    def count() -> None:
+        _, fds = theirs.receive()
+        channel = Channel.adopt(fds[1])
+        channel.tell(answer)
+        channel.close()
+        os.close(fds[0])
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    with pytest.raises(LaunchError, match=words):
+        server.count_devices({})
+    thread.join()
+    server.close()
+    theirs.close()
+
+
+def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = starting.start_interpreter
+
+    def start_and_kill(environ: dict[str, str]) -> ForkServer:
+        server = start(environ)
+        server.ready()
+        os.kill(server.pid, signal.SIGKILL)
+        while server.alive():
+            os.sched_yield()
+        return server
+
+    monkeypatch.setattr(starting, "start_interpreter", start_and_kill)
+    with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL before it could start .*<lambda>"):
+        launcher(lambda: 1, 1, start_method="spawn")()
+
+
+def test_a_rank_that_imports_another_version_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "changing.py"
+    module.write_text("def train():\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train = __import__("changing").train
+    module.write_text("something_else = 1\n")
+    os.utime(module, (1, 1))
+    with pytest.raises(AttributeError, match="has no function 'train': it differs from the one that the caller"):
+        launcher(train, 1)()
+    del sys.modules["changing"]
+
+
+def test_a_refused_prctl() -> None:
+    with pytest.raises(OSError, match=r"prctl\(-1, 0\): Invalid argument"):
+        linux._prctl(-1, 0)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = f"was not started: the rendezvous cannot listen at 127.0.0.1, port {port}: Address already in use"
+        with pytest.raises(LaunchError, match=words):
+            launcher(lambda: 1, 1, port=port)()
+
+
+def test_a_world_that_is_too_small_for_this_machine() -> None:
+    cpus = len(os.sched_getaffinity(0))
+    words = rf"world_size={cpus} with {cpus} rank\(s\) on this machine from rank_start=1: allowed: {cpus + 1} or more"
+    with pytest.raises(ValueError, match=words):
+        launcher(lambda: 1, world_size=cpus, rank_start=1, port=29600, device_type="cpu")()
+
+
+def value_lines(rank: object, size: object, data: bytes, signature: str) -> bytes:
+    return wire.encode({"rank": rank, "size": size}) + data + wire.encode({"signature": signature})
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (value_lines("one", 3, b"abc", ""), "what came is no value"),
+        (value_lines(1, 3, b"abc", "00"), "the value of rank 1 has a wrong signature"),
+        (value_lines(1, 300, b"abc", "00"), "the connection was closed"),
+        (b"[" * 10 + b"\n", "what came is no record"),
+        (b"[]\n", "what came is no record"),
+        (b"x" * 1000, "the connection was closed"),
+    ],
+)
+def test_a_value_from_another_machine_that_is_none(stream: bytes, words: str) -> None:
+    async def receive() -> object:
+        reader = asyncio.StreamReader()
+        reader.feed_data(stream)
+        reader.feed_eof()
+        return await values.receive(reader, "hush", "launch")
+
+    with pytest.raises(ConnectionError, match=words):
+        asyncio.run(receive())
+
+
+def test_a_name_that_the_package_lacks() -> None:
+    with pytest.raises(AttributeError, match="module 'mlaunch' has no attribute 'lunch'"):
+        _ = mlaunch.lunch
+
+
+def test_a_joining_machine_needs_a_port() -> None:
+    with pytest.raises(ValueError, match="rank_start=2 with port=0: a machine that joins others must know the port"):
+        Options(n_gpus=2, world_size=4, rank_start=2)
+
+
+def test_a_decorated_classmethod() -> None:
+    with pytest.raises(TypeError, match="put @launcher below @classmethod or @staticmethod"):
+        launcher(classmethod(lambda cls: cls))  # type: ignore[arg-type]
+
+
+def test_an_exception_that_cannot_be_shown() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    def train() -> None:
+        raise Mute
+
+    with pytest.raises(Mute) as caught:
+        launcher(train, 1)()
+    assert "Mute: <its __str__ raised KeyError>" in str(caught.value.__cause__)
+
+
+def test_a_signal_without_a_name() -> None:
+    assert describe_exit(-40) == "was killed by signal 40"
+
+
+def test_many_consequences_are_cut_short() -> None:
+    failures = [RankFailure(rank, 100 + rank, "was killed by SIGKILL", consequence=rank > 0) for rank in range(12)]
+    text = str(Report("train", failures))
+    assert text.count("was killed by SIGKILL") == 9
+    assert text.endswith("  and 3 more (see .failures)")
+
+
+def test_a_long_consequence_is_shortened() -> None:
+    failures = [RankFailure(0, 1, "raised A"), RankFailure(1, 2, "raised B: " + "word " * 100 + "\nmore")]
+    last = str(Report("train", failures)).splitlines()[-1]
+    assert last.startswith("  rank 1 raised B: word word")
+    assert last.endswith("... ...")
+    assert len(last) < 180
+
+
+def test_the_place_of_the_rendezvous_server_is_told_as_far_as_known() -> None:
+    assert str(Report("train", [RankFailure(None, 7, "was killed by SIGKILL")])) == (
+        "the rendezvous server of train() was killed by SIGKILL\n  pid 7"
+    )

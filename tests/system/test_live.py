@@ -1,0 +1,198 @@
+"""``mlaunch ps`` and ``mlaunch stacks``, on launches that run meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, launcher
+from mlaunch.cli import live, main
+from mlaunch.runtime import directory
+from tests.conftest import ROOT
+
+HERE = os.path.basename(__file__)
+UNDISTURBED = [1, 2, 3]
+
+
+@contextlib.contextmanager
+def running(tmp_path: Path, **options: Any) -> Iterator[dict[str, Any]]:
+    """A launch of three ranks, all in their function: rank 2 waits in an event, the others in a barrier for it.
+
+    Afterwards it must return what it would have returned unobserved.
+    """
+    there, go = tmp_path / "there", tmp_path / "go"
+    for fifo in (there, go):
+        os.mkfifo(fifo)
+
+    def train() -> int:
+        dist.barrier()
+        if dist.get_rank() == 2:
+            there.write_text("x")
+            wait_for(go)
+        dist.barrier()
+        return dist.get_rank() + 1
+
+    seen: dict[str, Any] = {}
+    ours = launcher(train, 3, **options)
+    thread = threading.Thread(target=lambda: seen.update(returned=ours()))
+    thread.start()
+    there.read_text()
+    seen["status"] = live.ask(b"status")[0]
+    try:
+        yield seen
+    finally:
+        go.write_text("x")
+        thread.join()
+    assert seen["returned"] == UNDISTURBED
+
+
+def wait_for(go: Path) -> None:
+    go.read_text()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_ps_lists_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], start_method: str) -> None:
+    with running(tmp_path, start_method=start_method):
+        assert main(["ps"]) == 0
+        title, header, *rows = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(
+            rf"[0-9a-f]{{8}}  running\.<locals>\.train\(\)  3 ranks, \d+ s old, called by pid {os.getpid()}", title
+        )
+        assert header.split() == ["RANK", "PID", "DEVICE", "STATE"]
+        for rank, row in enumerate(rows):
+            number, pid, device, state = row.split(maxsplit=3)
+            assert (int(number), device, state) == (rank, "cpu", "running the function")
+            os.kill(int(pid), 0)
+        assert main(["ps", "--json"]) == 0
+        (status,) = json.loads(capsys.readouterr().out)
+        assert status["cwd"] == os.getcwd()
+        assert status["argv"] == sys.argv
+        assert [rank["rank"] for rank in status["ranks"]] == [0, 1, 2]
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out.startswith("no launch of this user is running here (looked in /")
+
+
+def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(tmp_path) as seen:
+        live.ask(b"stacks")  # once for a machine that must read pages from disk to answer
+        for _ in range(3):
+            assert main(["stacks", seen["status"]["id"][:4]]) == 0
+        told = capsys.readouterr().out
+        assert told.count(f"ranks 0-1: running the function, in barrier at {HERE}:") == 3
+        assert told.count(f"rank 2: running the function, in read_text at {HERE}:") == 3
+        assert re.search(
+            rf'    File ".*{HERE}", line \d+, in train\n    File ".*{HERE}", line \d+, in wait_for\n', told
+        )
+        assert main(["stacks", "--all-threads"]) == 0
+        told = capsys.readouterr().out
+        assert told.count("Current thread 0x") == 3
+        assert main(["stacks", "zz"]) == 1
+        ours = seen["status"]["id"][:8]
+        assert (
+            capsys.readouterr().err == f"mlaunch: no running launch has an ID that starts with 'zz'; running: {ours}\n"
+        )
+    assert main(["stacks"]) == 1
+    assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here (looked in")
+
+
+def test_the_state_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running(tmp_path) as seen:
+        held = seen["status"]["ranks"][0]["pid"]
+        os.kill(held, signal.SIGSTOP)
+        while "(it was stopped by a signal)" not in live.ask(b"status")[0]["ranks"][0]["state"]:
+            os.sched_yield()
+        assert main(["stacks"]) == 0
+        told = capsys.readouterr().out
+        os.kill(held, signal.SIGCONT)
+    assert "  rank 0: running the function (it was stopped by a signal)\n  rank 1: running" in told
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    with running(tmp_path) as seen:
+        for command in ([sys.executable, "-m", "mlaunch"], [str(Path(sys.executable).with_name("mlaunch"))]):
+            done = subprocess.run([*command, "ps"], capture_output=True, text=True, check=True, cwd=ROOT)
+            assert done.stdout.startswith(seen["status"]["id"][:8])
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys\nfrom mlaunch.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.endswith("False\n")
+
+
+def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory.listen(os.environ, "dead").close()
+    assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
+    assert live.ask(b"status") == []
+    assert os.listdir(tmp_path / "mlaunch") == []
+
+
+def test_a_killed_agent_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def train() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(LaunchError, match="the agent was killed by SIGKILL"):
+        launcher(train, 1)()
+    assert os.listdir(tmp_path / "mlaunch") == []
+
+
+def test_a_directory_with_a_long_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 200)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with running(tmp_path) as seen:
+        assert os.listdir(deep / "mlaunch") == [f"{seen['status']['id']}.sock"]
+    assert os.listdir(deep / "mlaunch") == []
+
+
+def test_a_directory_that_others_can_enter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "mlaunch").mkdir(mode=0o755)
+    assert launcher(lambda: 5, 1)() == [5]  # a launch needs no visitors
+    assert main(["ps"]) == 1
+    assert capsys.readouterr().err == (
+        f"mlaunch: {tmp_path}/mlaunch must belong to this user with mode 0700, but it belongs to uid {os.getuid()} "
+        f"with mode 0755; remove it, or set XDG_RUNTIME_DIR\n"
+    )
+
+
+def test_visitors_that_misbehave(tmp_path: Path) -> None:
+    """Silent ones, those that leave at once, those that speak nonsense, those that do not listen."""
+    with running(tmp_path) as seen:
+        path = str(directory.home(os.environ) / f"{seen['status']['id']}.sock")
+        silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(40)]
+        for visitor, word in zip(silent, [b"", b"x" * 5000, b"stacks", b"status"] * 10, strict=True):
+            visitor.connect(path)
+            if word:
+                visitor.send(word)
+        for visitor in silent[::2]:
+            visitor.close()
+        assert live.ask(b"status")[0]["id"] == seen["status"]["id"]
+        for visitor in silent[1::2]:
+            visitor.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (64, "1 min 4 s"), (7500, "2 h 5 min"), (90_000, "1 d 1 h")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert live._duration(seconds) == words
