@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cold, failure, large, memory, repeat, warm
+from benchmarks import cold, failure, gather, large, memory, repeat, warm
 from benchmarks.measure import table
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +19,7 @@ _ALL = {
     "results": large.results,
     "arguments": large.arguments,
     "failure": failure.run,
+    "gather": gather.run,
     "memory": memory.run,
     "repeat": repeat.run,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -136,14 +135,6 @@ def floor() -> Iterator[Callable[[str, int], float]]:
 
         yield measure
         stdin.close()
-
-
-def wait_for_ever() -> None:
-    """A rank in a collective that does not come."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        signal.pause()
-    dist.barrier()
 
 
 if __name__ == "__main__":
