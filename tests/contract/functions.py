@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -54,3 +56,11 @@ def total() -> float:
     value = torch.ones(1)
     dist.all_reduce(value)
     return value.item()
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """In a rank: what an action raises, as text."""
+    try:
+        return f"no error but {action()!r}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -13,18 +13,11 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import comm, launcher
+from tests.contract.functions import error_of
 
 
 def on(size: int, function: Any, **options: Any) -> list[Any]:
     return launcher(function, size, **options)()
-
-
-def error_of(action: Any) -> str:
-    """In a rank: what an action raises, as text."""
-    try:
-        return f"no error but {action()!r}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def test_without_a_process_group() -> None:

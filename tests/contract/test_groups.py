@@ -10,13 +10,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import comm
-
-
-def error_of(action: Any) -> str:
-    try:
-        return f"no error but {action()!r}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+from tests.contract.functions import error_of
 
 
 def test_a_world_of_one() -> None:

@@ -78,6 +78,12 @@ class Namespaces:
         """ "down" pulls a host's cable at the switch, "up" plugs it in."""
         self._in(self._switch, "ip", "link", "set", f"p{index}", state)
 
+    def retransmitted(self, index: int) -> int:
+        """How many segments a host has sent again so far, because nobody acknowledged them."""
+        rows = self._in(self._names[index], "cat", "/proc/net/snmp").splitlines()
+        names, values = (row.split() for row in rows if row.startswith("Tcp:"))
+        return int(dict(zip(names, values, strict=True))["RetransSegs"])
+
     def rule(self, index: int, hook: str, rule: str) -> None:
         """A rule of nft on a host, in a table of our own."""
         chain = f"add chain inet mlt c {{ type filter hook {hook} priority 0; }}"
@@ -89,11 +95,11 @@ class Namespaces:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
-    def _in(self, name: str, *command: str) -> None:
-        self._run("ip", "netns", "exec", name, *command)
+    def _in(self, name: str, *command: str) -> str:
+        return self._run("ip", "netns", "exec", name, *command)
 
-    def _run(self, *command: str) -> None:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+    def _run(self, *command: str) -> str:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def why_no_namespaces() -> str:

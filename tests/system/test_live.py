@@ -175,6 +175,17 @@ def test_a_directory_that_others_can_enter(
     )
 
 
+def test_a_strangers_directory_elsewhere_hides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Anybody can make one of the usual places, before this user does."""
+    strange = tmp_path / "strange"
+    strange.mkdir(mode=0o777)
+    strange.chmod(0o777)
+    own = directory.candidates(os.environ)
+    monkeypatch.setattr(directory, "candidates", lambda _environ: [own[0], strange, *own[1:]])
+    with running(tmp_path) as seen:
+        assert [status["id"] for status in live.ask(b"status")] == [seen["status"]["id"]]
+
+
 def test_visitors_that_misbehave(tmp_path: Path) -> None:
     """Silent ones, those that leave at once, those that speak nonsense, those that do not listen."""
     with running(tmp_path) as seen:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -244,7 +245,11 @@ def test_a_cable_that_is_plugged_in_again_in_time(namespaces: Namespaces) -> Non
     with launched(namespaces, 1, 1, heartbeat_timeout=20) as machines:
         machines.start_all({"wait": True})
         machines.until(0, "running")
+        before = namespaces.retransmitted(0)
         namespaces.cable(1, "down")
+        deadline = time.monotonic() + 15
+        while namespaces.retransmitted(0) == before:  # each look is a process: no busy loop
+            assert time.monotonic() < deadline, "nothing was lost on the way"
         namespaces.cable(1, "up")
         machines.processes[0].send_signal(signal.SIGINT)
         _, second = machines.ends()
