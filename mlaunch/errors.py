@@ -113,13 +113,13 @@ def report_of(error: BaseException) -> LaunchError | None:
 class Report:
     """The text of a failed launch: the cause whole, its consequences shortened."""
 
-    name: str  # of the function
+    name: str  # "train()", or a command, "train.py"
     failures: Sequence[RankFailure]
     meanwhile: Sequence[str] = ()  # what the others were doing
 
     def __str__(self) -> str:
         cause, *others = self.failures
-        lines = [f"{cause.who} of {self.name}() {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
+        lines = [f"{cause.who} of {self.name} {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
         lines += [f"  {hint}" for hint in cause.hints]
         if cause.traceback:
             lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]

@@ -39,7 +39,7 @@ def place_to_join(options: Options, name: str) -> Place | None:
         return None
     if rank_of is not None:
         raise RuntimeError(
-            f"{name}() is called inside rank {rank_of.rank} of {rank_of.function}(), which is launched already. To run "
+            f"{name}() is called inside rank {rank_of.rank} of {rank_of.function}, which is launched already. To run "
             f"it in this rank alone, call {name}.__wrapped__(...); to start new ranks from here, decorate it with "
             f"@launcher(..., join=False)"
         )

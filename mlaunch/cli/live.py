@@ -94,7 +94,7 @@ def _title(launch: Mapping[str, Any]) -> str:
     ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
     again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
     return (
-        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}()  {ranks}, {_duration(launch['age'])} old, "
+        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}  {ranks}, {_duration(launch['age'])} old, "
         f"called by pid {launch['caller']}{again}"
     )
 

@@ -24,7 +24,8 @@ from mlaunch.rendezvous.gate import BEATS
 from mlaunch.rendezvous.machines import Join, failure_of_record, shortened
 from mlaunch.runtime import linux
 from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Cluster, Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.runtime.messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.runtime.spec import Cluster
 
 _QUIET = 2.0  # seconds before the first word on what is waited for
 _REMIND = 30.0  # seconds between words that say the same

@@ -61,7 +61,7 @@ def conflict(joined: Sequence[Join], new: Join) -> str:
     for other in joined:
         for name, words in (
             ("world_size", "world_size={}"),
-            ("function", "the function {}()"),
+            ("function", "{} to run"),
             ("mlaunch", "mlaunch {}"),
             ("torch", "torch {}"),
             ("gather", "gather={!r}"),

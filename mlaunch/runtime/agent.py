@@ -98,6 +98,7 @@ class Agent:
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._stopping = False  # the first step has been taken
+        self._number = signal.SIGTERM  # which asks them to end
         self._spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
         self._evidence = Evidence()
         self._asked = StackRequests(self._system.request)
@@ -204,7 +205,9 @@ class Agent:
         if record is None:
             self._listening.discard(fd)
         self._remember(lambda: reporting.of_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
-        force = isinstance(record, Cancel) and record.force
+        force = False
+        if isinstance(record, Cancel):
+            force, self._number = record.force, signal.Signals(record.number)
         if record is not None and not force:
             self._stop_within(0.0)
             return
@@ -284,7 +287,7 @@ class Agent:
             record = RankStacks(rank.rank, self._answers.phases[rank.local_rank], state, rank.stacks[-_TEXT_LIMIT:])
             self._launcher.tell(record)
             rank.stopped = True
-            self._system.group(rank.pid, signal.SIGTERM)
+            self._system.group(rank.pid, self._number)
 
     def _working(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.working or (rank.alive and not self._spare_leaving)]

@@ -5,25 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlaunch.errors import (
-    LaunchError,
-    LaunchTimeout,
-    report_of,
-    warn_caller,
-)
+from mlaunch.errors import LaunchError, warn_caller
 from mlaunch.options import Options
 from mlaunch.runtime import explain, functions, payload, starting
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.collecting import Launch
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import (
-    LaunchSpec,
-)
 from mlaunch.runtime.planning import plan
+from mlaunch.runtime.restarting import with_restarts
+from mlaunch.runtime.spec import LaunchSpec
 from mlaunch.runtime.starting import ForkServer
 from mlaunch.runtime.warm import warm_server
 
@@ -32,23 +25,14 @@ def call_on_ranks(
     options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
     """Runs the function once per device; the list of what this machine's ranks returned."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     call = Call(function, args, kwargs)
     flush_streams()  # what was printed before the call stands before what the ranks print
-    start = time.monotonic()
-    for attempt in range(options.max_restarts):
-        try:
-            return _attempt(options, call, name, attempt)
-        except Exception as error:
-            report = report_of(error)
-            if report is None or not report.failures or isinstance(report, LaunchTimeout):
-                raise
-            if any(failure.final for failure in report.failures):
-                raise
-            _warn_of_restart(report, name, attempt, options.max_restarts)
-        if options.deadline is not None:
-            options = options.replaced({"deadline": max(0.001, options.deadline - (time.monotonic() - start))})
-    return _attempt(options, call, name, options.max_restarts)
+
+    def attempt(deadline: float | None, restart_count: int) -> list[Any]:
+        return _attempt(options.replaced({"deadline": deadline}), call, name, restart_count)
+
+    return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
 
 
 def _attempt(options: Options, call: Call, name: str, attempt: int) -> list[Any]:
@@ -65,11 +49,6 @@ def _attempt(options: Options, call: Call, name: str, attempt: int) -> list[Any]
             server.close()
 
 
-def _warn_of_restart(report: LaunchError, name: str, attempt: int, restarts: int) -> None:
-    why = str(report).partition("\n")[0]
-    warn_caller(f"{name}() is started again (restart {attempt + 1} of at most {restarts}): {why}")
-
-
 def _server(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
     if options.start_method == "forkserver":
         return warm_server.get(environ)
@@ -80,7 +59,7 @@ def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -
     try:
         return server.launch(spec, call)
     except (BrokenPipeError, ConnectionResetError) as error:
-        raise LaunchError(f"{server.epitaph()} before it could start {name}()") from error
+        raise LaunchError(f"{server.epitaph()} before it could start {name}") from error
     except OSError:  # no file descriptor, no memory: not the call's fault
         raise
     except Exception as error:  # whatever a __reduce__ may raise
@@ -90,14 +69,14 @@ def _start(server: ForkServer, spec: LaunchSpec, call: Call | None, name: str) -
 
 
 def _culprit(call: Call, name: str) -> str:
-    parts: list[tuple[str, object]] = [(f"argument {i} of {name}()", arg) for i, arg in enumerate(call.args)]
-    parts += [(f"argument {key!r} of {name}()", value) for key, value in call.kwargs.items()]
-    for where, value in [*parts, (f"{name}()", call.function)]:
+    parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
+    parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
+    for where, value in [*parts, (f"{name}", call.function)]:
         try:
             payload.check(value)
         except Exception:  # whatever a __reduce__ may raise
             return explain.unpicklable(value, where) + ", which"
-    return f"the call of {name}()"
+    return f"the call of {name}"
 
 
 def flush_streams() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import pickle
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,17 +23,18 @@ from mlaunch.errors import (
     meanwhile,
     warn_caller,
 )
-from mlaunch.runtime import directory, payload, reporting, stacks
+from mlaunch.output.relay import Relay
+from mlaunch.runtime import directory, payload, recorded, reporting, stacks
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.messages import (
     AgentFailed,
     Cancel,
     DeadlinePassed,
     Kind,
-    LaunchSpec,
     RankAnswered,
     RankGone,
     RankStacks,
+    RankStarted,
     Reaped,
     Refused,
     RemoteError,
@@ -40,9 +42,18 @@ from mlaunch.runtime.messages import (
     Value,
     Waiting,
 )
+from mlaunch.runtime.spec import LaunchSpec
 from mlaunch.runtime.starting import ForkServer
 
 _RUNTIME = os.path.dirname(__file__) + os.sep
+
+
+class StopSignal(BaseException):
+    """A signal to this process, which its ranks are to get as well."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 @dataclass
@@ -52,6 +63,7 @@ class Launch:
     spec: LaunchSpec
     server: ForkServer
     agent: Channel
+    relay: Relay | None = None
     values: dict[int, int] = field(default_factory=dict)  # rank -> memfd
     failures: list[RankFailure] = field(default_factory=list)
     raised: dict[int, RemoteError] = field(default_factory=dict)
@@ -66,13 +78,15 @@ class Launch:
         """Waits for the launch's last process; then its results, or the exception of its first failure."""
         try:
             self._wait()
+            if self.relay is not None:
+                self.relay.finish()
             if self.refused is not None:
                 kind = LaunchTimeout if self.refused.late else LaunchError
-                raise kind(f"{self.spec.name}() was not started: {self.refused.text}")
+                raise kind(f"{self.spec.name} was not started: {self.refused.text}")
             if self.late and self.stopped:
                 self._raise_timeout()
             if self.broken and not self.failures:
-                raise LaunchError(f"{self.spec.name}() was ended: {self.broken}", (), self._results())
+                raise LaunchError(f"{self.spec.name} was ended: {self.broken}", (), self._results())
             if self.failures:
                 self._raise()
             return self._return()
@@ -80,24 +94,28 @@ class Launch:
             for memfd in self.values.values():
                 os.close(memfd)
             self.agent.close()
+            if self.relay is not None:
+                self.relay.close()
 
     def _wait(self) -> None:
         try:
             while self._hear():
                 pass
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
-            self._cancel()
+            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
+            if self.relay is not None:
+                self.relay.finish()
             if self.stacks:
                 doing = "; ".join(stacks.summarise(self.stacks.values()))
-                _note(interrupt, f"{self.spec.name}() was ended by this; {doing}")
+                _note(interrupt, f"{self.spec.name} was ended by this; {doing}")
             raise
 
-    def _cancel(self) -> None:
+    def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
         force = over = False
         while not over:
             try:
-                self.agent.tell(Cancel(force))
+                self.agent.tell(Cancel(force, number))
                 self._hear_out()
                 over = True
             except BaseException:
@@ -112,36 +130,41 @@ class Launch:
 
     def _hear(self) -> bool:
         """Takes in one record; False after the last."""
+        if self.relay is not None:
+            self.relay.carry_until(self.agent.fileno())
         try:
             record, fds = self.agent.receive()
         except EOFError:
             self.broken = self.server.epitaph()
             return False
-        if isinstance(record, RankAnswered):
-            self._take_answer(record, fds[0])
-        elif isinstance(record, Value):
-            self.values.update((record.rank, fd) for fd in fds)
-        elif isinstance(record, RankGone):
-            self._take_end(record, fds[0])
-        elif isinstance(record, RankStacks):
-            self.stacks[record.rank] = record
-        elif isinstance(record, DeadlinePassed):
-            self.late = not self.failures
-        elif isinstance(record, Reaped):
+        if isinstance(record, Reaped):
             if record.exitcode != 0 and not self.broken:
                 self.broken = f"the agent {describe_exit(record.exitcode)}"
                 directory.remove(self.spec.context.environ, self.spec.launch_id)
             return False
+        if isinstance(record, RankStarted):
+            if self.relay is not None:
+                self.relay.adopt(record.rank, record.rank - self.spec.rank_start, fds)
+        elif isinstance(record, RankAnswered):
+            self._take_answer(record, fds[0])
+        elif isinstance(record, RankGone):
+            self._take_end(record, fds[0])
+        elif isinstance(record, Value):
+            self.values.update((record.rank, fd) for fd in fds)
         else:
             self._take_news(record)
         return True
 
     def _take_news(self, record: object) -> None:
-        """Of what is no rank of ours."""
-        if isinstance(record, ServerGone):
+        """Of what is no rank's beginning, answer or end."""
+        if isinstance(record, RankStacks):
+            self.stacks[record.rank] = record
+        elif isinstance(record, DeadlinePassed):
+            self.late = not self.failures
+        elif isinstance(record, ServerGone):
             self.failures.append(reporting.of_server(record.pid, record.exitcode, record.at))
         elif isinstance(record, Waiting):
-            text = f"mlaunch: {self.spec.name}() waits for its other machines, {record.text}"
+            text = f"mlaunch: {self.spec.name} waits for its other machines, {record.text}"
             print(text, file=sys.stderr, flush=True)
         elif isinstance(record, Refused):
             self.refused = record
@@ -168,8 +191,10 @@ class Launch:
         if record.exitcode == 0 or record.stopped or record.rank in self.raised:
             return
         local_rank = record.rank - self.spec.rank_start
-        device = "cpu" if self.spec.device_type == "cpu" else f"{self.spec.device_type}:{local_rank}"
-        self.failures.append(reporting.of_end(record, device, crash))
+        kind = self.spec.device_type
+        device = kind if kind in {"cpu", ""} else f"{kind}:{local_rank}"
+        told = crash or recorded.error_of(self.spec, local_rank)
+        self.failures.append(reporting.of_end(record, device, told))
 
     def _results(self) -> dict[int, Any]:
         results = {}
@@ -179,10 +204,10 @@ class Launch:
         return results
 
     def _return(self) -> list[Any]:
-        if self.silent:
+        if self.silent and self.spec.command is None:
             ranks = ", ".join(map(str, sorted(self.silent)))
             warn_caller(
-                f"{len(self.silent)} of {self.spec.local_size} ranks of {self.spec.name}() exited with code 0 "
+                f"{len(self.silent)} of {self.spec.local_size} ranks of {self.spec.name} exited with code 0 "
                 f"without returning a value (ranks {ranks}); their results are None"
             )
         wanted = range(self.spec.world_size) if self.spec.gather_all else self._ranks_here()
@@ -193,7 +218,7 @@ class Launch:
             return payload.read(self.values[rank])
         except Exception as error:
             raise LaunchError(
-                f"the value that rank {rank} of {self.spec.name}() returned cannot be unpickled here: "
+                f"the value that rank {rank} of {self.spec.name} returned cannot be unpickled here: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -206,7 +231,7 @@ class Launch:
         if not silent:
             who = f"{stacks.name_ranks(self.stopped)} had returned but not ended"
         lines = [
-            f"{self.spec.name}() did not finish within its deadline of {self.spec.deadline:g} s; {who}",
+            f"{self.spec.name} did not finish within its deadline of {self.spec.deadline:g} s; {who}",
             *meanwhile(stacks.summarise(self.stacks.values())),
         ]
         raise LaunchTimeout("\n".join(lines), self.failures, self._results(), self._stack_texts())
@@ -226,7 +251,7 @@ class Launch:
             error: BaseException = pickle.loads(remote.pickled)
         except Exception:  # its class does not exist here, or cannot be made: the text must do
             raise report from None
-        _note(error, f"raised by {cause.who} of {self.spec.name}() ({cause.place})")
+        _note(error, f"raised by {cause.who} of {self.spec.name} ({cause.place})")
         raise error from report
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from mlaunch.runtime.messages import LaunchSpec, Ready
+from mlaunch.runtime.messages import Ready
+from mlaunch.runtime.spec import LaunchSpec
 
 if TYPE_CHECKING:
     import torch
@@ -188,6 +189,19 @@ def _defaults(spec: LaunchSpec) -> dict[str, str]:
     if spec.visible_devices is not None:
         found[_VISIBLE[spec.device_type]] = spec.visible_devices
     return found
+
+
+def shown(device_type: str, devices: Sequence[int], count: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that shows these of the ``count`` visible devices alone. ValueError for others than there are."""
+    placement = place_on_accelerators(device_type, None, devices, count, environ)
+    return {} if placement.visible_devices is None else {_VISIBLE[device_type]: placement.visible_devices}
+
+
+def only(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that leaves a rank its own device alone."""
+    accelerator = offered().accelerator or "cuda"
+    visible = _visible(accelerator, [local_rank], environ)
+    return {} if visible is None else {_VISIBLE[accelerator]: visible}
 
 
 def limit(timeout: float | None) -> timedelta:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -28,12 +28,12 @@ _IDLE = 0.02  # seconds after a launch without another
 _SOON_ENOUGH = 3  # launches without such a pause
 
 
-def main(control_fd: int, caller: int) -> NoReturn:
-    """The entry of a fresh interpreter; ``caller`` is the pid that started it."""
-    serve(Channel.adopt(control_fd), caller)
+def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
+    """The entry of a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
+    serve(Channel.adopt(control_fd), caller, preload=preload)
 
 
-def serve(control: Channel, caller: int, call: Call | None = None) -> NoReturn:
+def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequence[str] = ()) -> NoReturn:
     """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller."""
     code = 1
     try:
@@ -44,7 +44,7 @@ def serve(control: Channel, caller: int, call: Call | None = None) -> NoReturn:
         linux.adopt_orphans()
         if call is None:
             os.chdir("/")  # a server that stays must not keep a file system busy
-        _ForkServer(control, caller, call).run()
+        _ForkServer(control, caller, call, preload).run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -67,6 +67,7 @@ class _ForkServer:
     control: Channel
     caller: int
     call: Call | None
+    preload: Sequence[str] = ()
     children: dict[int, _Child] = field(default_factory=dict)  # by pidfd
     retiring: bool = False
     launched: int = 0  # launches that have ended
@@ -93,12 +94,12 @@ class _ForkServer:
 
     def _prepare(self) -> bool:
         try:
-            for module in _PRELOAD:
+            for module in (*_PRELOAD, *self.preload):
                 __import__(module)
             from mlaunch.runtime import device
 
             self.control.tell(device.offered())
-        except Exception:
+        except (Exception, SystemExit):
             self.control.tell(NotReady(traceback.format_exc()))
             return False
         if self.call is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle.cloudpickle
 
-from mlaunch.runtime.messages import Context
+from mlaunch.runtime.spec import Context
 
 
 @dataclass(frozen=True)

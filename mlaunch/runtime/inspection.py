@@ -15,8 +15,9 @@ from typing import Any
 
 from mlaunch.runtime import directory, stacks
 from mlaunch.runtime.answers import Phases
-from mlaunch.runtime.messages import LaunchSpec, Phase
+from mlaunch.runtime.messages import Phase
 from mlaunch.runtime.ranks import RankProcess, StackRequests
+from mlaunch.runtime.spec import LaunchSpec
 
 STATUS, STACKS = b"status", b"stacks"
 _WORD_LIMIT = 64
@@ -123,8 +124,8 @@ class Inspection:
 
 def _device(spec: LaunchSpec, local_rank: int) -> str:
     """ "cpu", or the device as the machine numbers it: "cuda:2"."""
-    if spec.device_type == "cpu":
-        return "cpu"
+    if spec.device_type in {"cpu", ""}:
+        return spec.device_type or "-"
     shown = spec.visible_devices.split(",") if spec.visible_devices else []
     return f"{spec.device_type}:{shown[local_rank] if shown else local_rank}"
 

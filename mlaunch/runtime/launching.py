@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,9 +20,10 @@ from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.inspection import Inspection
-from mlaunch.runtime.messages import AgentFailed, LaunchSpec, Refused
+from mlaunch.runtime.messages import AgentFailed, RankStarted, Refused
 from mlaunch.runtime.others import Company, NoLaunchError, Others, come_together
 from mlaunch.runtime.ranks import RankProcess
+from mlaunch.runtime.spec import LaunchSpec
 
 _TEXT_LIMIT = 16_384  # characters: a record is small
 
@@ -66,6 +67,9 @@ def _take_over_streams(order: Order) -> None:
     for fd, standard in ((order.stdout, 1), (order.stderr, 2)):
         os.dup2(fd, standard)
         os.close(fd)
+
+
+def _silence_input() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -74,6 +78,8 @@ def _take_over_streams(order: Order) -> None:
 def _supervise(order: Order, launcher: Channel) -> None:
     spec: LaunchSpec = payload.read(order.spec_fd)
     os.close(order.spec_fd)
+    if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
+        _silence_input()
     parent = os.pidfd_open(order.parent)
     listener = _listen(spec, launcher)
     ours = [parent, order.launcher_fd]
@@ -82,7 +88,7 @@ def _supervise(order: Order, launcher: Channel) -> None:
         company = come_together(spec, spec.cluster, listener, launcher, parent, [*ours, order.call_fd])
         ours += company.others.fds()
     answers = Answers(spec.local_size)
-    ranks = _start_ranks(order, company.spec, listener, answers, ours)
+    ranks = _start_ranks(order, company.spec, listener, launcher, answers, ours)
     server = company.server
     if spec.cluster is None:
         # After the ranks: they can already connect, since the socket listens, and have work to do until they need it.
@@ -108,12 +114,13 @@ def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:
 
 
 def _start_ranks(
-    order: Order, spec: LaunchSpec, listener: socket.socket, answers: Answers, ours: list[int]
+    order: Order, spec: LaunchSpec, listener: socket.socket, launcher: Channel, answers: Answers, ours: list[int]
 ) -> list[RankProcess]:
     """Forks them. ``ours``: fds that are not their business; grows by what is known of each."""
     ranks: list[RankProcess] = []
     for local_rank in range(spec.local_size):
         stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
         place = worker.Place(
             spec=spec,
             local_rank=local_rank,
@@ -125,13 +132,18 @@ def _start_ranks(
             crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
             call=order.call,
         )
-        ranks.append(_start_rank(place, [*ours, listener.fileno(), stacks_in], stacks_in))
-        os.close(stacks_out)
+        readers = [reader for reader, _ in streams.values()]
+        ranks.append(_start_rank(place, [*ours, listener.fileno(), stacks_in, *readers], stacks_in, streams))
+        launcher.tell(RankStarted(ranks[-1].rank, ranks[-1].pid, time.monotonic()), readers)
+        for fd in (stacks_out, *readers, *(writer for _, writer in streams.values())):
+            os.close(fd)
         ours += [ranks[-1].pidfd, place.memfd, place.crash_fd, stacks_in]
     return ranks
 
 
-def _start_rank(place: worker.Place, ours: Sequence[int], stacks_in: int) -> RankProcess:
+def _start_rank(
+    place: worker.Place, ours: Sequence[int], stacks_in: int, streams: Mapping[int, tuple[int, int]]
+) -> RankProcess:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -140,6 +152,9 @@ def _start_rank(place: worker.Place, ours: Sequence[int], stacks_in: int) -> Ran
             os.setpgid(0, 0)
             for fd in ours:
                 os.close(fd)
+            for stream, (_, writer) in streams.items():
+                os.dup2(writer, stream)
+                os.close(writer)
             place.answers.queue.close_reader()
         except BaseException:
             traceback.print_exc()

@@ -58,6 +58,11 @@ def open_standard_streams() -> None:
     os.close(fd)
 
 
+def flush_c_streams() -> None:
+    """Writes out what C code has printed, as the end of a process does unless it is _exit."""
+    _libc.fflush(None)
+
+
 def signal_group(pgid: int, number: int) -> None:
     """Signals a process group; one that has no process left is fine."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -4,7 +4,7 @@ launcher -> fork server   CountDevices, Launch, Retire          (a seqpacket soc
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 worker -> agent           Answer                                (the result queue)
-agent -> launcher         RankAnswered, RankStacks, RankGone, DeadlinePassed, ServerGone, AgentFailed
+agent -> launcher         RankStarted, RankAnswered, RankStacks, RankGone, DeadlinePassed, ServerGone, AgentFailed
 link -> agent -> launcher Waiting, Refused, RankFailure         (launches over several machines)
 link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
 link -> agent             Planned, Over
@@ -15,8 +15,8 @@ fork server -> launcher   Reaped                                (the launch's la
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass
 
 CAUSE_PATIENCE = 0.1  # seconds in which the cause may follow its consequence
 
@@ -35,62 +35,6 @@ class NotReady:
     """Why the fork server could not import torch: a traceback."""
 
     traceback: str
-
-
-@dataclass(frozen=True)
-class Context:
-    """The caller's surroundings at the moment of the call; the fork server's own are older."""
-
-    environ: Mapping[str, str]
-    cwd: str
-    sys_path: tuple[str, ...]
-    argv: tuple[str, ...]
-    main_file: str | None  # __main__.__file__
-    main_name: str | None  # of the module that python -m runs
-    caller: int  # its pid
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """How the machines of a launch find each other. Times in seconds."""
-
-    master_ip: str
-    port: int
-    token: str | None = field(repr=False)
-    join_timeout: float
-    heartbeat_timeout: float
-
-
-@dataclass(frozen=True)
-class LaunchSpec:
-    """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
-
-    launch_id: str
-    name: str  # the function's, for people
-    local_size: int
-    world_size: int
-    rank_start: int
-    device_type: str
-    visible_devices: str | None  # for the variable that hides devices; None: leave it
-    backend: str
-    timeout: float | None
-    grace_period: float
-    deadline: float | None
-    restart_count: int
-    max_restarts: int
-    seed: int | str | None  # see mlaunch.seeding
-    port: int  # of the rendezvous; 0: chosen by the system
-    torch_version: str
-    secret: str = field(repr=False)  # signs what ranks pickle for each other
-    context: Context
-    cluster: Cluster | None = None  # None: a launch on this machine alone
-    group_rank: int = 0  # of this machine, by its ranks
-    group_size: int = 1  # machines
-    interface: str = "lo"  # on which the ranks talk; "": not known
-    gather_all: bool = False  # the caller wants the values of all machines' ranks
-
-    def rank(self, local_rank: int) -> int:
-        return self.rank_start + local_rank
 
 
 @dataclass(frozen=True)
@@ -118,9 +62,10 @@ class Retire:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Asks the agent to stop its ranks; ``force`` skips the grace period."""
+    """Asks the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period."""
 
     force: bool = False
+    number: int = signal.SIGTERM
 
 
 class Phase(enum.Enum):
@@ -131,6 +76,7 @@ class Phase(enum.Enum):
     JOINING = "joining the process group"
     RECEIVING = "receiving the function and its arguments"
     RUNNING = "running the function"
+    COMMANDED = "running the command"
     ANSWERING = "sending its value"
     FAILING = "reporting an exception"
     LEAVING = "shutting down"
@@ -152,6 +98,15 @@ class Answer:
     local_rank: int
     kind: Kind
     consequence: bool = False
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the reading ends of its streams' pipes."""
+
+    rank: int
+    pid: int
+    at: float
 
 
 @dataclass(frozen=True)

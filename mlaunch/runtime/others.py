@@ -16,7 +16,8 @@ from mlaunch.rendezvous.hosted import Front, HostedServer
 from mlaunch.rendezvous.link import Link
 from mlaunch.rendezvous.machines import Join, shortened
 from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Cluster, Done, LaunchSpec, Over, Planned, Refused, Value, Waiting
+from mlaunch.runtime.messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.runtime.spec import Cluster, LaunchSpec
 
 FAREWELL = 1.0  # seconds for the others to hear of a failure
 

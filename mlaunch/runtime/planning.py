@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from mlaunch.options import Options
 from mlaunch.runtime import device
-from mlaunch.runtime.messages import Cluster, Context, LaunchSpec
+from mlaunch.runtime.spec import Cluster, Context, LaunchSpec
 from mlaunch.runtime.starting import ForkServer
 
 _log = logging.getLogger("mlaunch")
@@ -69,9 +69,7 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Cluster
             "secret that signs them; give all of them token= or MLAUNCH_TOKEN, or use gather='local'"
         )
     if not token and options.rank_start == 0:
-        _log.warning(
-            "%s() has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port
-        )
+        _log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
     return Cluster(options.master_ip, options.port, token or None, options.join_timeout, options.heartbeat_timeout)
 
 

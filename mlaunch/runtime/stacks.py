@@ -22,6 +22,7 @@ PATIENCE = 0.3  # seconds for all ranks together
 _READ = 65536
 _OURS = os.path.dirname(__file__) + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
+_RUNPY = "<frozen runpy>"
 _CUT = "  ..."  # below its hundredth frame
 _WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -42,12 +43,21 @@ def state_of(pid: int) -> str:
     return ""
 
 
+def _listens(pid: int) -> bool:
+    """Whether the process has a handler for our signal. It would kill another program, which a rank may have become."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    return False
+
+
 def request(pid: int, phase: Phase) -> bool:
-    """Asks a rank for its stacks; False if it could not answer now (stopped, gone, or not yet listening).
+    """Asks a rank for its stacks; False if it could not answer now (stopped, gone, or not listening).
 
     One that waits in the kernel (D) mostly does so for a moment, until a page is there.
     """
-    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"}:
+    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"} or not _listens(pid):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
@@ -91,7 +101,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _in_words(dump: RankStacks) -> str:
     frames = main_frames(dump.text)
-    if dump.phase is not Phase.RUNNING:  # but it may be in user code: a __setstate__, an exit handler
+    if dump.phase not in {
+        Phase.RUNNING,
+        Phase.COMMANDED,
+    }:  # but it may be in user code: a __setstate__, an exit handler
         users = any(not _is_library(file) for file, _, _ in frames)
         return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
     if not frames:
@@ -125,6 +138,8 @@ def main_frames(text: str) -> list[tuple[str, str, str]]:
             frames = []  # a new thread begins
         elif match["file"].startswith(_OURS):
             return frames
+        elif match["file"] == _RUNPY:
+            continue
         else:
             frames.append((match["file"], match["line"], match["name"]))
     return frames

@@ -14,14 +14,16 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mlaunch.errors import LaunchError, describe_exit, warn_caller
 from mlaunch.runtime import forkserver, linux, payload
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import Cancel, CountDevices, DeviceCount, Launch, LaunchSpec, NotReady, Ready, Retire
+from mlaunch.runtime.messages import Cancel, CountDevices, DeviceCount, Launch, NotReady, Ready, Retire
+from mlaunch.runtime.spec import LaunchSpec
 
-_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.runtime.forkserver import main; main({}, {})"
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.runtime.forkserver import main; main({}, {}, {})"
 # Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
 _HUGE_HEAP = "glibc.malloc.hugetlb=1"
 
@@ -147,16 +149,27 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def start_interpreter(environ: Mapping[str, str]) -> ForkServer:
+@dataclass(frozen=True)
+class Interpreter:
+    """What is to be different from this one: for commands, which have paths and a standard input of their own."""
+
+    executable: str = field(default_factory=lambda: sys.executable)
+    path: Sequence[str] = field(default_factory=lambda: sys.path)
+    preload: Sequence[str] = ()  # modules to import once
+    stdin: int | None = subprocess.DEVNULL  # None: ours
+
+
+def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
     """A fork server in a fresh interpreter with the caller's flags and paths. Returns before torch is imported."""
+    like = like or Interpreter()
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    code = _BOOTSTRAP.format(theirs.fileno(), os.getpid())
+    code = _BOOTSTRAP.format(theirs.fileno(), os.getpid(), tuple(like.preload))
     tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
     process = subprocess.Popen(
-        [sys.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *sys.path],
+        [like.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *like.path],
         env={**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])},
-        stdin=subprocess.DEVNULL,
+        stdin=like.stdin,
         stdout=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import io
 import logging
+import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
@@ -29,7 +30,8 @@ from mlaunch import nesting, seeding
 from mlaunch.runtime import device, explain, functions, linux, payload, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.functions import Call
-from mlaunch.runtime.messages import Answer, Kind, LaunchSpec, Phase, RemoteError
+from mlaunch.runtime.messages import Answer, Kind, Phase, RemoteError
+from mlaunch.runtime.spec import LaunchSpec
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
                  "remote process exited", "NCCL communicator was aborted", "Socket closed")  # fmt: skip
 _INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+_OURS = (os.path.dirname(__file__) + os.sep, "<frozen runpy>")
 
 # Groups that were destroyed but must not be destructed: that waits for gloo's threads, 10 to 20 ms, which the
 # end of the process takes with it anyway.
@@ -63,7 +67,7 @@ def run(place: Place) -> NoReturn:
     """Lives a rank's life. Never returns: what lies above belongs to the process that was forked."""
     code = 1
     try:
-        code = _Worker(place).run()
+        code = _worker(place).run()
     except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
         traceback.print_exc()
     finally:
@@ -71,7 +75,17 @@ def run(place: Place) -> NoReturn:
         os._exit(code)
 
 
-class _Worker:
+def _worker(place: Place) -> Worker:
+    if place.spec.command is None:
+        return Worker(place)
+    from mlaunch.runtime.command import CommandWorker
+
+    return CommandWorker(place, place.spec.command)
+
+
+class Worker:
+    """A rank that runs a function which its launcher sent."""
+
     def __init__(self, place: Place) -> None:
         self._place = place
         self._spec = place.spec
@@ -103,20 +117,27 @@ class _Worker:
         import torch
 
         reset_process()
-        faulthandler.enable(self._place.crash_fd)
-        stacks.answer_requests(self._place.stack_fd)
-        spec, context = self._spec, self._spec.context
-        _set_environ(device.environment(spec, self._place.local_rank, *self._place.rendezvous))
-        os.chdir(context.cwd)
-        sys.path[:] = context.sys_path
-        sys.argv[:] = context.argv
-        device.share_cores(spec)
+        self._take_surroundings(device.environment(self._spec, self._place.local_rank, *self._place.rendezvous))
+        spec = self._spec
         rank = spec.rank(self._place.local_rank)
         nesting.rank_of = nesting.Rank(spec.name, rank, spec.secret)
         if spec.seed is not None:
             seeding.apply(seeding.of_rank(spec.seed, rank))
         elif self._place.call is None:  # the fork server's generator, the same for all, would be nobody's choice
             torch.default_generator.seed()
+
+    def _take_surroundings(self, environ: dict[str, str]) -> None:
+        """Those of the caller, and the handlers by which the agent asks."""
+        faulthandler.enable(self._place.crash_fd)
+        stacks.answer_requests(self._place.stack_fd)
+        context = self._spec.context
+        _set_environ(environ)
+        os.chdir(context.cwd)
+        # Where its children look for a script with a relative path.
+        multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
+        sys.path[:] = context.sys_path
+        sys.argv[:] = context.argv
+        device.share_cores(self._spec)
 
     def _join(self) -> None:
         import torch.distributed as dist
@@ -204,11 +225,11 @@ class _Worker:
         kind = Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR
         phase = self._place.answers.phases[self._place.local_rank]
         self._enter(Phase.FAILING)
-        catchable = kind is Kind.ERROR and isinstance(error, Exception)
+        catchable = kind is Kind.ERROR and isinstance(error, Exception) and self._spec.command is None
         remote = RemoteError(
             type_name=explain.type_name(error),
             message=_message(error),
-            traceback="".join(traceback.format_exception(_below_ours(error))),
+            traceback="".join(traceback.format_exception(below_ours(error))),
             phase=phase,
             host=socket.gethostname(),
             device=str(self._device or self._spec.device_type),
@@ -232,26 +253,30 @@ def _message(error: BaseException) -> str:
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
-def _below_ours(error: BaseException) -> BaseException:
-    """The exception with the frames of this module taken off the top of its traceback."""
+def below_ours(error: BaseException) -> BaseException:
+    """The exception with the frames of the runtime taken off the top of its traceback."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return error.with_traceback(trace)
 
 
-def reset_process() -> None:
-    """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them."""
+def reset_process(*, of_a_function: bool = True) -> None:
+    """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them.
+
+    A command keeps the exit handlers of the modules that were imported for it, and chooses its streams.
+    """
     signal.set_wakeup_fd(-1)
     for number in _INHERITED_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    atexit._clear()
-    atexit.register(logging.shutdown)
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
-    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    if of_a_function:
+        atexit._clear()
+        atexit.register(logging.shutdown)
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
     gc.enable()
 
 
@@ -274,5 +299,6 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # a full disk, a closed stream: nobody is left to hear of it
+        except (AttributeError, OSError, ValueError):  # None, a full disk, closed: nobody is left to hear of it
             continue
+    linux.flush_c_streams()

@@ -29,7 +29,7 @@ def wait_for_ever() -> None:
 
 
 def failure_of(call: Callable[[], object], kind: type[BaseException]) -> Any:
-    """What a call raises. Once more if a stack is missing: a machine may take longer than the 0.3 s that are allowed."""
+    """What a call raises. Once more if a stack is missing: a machine may need longer than the 0.3 s allowed."""
     for _ in range(2):
         with pytest.raises(kind) as caught:
             call()

@@ -46,8 +46,8 @@ print(json.dumps({"values": values, "joining": joining, "after": launcher(look, 
 def test_no_name_server_is_asked_during_a_join(tmp_path: Path) -> None:
     if why := why_no_namespaces():
         pytest.skip(why)
-    services = [line.split() for line in Path("/etc/nsswitch.conf").read_text().splitlines() if "hosts:" in line]
-    if "dns" not in sum(services, []):
+    rows = [row.split() for row in Path("/etc/nsswitch.conf").read_text().splitlines() if row.startswith("hosts:")]
+    if not any("dns" in row for row in rows):
         pytest.skip("this machine asks no name server")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -1,0 +1,178 @@
+"""The flags of ``mlaunch run``: torchrun's, in both spellings and from ``PET_*`` variables, and our own.
+
+What torchrun offers and we do not is refused by name, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_REFUSED = {
+    "--start-method": "ranks are always forked from one fresh interpreter",
+    "--event-log-handler": "there is no event log",
+    "--logs-specs": "it names a plug-in of torchrun's; use --log-dir, --redirects, --tee and --local-ranks-filter",
+    "--duplicate-stdout-filters": "search the files of --log-dir instead",
+    "--duplicate-stderr-filters": "search the files of --log-dir instead",
+    "--local-addr": "the interface that leads to the master is used; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose "
+    "another one for the ranks",
+}
+_EXAMPLES = """\
+examples:
+  mlaunch run --nproc-per-node 4 train.py --lr 0.1     four ranks of a script
+  mlaunch run --nproc-per-node gpu -m package.train    a rank per GPU, of a module
+  mlaunch run --nproc-per-node 2 package.train:main    two ranks of a function
+  mlaunch run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --nproc-per-node 8 train.py
+                                                       the second of two machines
+  mlaunch run --nproc-per-node 2 --tee 3 --log-dir logs train.py
+                                                       lines with their rank in front, and in files
+  mlaunch run --nproc-per-node 8 --dry-run train.py    what would be started
+
+Every flag of torchrun's may also be given as PET_NAME in the environment (PET_NPROC_PER_NODE=4), and with underscores.
+
+exit status: 0 if every rank ended with 0; else that of the first rank that failed: its exit code, 128+N if signal N
+ended it, 1 if it raised; 124 if --deadline passed; 128+N if signal N ended this command (Ctrl-C: 130); 1 if the
+ranks could not be started; 2 for a wrong command line
+"""
+
+
+class Flags(argparse.ArgumentParser):
+    """Raises UsageError for a bad value of the environment, too."""
+
+    def __init__(self, environ: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES, usage=_usage(settings), **settings
+        )
+        self.environ = environ
+
+    def flag(self, group: Any, *names: str, default: Any = None, kind: Callable[[str], Any] = str, **more: Any) -> None:
+        """A flag with a value, in both spellings."""
+        variable = _variable(names)
+        given = self.environ.get(variable)
+        if given is not None:
+            try:
+                default = kind(given)
+            except argparse.ArgumentTypeError as error:
+                self.error(f"{variable} in the environment: {error}")
+            except ValueError:
+                self.error(f"{variable}={given!r} in the environment: not a valid value of {names[-1]}")
+        group.add_argument(*_spellings(names), type=kind, default=default, **more)
+
+    def switch(self, group: Any, *names: str, **more: Any) -> None:
+        variable = _variable(names)
+        given = self.environ.get(variable, "0")
+        if not given.lstrip("-").isdecimal():
+            self.error(f"{variable}={given!r} in the environment: allowed: 0 or 1")
+        group.add_argument(*_spellings(names), action="store_true", default=bool(int(given)), **more)
+
+
+def _usage(settings: Mapping[str, Any]) -> str:
+    return f"{settings['prog']} [options] script.py|-m module|module:function [arguments of the script]"
+
+
+def _variable(names: tuple[str, ...]) -> str:
+    longest = next(name for name in names if name.startswith("--"))
+    return f"PET_{longest.lstrip('-').replace('-', '_').upper()}"
+
+
+def _spellings(names: tuple[str, ...]) -> list[str]:
+    other = [name[:2] + name[2:].replace("-", "_") for name in names]
+    return list(dict.fromkeys([*names, *other]))
+
+
+def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
+    flags = Flags(
+        os.environ if environ is None else environ,
+        prog=prog,
+        description="Runs a script once per device, as torchrun does, from one interpreter that imports torch once.",
+    )
+    _add_sizes(flags)
+    _add_meeting(flags)
+    _add_what(flags)
+    _add_output(flags)
+    _add_ending(flags)
+    for name, reason in _REFUSED.items():
+        flags.flag(flags, name, help=argparse.SUPPRESS, kind=_refuse(name, reason))
+    flags.add_argument("training_script", help=argparse.SUPPRESS)
+    flags.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return flags
+
+
+def _refuse(name: str, reason: str) -> Callable[[str], str]:
+    def refuse(_value: str) -> str:
+        raise argparse.ArgumentTypeError(f"{name} is not supported: {reason}")
+
+    return refuse
+
+
+def _add_sizes(flags: Flags) -> None:
+    group = flags.add_argument_group("how many ranks, and where")
+    flags.flag(group, "--nproc-per-node", metavar="N", help="ranks on this machine: a number, gpu, cpu, xpu or auto "
+               "(a rank per device, per CPU without any); default: 1, or as many as --devices")  # fmt: skip
+    flags.flag(group, "--nnodes", default="1", metavar="N", help="machines (default: 1)")
+    flags.flag(group, "--node-rank", kind=int, metavar="N", help="which of them this is (default: 0)")
+    group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
+    flags.switch(
+        group, "--virtual-local-rank", help="each rank sees its own device alone, as device 0; LOCAL_RANK is 0"
+    )
+    flags.flag(group, "--numa-binding", metavar="MODE", help="bind each rank to the CPUs near its GPU: node, socket, "
+               "exclusive or core-complex")  # fmt: skip
+
+
+def _add_meeting(flags: Flags) -> None:
+    group = flags.add_argument_group("several machines")
+    flags.flag(group, "--master-addr", metavar="HOST", help="of the machine with rank 0 (default: 127.0.0.1)")
+    flags.flag(
+        group, "--master-port", kind=int, metavar="PORT", help="there (default: 29500; a free one for one machine)"
+    )
+    flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="both in one")
+    flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="static or c10d: with c10d the machine "
+               "that has the endpoint's address is the first")  # fmt: skip
+    flags.flag(group, "--rdzv-id", default="none", metavar="ID", help="becomes TORCHELASTIC_RUN_ID")
+    flags.flag(
+        group, "--rdzv-conf", default="", metavar="K=V,...", help="join_timeout or timeout in seconds, rank, is_host"
+    )
+    flags.switch(group, "--standalone", help="one machine, a free port; --rdzv-* and --master-* are not looked at")
+    group.add_argument("--token-file", metavar="FILE", help="a secret that all machines share (or MLAUNCH_TOKEN)")
+
+
+def _add_what(flags: Flags) -> None:
+    group = flags.add_argument_group("what is run")
+    flags.switch(group, "-m", "--module", help="a module, as python -m does")
+    flags.switch(group, "--no-python", help="a program that is no Python script")
+    flags.switch(group, "--run-path", help="a script (the same as without)")
+    flags.flag(group, "--role", default="default", help="becomes ROLE_NAME (default: default)")
+    group.add_argument("--preload", metavar="A,B", help="modules to import once, before the ranks are forked")
+    group.add_argument("--dry-run", action="store_true", help="print the plan: ranks, devices, addresses, environment")
+
+
+def _add_output(flags: Flags) -> None:
+    group = flags.add_argument_group("output")
+    flags.flag(group, "--log-dir", metavar="DIR", help="where --redirects and --tee write (default: a new directory)")
+    flags.flag(group, "-r", "--redirects", default="0", metavar="STD", help=f"into files alone: {STD_HELP}")
+    flags.flag(group, "-t", "--tee", default="0", metavar="STD", help="into files, and here with the rank in front")
+    flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
+
+
+def _add_ending(flags: Flags) -> None:
+    group = flags.add_argument_group("failure and end")
+    flags.flag(
+        group,
+        "--max-restarts",
+        default=0,
+        kind=int,
+        metavar="N",
+        help="start all ranks anew after a failure (default: 0)",
+    )
+    flags.flag(
+        group, "--monitor-interval", kind=float, metavar="SECONDS", help="any value is kept: ends are noticed at once"
+    )
+    flags.flag(group, "--signals-to-handle", default=DEFAULT_SIGNALS, metavar="NAMES",
+               help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
+    flags.flag(group, "--shutdown-timeout", "--grace-period", kind=float, metavar="SECONDS",
+               help="from the request to end until SIGKILL (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
+    group.add_argument("--deadline", type=float, metavar="SECONDS", help="for the whole run (default: none)")

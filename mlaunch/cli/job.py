@@ -1,0 +1,253 @@
+"""From the flags of ``mlaunch run`` to what is to be done, checked before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlaunch.cli.values import UsageError, at_least, grace_period_of, numbers, optional, seconds_of, signals_of
+from mlaunch.options import Options
+
+_STATIC_PORT = 29500  # torchrun's
+_JOIN_TIMEOUT = 300.0
+_NO_ID = "none"  # torchrun's
+_BACKENDS = ("static", "c10d")
+_FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
+COUNTED = ("auto", "gpu", "cpu", "xpu")
+
+
+@dataclass(frozen=True)
+class Job:
+    """``size``: ranks on this machine, or one of COUNTED."""
+
+    kind: str  # as in Command
+    target: str
+    args: tuple[str, ...]
+    path: tuple[str, ...]  # sys.path of the ranks
+    size: int | str
+    devices: tuple[int, ...] | None
+    nodes: int
+    node_rank: int
+    host: str
+    port: int
+    token: str | None = field(repr=False)
+    join_timeout: float
+    grace_period: float
+    deadline: float | None
+    max_restarts: int
+    signals: tuple[int, ...]
+    run_id: str
+    role: str
+    preload: tuple[str, ...]
+    virtual_local_rank: bool
+    numa_binding: str | None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return os.path.basename(self.target) if self.kind in {"file", "program"} else self.target
+
+    def options(self, size: int) -> Options:
+        """Those of the launch, with ``size`` ranks on this machine."""
+        return Options(
+            n_gpus=size,
+            world_size=size * self.nodes,
+            rank_start=size * self.node_rank,
+            master_ip=self.host,
+            port=self.port,
+            device_type="cpu",  # the script binds its device itself
+            grace_period=self.grace_period,
+            deadline=self.deadline,
+            max_restarts=self.max_restarts,
+            join_timeout=self.join_timeout,
+            token=self.token,
+        )
+
+
+def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
+    """UsageError for what does not fit together, or is not there."""
+    kind, target, path = _what(args)
+    extra = () if args.use_env else ("--local-rank=${local_rank}",)
+    devices = numbers("--devices", args.devices) if args.devices else None
+    nodes = _nodes(args.nnodes)
+    conf = _conf(args.rdzv_conf)
+    host, port, node_rank = _meeting(args, nodes, conf)
+    if not 0 <= node_rank < nodes:
+        raise UsageError(f"--node-rank {node_rank}: allowed: 0 to {nodes - 1}, since --nnodes is {nodes}")
+    if args.numa_binding not in {None, *NUMA_MODES}:
+        raise UsageError(f"--numa-binding {args.numa_binding}: allowed: {', '.join(NUMA_MODES)}")
+    return Job(
+        kind=kind,
+        target=target,
+        args=(*extra, *args.training_script_args),
+        path=path,
+        size=_size(args.nproc_per_node, devices),
+        devices=devices,
+        nodes=nodes,
+        node_rank=node_rank,
+        host=host,
+        port=port,
+        token=_token(args.token_file, environ),
+        join_timeout=seconds_of("--rdzv-conf", conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))),
+        grace_period=grace_period_of(args.shutdown_timeout, environ),
+        deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
+        max_restarts=at_least(0, "--max-restarts", args.max_restarts),
+        signals=signals_of(args.signals_to_handle),
+        run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
+        role=args.role,
+        preload=tuple(name for name in (args.preload or "").split(",") if name),
+        virtual_local_rank=args.virtual_local_rank,
+        numa_binding=args.numa_binding,
+    )
+
+
+# What is run
+
+
+def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
+    """Kind, target, and the ranks' sys.path, whose first entry is what a fresh interpreter would put there."""
+    target: str = args.training_script
+    base = tuple(sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:])
+    safe = len(base) == len(sys.path)
+    first = () if safe else (os.getcwd(),)
+    if args.module and args.no_python:
+        raise UsageError("--module and --no-python: a module is Python; give one of the two")
+    if args.no_python and not args.run_path:
+        if shutil.which(target) is None:
+            raise UsageError(f"{target}: no such program in PATH, or it is not executable")
+        return "program", target, (*first, *base)
+    if args.module:
+        return "module", target, (*first, *base)
+    if _FUNCTION.fullmatch(target) and not os.path.exists(target):
+        return "function", target, (*first, *base)
+    if not os.path.exists(target):
+        raise UsageError(f"{target}: no such file{_perhaps(target)}")
+    if _is_package(target):
+        return "file", target, (target, *base)
+    return "file", target, (() if safe else (os.path.dirname(os.path.realpath(target)),)) + base
+
+
+def _is_package(path: str) -> bool:
+    """A directory or archive that Python runs by its ``__main__``."""
+    import pkgutil
+
+    return pkgutil.get_importer(path) is not None
+
+
+def _perhaps(target: str) -> str:
+    """What the author may have meant."""
+    try:
+        module = importlib.util.find_spec(target)
+    except (ImportError, ValueError):
+        module = None
+    return f"; to run the module {target}, put -m in front of it" if module is not None else ""
+
+
+# How many, and where
+
+
+def _size(text: str | None, devices: tuple[int, ...] | None) -> int | str:
+    if text is None:
+        return 1 if devices is None else len(devices)
+    if text in COUNTED:
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--nproc-per-node {text}: allowed: a number from 1, {', '.join(COUNTED)}")
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or (high and not high.isdecimal()):
+        raise UsageError(f"--nnodes {text}: allowed: a number of machines")
+    if high and int(low) != int(high):
+        raise UsageError(f"--nnodes {text}: the members of a launch are fixed; give one number")
+    return at_least(1, "--nnodes", int(low))
+
+
+def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> tuple[str, int, int]:
+    """Where rank 0 is, and which of the machines this one is."""
+    if args.standalone:
+        if nodes > 1:
+            raise UsageError(f"--standalone with --nnodes {nodes}: it is for one machine")
+        return "localhost", 0, 0
+    if args.rdzv_backend not in _BACKENDS:
+        raise UsageError(f"--rdzv-backend {args.rdzv_backend} is not supported: allowed: {', '.join(_BACKENDS)}")
+    host, port = _endpoint(args.rdzv_endpoint)
+    host = host or args.master_addr or ("localhost" if nodes == 1 else "127.0.0.1")
+    port = port if port is not None else args.master_port
+    if port is None:
+        port = 0 if nodes == 1 else _STATIC_PORT
+    if not 0 <= port <= 65535 or (port == 0 and nodes > 1):
+        raise UsageError(f"port {port} of the master: allowed: 1 to 65535")
+    rank = args.node_rank if args.node_rank is not None else optional("--rdzv-conf rank", conf.get("rank"))
+    if rank is None:
+        rank = 0 if nodes == 1 or args.rdzv_backend == "static" else _guess_rank(host, nodes, conf)
+    return ("localhost" if nodes == 1 else host), port, rank
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    """ "host:29400", "host", "[::1]:29400"."""
+    match = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:]*))(?::(?P<port>\d+))?", text)
+    if match is None:
+        raise UsageError(f"--rdzv-endpoint {text}: allowed: HOST:PORT, with an IPv6 address in brackets")
+    return match["six"] or match["host"] or "", int(match["port"]) if match["port"] else None
+
+
+def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
+    """With c10d nobody says which machine is which: the one that has the endpoint's address is the first."""
+    here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else _is_here(host)
+    if here:
+        return 0
+    if nodes == 2:
+        return 1
+    raise UsageError(
+        f"--nnodes {nodes} without --node-rank: with more than two machines each must say which it is, from 0 on the "
+        f"one at {host} (under Slurm: --node-rank $SLURM_NODEID)"
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether an address of ``host`` is this machine's: only such can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"the master's name {host} does not resolve: {error}") from None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _conf(text: str) -> dict[str, str]:
+    known = {"join_timeout", "timeout", "rank", "is_host"}
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    for key, _, _ in pairs:
+        if key.strip() not in known:
+            raise UsageError(f"--rdzv-conf {key}: not supported; allowed: {', '.join(sorted(known))}")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _token(file: str | None, environ: Mapping[str, str]) -> str | None:
+    if file is None:
+        return environ.get("MLAUNCH_TOKEN")
+    try:
+        token = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {file}: {error}") from None
+    if not token:
+        raise UsageError(f"--token-file {file}: the file is empty")
+    return token

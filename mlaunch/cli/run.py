@@ -1,0 +1,179 @@
+"""``mlaunch run``: a command on every rank, from one interpreter that imports torch once.
+
+This process is the launcher: it plans, starts the interpreter that forks agent and ranks, passes signals on, and tells
+how it ended. It imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+from mlaunch.cli import flags
+from mlaunch.cli.dry import describe
+from mlaunch.cli.job import Job, job_of
+from mlaunch.cli.streams import Wishes, directory_of, plan_of, wishes_of
+from mlaunch.cli.values import UsageError
+from mlaunch.errors import LaunchError, LaunchTimeout
+from mlaunch.output.relay import Plan, Relay
+from mlaunch.runtime import device, recorded
+from mlaunch.runtime.collecting import Launch, StopSignal
+from mlaunch.runtime.planning import plan
+from mlaunch.runtime.restarting import with_restarts
+from mlaunch.runtime.spec import Command, Context
+from mlaunch.runtime.starting import ForkServer, Interpreter, start_interpreter
+
+_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses
+
+
+def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
+    """Runs the command line; returns the exit status. ``of_launch``: torch.distributed.launch's."""
+    parser = flags.parser(prog)
+    parser.set_defaults(use_env=True)
+    if of_launch:
+        help_ = "do not pass --local-rank=N to the script, which reads LOCAL_RANK instead"
+        parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
+    args = parser.parse_args(argv)
+    try:
+        return _run(job_of(args, os.environ), wishes_of(args), dry=args.dry_run)
+    except UsageError as error:
+        parser.exit(_USAGE, f"{prog}: {error}\n")
+    except StopSignal as stop:
+        _say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
+        return _SIGNALLED + stop.number
+
+
+def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
+    environ = dict(os.environ)
+    executable = environ.get("PYTHON_EXEC", sys.executable)
+    with _stopping_at(job.signals):
+        if dry and isinstance(job.size, int) and job.devices is None:
+            print(describe(job, job.size, environ))
+            return 0
+        server = start_interpreter(environ, Interpreter(executable, job.path, job.preload, stdin=None))
+        try:
+            size, environ = _on_devices(job, server, environ)
+            if dry:
+                print(describe(job, size, environ))
+                return 0
+            _say_threads(size, environ)
+            _launch(job, size, server, environ, wishes)
+        except LaunchError as error:
+            _say(str(error))
+            _record(error)
+            return _status(error)
+        finally:
+            server.close()
+    return 0
+
+
+def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> None:
+    directory = directory_of(wishes, size, job.run_id or "run")
+    output = plan_of(wishes, size, job.role, directory, environ)
+    if directory is not None and wishes.log_dir is None:
+        _say(f"output is kept in {directory}")
+    with contextlib.nullcontext(directory) if directory else _passing_directory() as errors:
+        command = Command(
+            job.kind, job.target, job.args, job.role, job.run_id, errors, job.virtual_local_rank, job.numa_binding
+        )
+        _launch_command(job, size, server, environ, command, output)
+
+
+def _launch_command(
+    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], command: Command, output: Plan | None
+) -> None:
+    piped = tuple(output.carried(local_rank) for local_rank in range(size)) if output is not None else ()
+    context = Context(environ, os.getcwd(), job.path, (job.target, *job.args), None, None, os.getpid())
+
+    def attempt(deadline: float | None, restart_count: int) -> None:
+        options = job.options(size).replaced({"deadline": deadline})
+        planned = plan(options, server, job.name, environ, restart_count)
+        named = dataclasses.replace(command, run_id=command.run_id or planned.launch_id)
+        spec = dataclasses.replace(planned, device_type="", command=named, context=context, piped=piped)
+        relay = None if output is None else Relay(output, size, restart_count)
+        Launch(spec, server, server.launch(spec, None), relay).collect()
+
+    with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say)
+
+
+def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """The number of ranks, counted, and the environment that shows the wanted devices alone."""
+    ready = server.ready()
+    count = 0
+    if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
+        count = server.count_devices(environ) if ready.accelerator else 0
+    if job.devices is not None:
+        if not ready.accelerator:
+            raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
+        environ |= device.shown(ready.accelerator, job.devices, count, environ)
+        count = len(job.devices)
+    if isinstance(job.size, int):
+        return job.size, environ
+    if job.size in {"gpu", "xpu"} and count == 0:
+        raise UsageError(f"--nproc-per-node {job.size}: no device is visible here (torch {ready.torch_version})")
+    size = count if job.size != "cpu" and count else device.usable_cpus()
+    return size, environ
+
+
+@contextlib.contextmanager
+def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
+    """Raises StopSignal in the main thread when one of these signals comes."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise StopSignal(number)
+
+    # One that was ignored when this command started (nohup) stays so.
+    wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _passing_directory() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="mlaunch-run-")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _say_threads(size: int, environ: Mapping[str, str]) -> None:
+    if size > 1 and "OMP_NUM_THREADS" not in environ:
+        cpus = device.usable_cpus()
+        _say(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {max(1, cpus // size)} of {cpus} CPUs")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+
+
+def _record(error: LaunchError) -> None:
+    """For what started this command and asked, as torchrun does."""
+    path = os.environ.get(recorded.VARIABLE)
+    if path and error.failures:
+        try:
+            recorded.write(path, str(error).partition("\n")[0], error.failures[0].traceback or str(error))
+        except OSError as problem:
+            _say(f"{recorded.VARIABLE}={path}: {problem}")
+
+
+def _status(error: LaunchError) -> int:
+    """This command's exit status after a failed launch."""
+    if isinstance(error, LaunchTimeout):
+        return _TIMED_OUT
+    code = error.failures[0].exitcode if error.failures else None
+    if code is None:
+        return _RAISED
+    return code if code > 0 else _SIGNALLED - code

@@ -1,0 +1,59 @@
+"""Values of flags: read, or refused with what is allowed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+
+SHUTDOWN_TIMEOUT = 30.0  # seconds, torchrun's: enough to save a checkpoint
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the text is for its author."""
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"{name} {text}: allowed: numbers with commas between them")
+    return tuple(map(int, parts))
+
+
+def optional(name: str, text: str | None) -> int | None:
+    return None if text is None else numbers(name, text)[0]
+
+
+def at_least(lowest: int, name: str, value: int) -> int:
+    if value < lowest:
+        raise UsageError(f"{name} {value}: allowed: {lowest} or more")
+    return value
+
+
+def seconds_of(name: str, value: float | str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise UsageError(f"{name} {value}: allowed: seconds, more than 0")
+    return seconds
+
+
+def grace_period_of(given: float | None, environ: Mapping[str, str]) -> float:
+    name, value = "--shutdown-timeout", given
+    if value is None:
+        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        value = float(environ.get(name, SHUTDOWN_TIMEOUT))
+    if not value >= 0:
+        raise UsageError(f"{name} {value}: allowed: seconds, 0 or more")
+    return value
+
+
+def signals_of(text: str) -> tuple[int, ...]:
+    numbers = []
+    for name in filter(None, (part.strip().upper() for part in text.split(","))):
+        known = getattr(signal.Signals, name if name.startswith("SIG") else f"SIG{name}", None)
+        if known is None or known in {signal.SIGKILL, signal.SIGSTOP}:
+            raise UsageError(f"--signals-to-handle {name}: no signal of this name can be handled")
+        numbers.append(int(known))
+    return tuple(numbers)

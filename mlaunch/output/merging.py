@@ -1,0 +1,61 @@
+"""Shows equal lines of several ranks once.
+
+A line waits a moment for the other ranks to say the same. The order of each rank's lines, over both its streams, is
+kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+WINDOW = 0.05  # seconds
+_MOST = 1000  # lines that wait
+
+
+@dataclass
+class Line:
+    """``stream``: 1 or 2. ``at``: when it came."""
+
+    stream: int
+    text: bytes
+    at: float
+    number: int
+    ranks: list[int] = field(default_factory=list)
+
+
+class Merger:
+    """The lines of ``size`` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._waiting: list[Line] = []
+        self._latest: dict[int, int] = {}  # of each rank, the number of its latest line
+        self._count = 0
+
+    def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
+        after = self._latest.get(rank, -1)
+        for line in self._waiting:
+            if line.number > after and line.stream == stream and line.text == text and rank not in line.ranks:
+                break
+        else:
+            line = Line(stream, text, now, self._count)
+            self._waiting.append(line)
+            self._count += 1
+        line.ranks.append(rank)
+        self._latest[rank] = line.number
+
+    def take(self, now: float, *, everything: bool = False) -> list[Line]:
+        """The lines that need wait no longer, in their order."""
+        taken = 0
+        for line in self._waiting:
+            late = now - line.at >= WINDOW or len(self._waiting) - taken > _MOST
+            if not (everything or late or len(line.ranks) == self._size):
+                break
+            taken += 1
+        lines, self._waiting = self._waiting[:taken], self._waiting[taken:]
+        return lines
+
+    @property
+    def due(self) -> float | None:
+        """When the next line need wait no longer; None if none waits."""
+        return self._waiting[0].at + WINDOW if self._waiting else None

@@ -1,0 +1,45 @@
+"""The files in which torch's ``record`` decorator notes why a process failed (``TORCHELASTIC_ERROR_FILE``).
+
+They tell what a rank that is no Python script of ours could not: the exception in a program that it became or started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from mlaunch.runtime.spec import LaunchSpec
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_READ = 1 << 20  # bytes: nobody reads a longer traceback
+
+
+def path_of(spec: LaunchSpec, local_rank: int) -> str:
+    """The file of one rank; "" where the launch has none."""
+    if spec.command is None:
+        return ""
+    return os.path.join(spec.command.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
+
+
+def error_of(spec: LaunchSpec, local_rank: int) -> str:
+    """What a rank left in its file: a traceback, or a message; "" if it left nothing that can be read."""
+    path = path_of(spec, local_rank)
+    if not path:
+        return ""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            noted = json.loads(file.read(_READ))
+        message: Any = noted["message"]
+        return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def write(path: str, message: str, traceback: str) -> None:
+    """As torch's ``record`` would, for who started us. OSError if it cannot be written."""
+    extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

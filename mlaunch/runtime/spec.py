@@ -1,0 +1,84 @@
+"""What a launch is, on one machine: written by the launcher, read by agent and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Context:
+    """The caller's surroundings at the moment of the call; the fork server's own are older."""
+
+    environ: Mapping[str, str]
+    cwd: str
+    sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
+    main_file: str | None  # __main__.__file__
+    main_name: str | None  # of the module that python -m runs
+    caller: int  # its pid
+
+
+@dataclass(frozen=True)
+class Command:
+    """What ranks run in place of a function, each as a fresh interpreter would.
+
+    ``kind``: "file" (also a directory or zip with a ``__main__``), "module", "function" or "program" (not Python).
+    """
+
+    kind: str
+    target: str
+    args: tuple[str, ...]  # "${local_rank}" in them is replaced
+    role: str
+    run_id: str
+    error_dir: str  # for the files that torch's ``record`` writes
+    virtual_local_rank: bool = False  # each rank sees one device, and is its local rank 0
+    numa_binding: str | None = None  # torch's name for a mode
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How the machines of a launch find each other. Times in seconds."""
+
+    master_ip: str
+    port: int
+    token: str | None = field(repr=False)
+    join_timeout: float
+    heartbeat_timeout: float
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
+
+    launch_id: str
+    name: str  # for people: "train()", or a command, "train.py"
+    local_size: int
+    world_size: int
+    rank_start: int
+    device_type: str  # "": what a command does with devices is not known
+    visible_devices: str | None  # for the variable that hides devices; None: leave it
+    backend: str
+    timeout: float | None
+    grace_period: float
+    deadline: float | None
+    restart_count: int
+    max_restarts: int
+    seed: int | str | None  # see mlaunch.seeding
+    port: int  # of the rendezvous; 0: chosen by the system
+    torch_version: str
+    secret: str = field(repr=False)  # signs what ranks pickle for each other
+    context: Context
+    cluster: Cluster | None = None  # None: a launch on this machine alone
+    group_rank: int = 0  # of this machine, by its ranks
+    group_size: int = 1  # machines
+    interface: str = "lo"  # on which the ranks talk; "": not known
+    gather_all: bool = False  # the caller wants the values of all machines' ranks
+    command: Command | None = None  # None: ranks receive a function
+    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
+
+    def streams(self, local_rank: int) -> tuple[int, ...]:
+        return self.piped[local_rank] if self.piped else ()
+
+    def rank(self, local_rank: int) -> int:
+        return self.rank_start + local_rank
