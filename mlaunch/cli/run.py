@@ -48,10 +48,13 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
     except StopSignal as stop:
         _say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
         return _SIGNALLED + stop.number
+    finally:
+        _let_go_of_streams()
 
 
 def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
-    environ = dict(os.environ)
+    handled = ",".join(signal.Signals(number).name for number in job.signals)
+    environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
     executable = environ.get("PYTHON_EXEC", sys.executable)
     with _stopping_at(job.signals):
         if dry and isinstance(job.size, int) and job.devices is None:
@@ -67,6 +70,8 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             _launch(job, size, server, environ, wishes)
         except LaunchError as error:
             _say(str(error))
+            if error.log_dir is not None:
+                print(f"the output of the ranks is in {error.log_dir}", file=sys.stderr)
             _record(error)
             return _status(error)
         finally:
@@ -157,6 +162,17 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+
+
+def _let_go_of_streams() -> None:
+    """A reader that left (``| head``) is no error of this command's: the interpreter's last flush must not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # None, closed
+            continue
 
 
 def _record(error: LaunchError) -> None:

@@ -63,7 +63,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
     if wishes.log_dir is None and not any(policy.kept for policy in wishes.policies(size).values()):
         return None
     try:
-        base = wishes.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-")
+        base = os.path.abspath(wishes.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"))
         os.makedirs(base, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"{run_id.replace(os.sep, '-')}_", dir=base)
     except OSError as error:

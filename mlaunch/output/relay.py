@@ -72,6 +72,11 @@ class Relay:
         self._streams: dict[int, _Stream] = {}  # by file descriptor
         self._poll = select.poll()
 
+    @property
+    def directory(self) -> str | None:
+        """Where it keeps files; None if it keeps none."""
+        return self._plan.directory
+
     def adopt(self, rank: int, local_rank: int, fds: Sequence[int]) -> None:
         """The reading ends of a rank's pipes, in the order of ``Plan.carried``."""
         for fd, number in zip(fds, self._plan.carried(local_rank), strict=True):

@@ -86,7 +86,7 @@ class Launch:
             if self.late and self.stopped:
                 self._raise_timeout()
             if self.broken and not self.failures:
-                raise LaunchError(f"{self.spec.name} was ended: {self.broken}", (), self._results())
+                raise self._error(LaunchError, f"{self.spec.name} was ended: {self.broken}")
             if self.failures:
                 self._raise()
             return self._return()
@@ -234,7 +234,12 @@ class Launch:
             f"{self.spec.name} did not finish within its deadline of {self.spec.deadline:g} s; {who}",
             *meanwhile(stacks.summarise(self.stacks.values())),
         ]
-        raise LaunchTimeout("\n".join(lines), self.failures, self._results(), self._stack_texts())
+        raise self._error(LaunchTimeout, "\n".join(lines))
+
+    def _error(self, kind: type[LaunchError], text: str) -> LaunchError:
+        error = kind(text, self.failures, self._results(), self._stack_texts())
+        error.log_dir = self.relay.directory if self.relay is not None else None
+        return error
 
     def _ranks_here(self) -> range:
         return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
@@ -243,7 +248,7 @@ class Launch:
         self.failures = in_order(self.failures)
         cause = self.failures[0]
         text = Report(self.spec.name, self.failures, stacks.summarise(self.stacks.values()))
-        report = LaunchError(str(text), self.failures, self._results(), self._stack_texts())
+        report = self._error(LaunchError, str(text))
         remote = self.raised.get(cause.rank) if cause.rank is not None else None
         if remote is None or remote.pickled is None:
             raise report

@@ -27,6 +27,8 @@ from mlaunch.runtime.messages import Phase
 from mlaunch.runtime.spec import Command
 from mlaunch.runtime.worker import Place, Worker, below_ours, reset_process
 
+_STREAMS = ("stdin", "stdout", "stderr")
+
 
 class CommandWorker(Worker):
     """Joins no process group: that is the script's own business."""
@@ -75,9 +77,17 @@ class CommandWorker(Worker):
         sys.argv[:] = [command.target, *arguments]
         if command.numa_binding is not None:
             _bind_to_numa_node(place.local_rank, command.numa_binding)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:  # its generator was seeded once, by the process that imported it
-            numpy.random.seed()
+        _seed_afresh()
+
+
+def _seed_afresh() -> None:
+    """The generators that the imported modules seeded once for all ranks. Python's own sees to itself."""
+    import torch
+
+    torch.default_generator.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
 
 
 def _bind_to_numa_node(local_rank: int, mode: str) -> None:
@@ -150,7 +160,7 @@ def _new_main() -> types.ModuleType:
 
 def _open_streams() -> None:
     """Standard streams with the encodings of this interpreter, on the descriptors of this rank."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+    for fd, name in enumerate(_STREAMS):
         stream = _stream(fd, getattr(sys, f"__{name}__"))
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -159,8 +169,10 @@ def _open_streams() -> None:
 def _stream(fd: int, like: TextIO | None) -> TextIO:
     encoding, errors = ("utf-8", "strict") if like is None else (like.encoding, like.errors)
     mode = "r" if fd == 0 else "w"
+    raw = io.FileIO(fd, mode, closefd=False)
+    raw.name = f"<{_STREAMS[fd]}>"  # as the interpreter's own
     stream = io.TextIOWrapper(
-        os.fdopen(fd, mode + "b", closefd=False),
+        io.BufferedReader(raw) if fd == 0 else io.BufferedWriter(raw),
         encoding=encoding,
         errors=errors,
         line_buffering=fd != 0,  # by lines, so that lines of several ranks do not mix

@@ -65,7 +65,9 @@ class ForkServer:
         except EOFError:
             raise LaunchError(f"{self.epitaph()} before it was ready") from None
         if isinstance(record, NotReady):
-            raise LaunchError(f"the fork server (pid {self.pid}) could not import torch:\n{record.traceback}")
+            raise LaunchError(
+                f"the fork server (pid {self.pid}) could not import its modules:\n{record.traceback.rstrip()}"
+            )
         if not isinstance(record, Ready):
             raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
         return record

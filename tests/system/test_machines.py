@@ -301,7 +301,7 @@ def test_the_example_with_its_two_commands(network: Network) -> None:
 
 def test_packets_are_lost(namespaces: Namespaces) -> None:
     """Every third that reaches one of them: slower, but nothing else."""
-    namespaces.rule(1, "input", "meta l4proto tcp numgen inc mod 3 == 0 drop")
+    namespaces.rule(1, "input", "iifname eth0 meta l4proto tcp numgen inc mod 3 == 0 drop")
     with launched(namespaces, 1, 1, token="hush", gather="all") as machines:
         machines.start_all()
         assert [[value[:2] for value in end["values"]] for end in machines.ends()] == [[[0, 2.0], [1, 2.0]]] * 2

@@ -1,0 +1,52 @@
+"""Runs ``mlaunch run`` and torchrun on scripts, as a shell would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+MLAUNCH = [sys.executable, "-m", "mlaunch", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LAUNCHERS = {"mlaunch": MLAUNCH, "torchrun": TORCHRUN}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
+
+
+def start(cwd: Path, *args: str, command: list[str] = MLAUNCH, **changes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*command, *args],
+        cwd=cwd,
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(
+    cwd: Path, *args: str, command: list[str] = MLAUNCH, stdin: str | None = None, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+    return subprocess.run(
+        [*command, *args],
+        cwd=cwd,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> str:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return name

@@ -1,0 +1,368 @@
+"""``mlaunch run``: what is run, how it ends, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mlaunch.cli import main
+from tests.processes import alive, descendants
+from tests.system.commands import run, start, write
+
+pytestmark = pytest.mark.slow
+PAIR = ("--nproc-per-node", "2")
+REDUCE = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"rank {os.environ['RANK']} of {int(total)}: {sys.argv} {__name__} {__package__} {sys.path[0]}")
+dist.destroy_process_group()
+"""
+FAIL = """
+import ctypes, os, sys, signal
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def fail(how):
+    if how == "raise": raise ValueError("no such luck")
+    if how == "text": sys.exit("no such luck")
+    if how.isdecimal(): sys.exit(int(how))
+    if how == "segfault": ctypes.string_at(0)
+    os.kill(os.getpid(), signal.Signals[how])
+if dist.get_rank() == 1:
+    fail(sys.argv[1])
+dist.barrier()
+"""
+
+
+def told(text: str) -> list[str]:
+    return sorted(text.splitlines())
+
+
+def test_a_script(tmp_path: Path) -> None:
+    done = run(tmp_path, *PAIR, write(tmp_path, REDUCE), "--lr", "0.1", "local ${local_rank}")
+    assert done.returncode == 0, done.stderr
+    assert told(done.stdout) == [
+        f"rank {rank} of 2: ['train.py', '--lr', '0.1', 'local {rank}'] __main__ None {tmp_path}" for rank in (0, 1)
+    ]
+    assert done.stderr == ""
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("mlaunch-run-")]
+
+
+def test_a_module_with_relative_imports(tmp_path: Path) -> None:
+    write(tmp_path, "", "package/__init__.py")
+    write(tmp_path, "word = 'word'", "package/other.py")
+    write(tmp_path, f"from .other import word\n{REDUCE}", "package/train.py")
+    done = run(tmp_path, *PAIR, "-m", "package.train", "a")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "package" / "train.py"
+    assert told(done.stdout) == [f"rank {rank} of 2: ['{file}', 'a'] __main__ package {tmp_path}" for rank in (0, 1)]
+
+
+def test_a_directory_with_a_main(tmp_path: Path) -> None:
+    write(tmp_path, REDUCE, "job/__main__.py")
+    done = run(tmp_path, *PAIR, "job", "a")
+    assert told(done.stdout) == [f"rank {rank} of 2: ['job', 'a'] __main__  job" for rank in (0, 1)], done.stderr
+
+
+def test_a_function(tmp_path: Path) -> None:
+    write(
+        tmp_path, "import sys\nclass Train:\n    def main():\n        print(sys.argv[1:])\n        return 3", "job.py"
+    )
+    done = run(tmp_path, "job:Train.main", "a")
+    assert (done.returncode, done.stdout) == (3, "['a']\n"), done.stderr
+
+
+def test_a_program(tmp_path: Path) -> None:
+    done = run(tmp_path, *PAIR, "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE: $0"', "x")
+    assert (done.returncode, told(done.stdout)) == (0, ["0 of 2: x", "1 of 2: x"]), done.stderr
+    assert run(tmp_path, "--no-python", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_a_program_that_hangs_is_stopped_without_being_asked(tmp_path: Path) -> None:
+    """The signal that asks Python for its stacks would kill it."""
+    text = 'trap "echo ended; exit 1" TERM; if [ $RANK = 1 ]; then exit 4; fi; while :; do read -t 1 x < fifo; done'
+    os.mkfifo(tmp_path / "fifo")
+    done = run(tmp_path, *PAIR, "--no-python", "bash", "-c", text)
+    assert (done.returncode, done.stdout) == (4, "ended\n"), done.stderr
+
+
+def test_as_torch_distributed_launch(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mlaunch.launch"]
+    write(tmp_path, "import os, sys; print(sys.argv, os.environ['LOCAL_RANK'])")
+    assert told(run(tmp_path, *PAIR, "train.py", "a", command=command).stdout) == [
+        "['train.py', '--local-rank=0', 'a'] 0",
+        "['train.py', '--local-rank=1', 'a'] 1",
+    ]
+    assert run(tmp_path, "--use-env", "train.py", command=command).stdout == "['train.py'] 0\n"
+    assert run(tmp_path, "train.py", command=[sys.executable, "-m", "mlaunch.run"]).stdout == "['train.py'] 0\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ("raise", 1, "rank 1 of train.py raised ValueError: no such luck"),
+        ("text", 1, "rank 1 of train.py exited with code 1 (sys.exit or os._exit)"),
+        ("3", 3, "rank 1 of train.py exited with code 3 (sys.exit or os._exit)"),
+        ("SIGKILL", 137, "rank 1 of train.py was killed by SIGKILL"),
+        ("SIGTERM", 143, "rank 1 of train.py was killed by SIGTERM"),
+        ("segfault", 139, "rank 1 of train.py was killed by SIGSEGV"),
+        ("0", 0, ""),
+    ],
+)
+def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
+    script = FAIL if how != "0" else FAIL.replace("dist.barrier()", "")
+    done = run(tmp_path, *PAIR, write(tmp_path, script), how)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("ValueError: no such luck") == (2 if how == "raise" else 0)  # first line and traceback
+    lines = done.stderr.splitlines()
+    said = next((index for index, line in enumerate(lines) if line.startswith("mlaunch:")), 0)
+    if status:
+        assert lines[said] == f"mlaunch: {words}"
+        assert re.fullmatch(r"  host \S+, pid \d+, while running the command", lines[said + 1])
+        # A rank that ends closes its connections first, so another may already be telling of that.
+        doing = r"in barrier at train\.py:\d+" if how == "raise" else r"(in barrier at train\.py:\d+|reporting an .*)"
+        assert re.fullmatch(f"  rank 0 was {doing}", lines[-1])
+    else:
+        assert done.stderr == ""
+    if how in {"raise", "segfault"}:
+        assert f'File "{tmp_path}/train.py", line' in done.stderr
+        assert "mlaunch/runtime" not in done.stderr
+
+
+def test_what_a_fresh_interpreter_does(tmp_path: Path) -> None:
+    done = run(tmp_path, write(tmp_path, """
+import atexit, multiprocessing, os, sys, threading
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Held:
+    def __del__(self):
+        os.write(1, b"destructor\\n")
+
+class Point:
+    x = 5
+
+def work(queue, point):
+    queue.put((point.x, __name__))
+
+held = Held()
+never_closed = open("never_closed.txt", "w")
+never_closed.write("kept")
+sys.modules["keeper"] = open("kept_elsewhere.txt", "w")
+sys.modules["keeper"].write("kept")
+
+if __name__ == "__main__":
+    atexit.register(print, "exit handler")
+    for method in ("fork", "forkserver", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        process = context.Process(target=work, args=(queue, Point()))
+        process.start()
+        print(method, queue.get(timeout=60))
+        process.join()
+        loader = DataLoader(TensorDataset(torch.arange(4)), num_workers=1, multiprocessing_context=method)
+        print(sum(int(x) for x, in loader))
+    go = threading.Event()
+    threading.Thread(target=lambda: (go.wait(), print("thread"))).start()
+    threading.Timer(0.01, go.set).start()
+    sys.stdout.write("main without an end ")
+"""))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line != "destructor"] == [
+        "fork (5, '__main__')", "6", "forkserver (5, '__mp_main__')", "6", "spawn (5, '__mp_main__')", "6",
+        "main without an end thread", "exit handler",
+    ]  # fmt: skip
+    assert done.stdout.endswith("destructor\n")
+    assert [(tmp_path / name).read_text() for name in ("never_closed.txt", "kept_elsewhere.txt")] == ["kept", "kept"]
+    assert done.stderr == ""
+
+
+def test_an_exception_runs_exit_handlers_and_the_scripts_own_hook(tmp_path: Path) -> None:
+    done = run(tmp_path, write(tmp_path, """
+import atexit, sys
+atexit.register(print, "exit handler")
+sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__, error, trace.tb_lineno)
+raise KeyError("x")
+"""))  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "hook: KeyError 'x' 5\nexit handler\n")
+
+
+def test_input_reaches_the_ranks(tmp_path: Path) -> None:
+    assert run(tmp_path, write(tmp_path, "print(input()[::-1])"), stdin="abc\n").stdout == "cba\n"
+
+
+def test_modules_imported_once(tmp_path: Path) -> None:
+    write(tmp_path, "import os\npid = os.getpid()\nprint('imported', file=__import__('sys').stderr)", "costly.py")
+    write(tmp_path, "import costly; print(costly.pid)")
+    done = run(tmp_path, *PAIR, "--preload", "costly,json", "train.py")
+    assert len(set(done.stdout.split())) == 1, done.stderr
+    assert done.stderr == "imported\n"
+    done = run(tmp_path, "--preload", "nowhere", "train.py")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ModuleNotFoundError: No module named 'nowhere'")
+
+
+def test_a_restart(tmp_path: Path) -> None:
+    script = write(tmp_path, """
+import os, sys
+print(os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"])
+sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] < "2" else 0)
+""")  # fmt: skip
+    done = run(tmp_path, "--max-restarts", "2", script)
+    assert (done.returncode, done.stdout) == (0, "0 2\n1 2\n2 2\n"), done.stderr
+    assert done.stderr.splitlines()[0] == (
+        "mlaunch: train.py is started again (restart 1 of at most 2): rank 0 of train.py exited with code 5 "
+        "(sys.exit or os._exit)"
+    )
+    assert run(tmp_path, "--max-restarts", "1", script).returncode == 5
+
+
+def test_a_deadline(tmp_path: Path) -> None:
+    done = run(tmp_path, "--deadline", "0.3", write(tmp_path, "import signal\nsignal.pause()"))
+    assert done.returncode == 124
+    assert "mlaunch: train.py did not finish within its deadline of 0.3 s; rank 0 had not returned" in done.stderr
+
+
+STUBBORN = """
+import os, signal, sys
+def save(number, frame):
+    print("saved at", signal.Signals(number).name)
+    sys.exit(0)
+number = signal.Signals[sys.argv[1]]
+if os.environ["RANK"] == "0":
+    signal.signal(number, save)
+elif len(sys.argv) > 2:
+    signal.signal(number, signal.SIG_IGN)
+print("running")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
+def test_signals_are_passed_on(tmp_path: Path, name: str, status: int) -> None:
+    process = start(tmp_path, *PAIR, "--grace-period", "0.5", write(tmp_path, STUBBORN), name, "stubborn")
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+    family = descendants(process.pid)
+    process.send_signal(signal.Signals[name])
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (status, f"saved at {name}\n"), err
+    first, second = err.splitlines()
+    assert first == f"mlaunch: ended by {name}"
+    assert re.fullmatch(r"train\.py was ended by this; ranks 0-1 were in <module> at train\.py:\d+", second)
+    assert not [pid for pid in family if alive(pid)]
+
+
+def test_a_signal_that_is_not_handled_by_default(tmp_path: Path) -> None:
+    process = start(tmp_path, "--signals-to-handle", "SIGUSR1", write(tmp_path, STUBBORN), "SIGUSR1")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + signal.SIGUSR1, "saved at SIGUSR1\n")
+
+
+def test_ctrl_c_at_a_terminal(tmp_path: Path) -> None:
+    script = write(tmp_path, STUBBORN)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, "-m", "mlaunch", "run", script, "SIGINT"])
+    said = b""
+    while b"running" not in said:
+        said += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    try:
+        while data := os.read(terminal, 4096):
+            said += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert b"saved at SIGINT" in said
+    assert b"Traceback" not in said
+
+
+def test_a_recorded_error(tmp_path: Path) -> None:
+    script = write(tmp_path, """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise ValueError("recorded")
+main()
+""")  # fmt: skip
+    done = run(tmp_path, "--no-python", sys.executable, script, TORCHELASTIC_ERROR_FILE=str(tmp_path / "ours.json"))
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("mlaunch: rank 0 of") :]
+    assert "ValueError: recorded" in report
+    noted = json.loads((tmp_path / "ours.json").read_text())
+    assert "ValueError: recorded" in noted["message"]["extraInfo"]["py_callstack"]
+
+
+def test_inside_a_rank(tmp_path: Path) -> None:
+    """A decorated function joins, comm works, and what a rank starts is no rank."""
+    done = run(tmp_path, *PAIR, write(tmp_path, """
+from mlaunch import comm, launcher
+@launcher(n_gpus=7)
+def train(): return comm.get_rank(), comm.all_gather(comm.get_rank()), comm.get_local_size()
+print(train())
+"""))  # fmt: skip
+    assert told(done.stdout) == ["[(0, [0, 1], 2)]", "[(1, [0, 1], 2)]"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nowhere.py"], "nowhere.py: no such file\n"),
+        (["json"], "json: no such file; to run the module json, put -m in front of it\n"),
+        (["--no-python", "nowhere"], "nowhere: no such program in PATH, or it is not executable\n"),
+        (["--nproc-per-node", "many", "x.py"], "--nproc-per-node many: allowed: a number from 1, auto, gpu, cpu, "
+         "xpu\n"),
+        (["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the members of a launch are fixed; give one number\n"),
+        (["--nnodes", "2", "--node-rank", "2", "x.py"], "--node-rank 2: allowed: 0 to 1, since --nnodes is 2\n"),
+        (["--rdzv-backend", "etcd", "x.py"], "--rdzv-backend etcd is not supported: allowed: static, c10d\n"),
+        (["--rdzv-conf", "last_call_timeout=3", "x.py"], "--rdzv-conf last_call_timeout: not supported; allowed: "
+         "is_host, join_timeout, rank, timeout\n"),
+        (["--token-file", "nowhere", "x.py"], "--token-file nowhere: [Errno 2] No such file or directory: 'nowhere'\n"),
+        (["--signals-to-handle", "SIGKILL", "x.py"], "--signals-to-handle SIGKILL: no signal of this name can be "
+         "handled\n"),
+        (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, or one of them for each of some local "
+         "ranks: 0:3,1:2\n"),
+        (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: it is for one machine\n"),
+        (["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1", "x.py"], "--nnodes 3 without "
+         "--node-rank: with more than two machines each must say which it is, from 0 on the one at 192.0.2.1 (under "
+         "Slurm: --node-rank $SLURM_NODEID)\n"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "", "x.py")
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *args])
+    assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")
+
+
+def test_devices_that_are_not_there(tmp_path: Path) -> None:
+    import torch
+
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has devices")
+    for args in (["--devices", "0"], ["--nproc-per-node", "gpu"]):
+        done = run(tmp_path, *args, write(tmp_path, ""))
+        assert done.returncode == 2
+        assert re.search(r"mlaunch run: --\S+.*: (torch \S+ is built for CPUs alone|no device is visible)", done.stderr)
+    assert run(tmp_path, "--nproc-per-node", "auto", write(tmp_path, "print(1)")).stdout == "1\n" * len(
+        os.sched_getaffinity(0)
+    )

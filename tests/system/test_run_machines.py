@@ -1,0 +1,165 @@
+"""``mlaunch run`` on several machines, each a command of its own; and the files of its output."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.system.commands import MLAUNCH, environment, run, start, write
+
+pytestmark = pytest.mark.slow
+MACHINES = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "29541")
+TRAIN = """
+import os, signal, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print([int(total), *(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"))])
+if dist.get_rank() == int(sys.argv[1]):
+    raise ValueError("no such luck")
+if int(sys.argv[1]) >= 0:
+    signal.pause()
+"""
+
+
+def machines(folder: Path, *args: str, common: tuple[str, ...] = MACHINES) -> list[subprocess.Popen[str]]:
+    return [start(folder, *common, "--node-rank", str(rank), *args) for rank in (0, 1)]
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, list[str], str]]:
+    found = [process.communicate(timeout=90) for process in processes]
+    return [
+        (process.returncode, sorted(out.splitlines()), err)
+        for process, (out, err) in zip(processes, found, strict=True)
+    ]
+
+
+def test_two_machines(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("hush")
+    first, second = ends(machines(tmp_path, "--token-file", "token", write(tmp_path, TRAIN), "-1"))
+    assert (first[0], first[1]) == (0, ["[4, 0, 0, 0, 2]", "[4, 1, 1, 0, 2]"]), first[2]
+    assert (second[0], second[1]) == (0, ["[4, 2, 0, 1, 2]", "[4, 3, 1, 1, 2]"]), second[2]
+
+
+def test_a_failure_ends_both(tmp_path: Path) -> None:
+    first, second = ends(machines(tmp_path, write(tmp_path, TRAIN), "3"))
+    for status, _, err in (first, second):
+        assert status == 1
+        assert "mlaunch: rank 3 of train.py raised ValueError: no such luck" in err
+        assert f'File "{tmp_path}/train.py", line' in err
+
+
+def test_c10d_needs_no_node_rank(tmp_path: Path) -> None:
+    common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29541")
+    script = write(tmp_path, TRAIN)
+    one = start(tmp_path, *common, script, "-1")
+    other = start(tmp_path, *common, "--rdzv-conf", "is_host=0", script, "-1")
+    assert [lines for _, lines, _ in ends([one, other])] == [["[2, 0, 0, 0, 1]"], ["[2, 1, 0, 1, 1]"]]
+
+
+def test_machines_that_do_not_fit(tmp_path: Path) -> None:
+    common = ("--nnodes", "2", "--master-port", "29541", "--rdzv-conf", "join_timeout=30")
+    script = write(tmp_path, TRAIN)
+    one = start(tmp_path, *common, "--node-rank", "0", script, "-1")
+    other = start(tmp_path, *common, "--node-rank", "1", "--nproc-per-node", "2", script, "-1")
+    for status, _, err in ends([one, other]):
+        assert status == 1
+        assert "mlaunch: train.py was not started: host " in err
+        assert "has world_size=" in err
+
+
+def test_files_and_prefixes(tmp_path: Path) -> None:
+    script = write(tmp_path, """
+import os, sys
+print("out of", os.environ["RANK"])
+print("err of", os.environ["RANK"], file=sys.stderr)
+os.system("printf 'child without an end'")
+""")  # fmt: skip
+    flags = ("--nproc-per-node", "2", "--log-dir", "logs", "--rdzv-id", "job", "--role", "trainer")
+    done = run(tmp_path, *flags, "--tee", "0:3", "--redirects", "3", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[trainer0]:out of 0", "[trainer0]:child without an end"]
+    assert done.stderr == "[trainer0]:err of 0\n"
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert folder.name.startswith("job_")
+    for rank in "01":
+        assert (folder / "attempt_0" / rank / "stdout.log").read_text() == f"out of {rank}\nchild without an end"
+        assert (folder / "attempt_0" / rank / "stderr.log").read_text() == f"err of {rank}\n"
+
+
+def test_a_redirected_rank_has_its_traceback_in_its_file(tmp_path: Path) -> None:
+    flags = ("--redirects", "2", "--log-dir", "logs")
+    done = run(tmp_path, *flags, "--max-restarts", "1", write(tmp_path, "print(1); raise ValueError('x')"))
+    assert (done.returncode, done.stdout) == (1, "1\n1\n")
+    (folder,) = (tmp_path / "logs").iterdir()
+    for attempt in "01":
+        assert (folder / f"attempt_{attempt}" / "0" / "stderr.log").read_text().endswith("ValueError: x\n")
+    assert done.stderr.splitlines()[-1] == f"the output of the ranks is in {folder}"
+
+
+def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
+    script = write(tmp_path, """
+import os, sys
+for number in range(20_000):
+    print(number, "x" * 100)
+os.kill(os.getpid(), 9)
+""")  # fmt: skip
+    done = run(tmp_path, "--tee", "1", "--log-dir", "logs", script)
+    assert done.returncode == 137
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [f"[default0]:{n}" for n in range(20_000)]
+    (file,) = (tmp_path / "logs").rglob("stdout.log")
+    assert file.read_text().splitlines()[-1].startswith("19999 ")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it; what is shown goes on."""
+    script = write(tmp_path, "print('x' * 5000, flush=True); print('the end')")
+    done = subprocess.run(
+        [*MLAUNCH, "--tee", "1", "--log-dir", "logs", script],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("[default0]:the end\n")
+    assert re.fullmatch(
+        r"mlaunch: /\S+/logs/\S+/attempt_0/0/stdout\.log cannot be written \(File too large\): what this rank prints now is "
+        r"not kept there\n", done.stderr,
+    )  # fmt: skip
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    done = run(tmp_path, "--log-dir", "logs", write(tmp_path, ""))
+    assert (done.returncode, done.stderr) == (2, "mlaunch run: --log-dir logs: File exists\n")
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    """As ``mlaunch run ... | head -1``: the training goes on."""
+    script = write(tmp_path, "for i in range(30_000): print(i)\nopen('done.txt', 'w').write('all')")
+    process = start(tmp_path, "--tee", "1", script)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert (tmp_path / "done.txt").read_text() == "all"
+
+
+def test_the_command_is_killed(tmp_path: Path) -> None:
+    """Nothing of it stays, and no rank."""
+    os.mkfifo(tmp_path / "fifo")
+    script = write(tmp_path, "import os, signal\nos.open('fifo', os.O_WRONLY)\nprint('running')\nsignal.pause()")
+    process = start(tmp_path, script)
+    end = os.open(tmp_path / "fifo", os.O_RDONLY)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert os.read(end, 1) == b""  # the rank's end of it is closed
+    os.close(end)

@@ -1,0 +1,146 @@
+"""The flags of ``mlaunch run``, without starting anything."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import pytest
+
+from mlaunch.cli import flags, run
+from mlaunch.cli.dry import describe
+from mlaunch.cli.job import Job, job_of
+from mlaunch.cli.streams import plan_of, wishes_of
+from mlaunch.output.relay import Policy
+
+
+def parse(*args: str, **environ: str) -> argparse.Namespace:
+    parser = flags.parser("mlaunch run", environ)
+    parser.set_defaults(use_env=True)
+    return parser.parse_args([*args, __file__])
+
+
+def job(*args: str, **environ: str) -> Job:
+    return job_of(parse(*args, **environ), environ)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str, **environ: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        parse(*args, **environ)
+    assert caught.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_both_spellings_and_variables() -> None:
+    for given in (["--nproc-per-node", "3"], ["--nproc_per_node=3"]):
+        assert job(*given).size == 3
+    assert job(PET_NPROC_PER_NODE="3").size == 3
+    assert job("--nproc-per-node", "2", PET_NPROC_PER_NODE="3").size == 2
+    assert parse(PET_NO_PYTHON="1").no_python
+    assert not parse(PET_NO_PYTHON="0").no_python
+    assert parse("--rdzv_id=x", PET_ROLE="trainer").role == "trainer"
+
+
+def test_every_flag_of_torchrun_is_known_or_refused_by_name() -> None:
+    from torch.distributed.run import get_args_parser
+
+    ours = {name for action in flags.parser("mlaunch run", {})._actions for name in action.option_strings}
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert theirs - ours == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["--start-method", "--event-log-handler", "--logs-specs", "--duplicate-stdout-filters", "--local-addr"]
+)
+def test_refused_by_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert f"{name} is not supported: " in refused(capsys, name, "spawn")
+    variable = f"PET_{name[2:].replace('-', '_').upper()}"
+    assert refused(capsys, **{variable: "spawn"}).startswith(
+        f"mlaunch run: error: {variable} in the environment: {name}"
+    )
+
+
+def test_a_bad_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, PET_MAX_RESTARTS="many")
+    assert said == "mlaunch run: error: PET_MAX_RESTARTS='many' in the environment: not a valid value of --max-restarts"
+    assert "PET_MODULE='yes' in the environment: allowed: 0 or 1" in refused(capsys, PET_MODULE="yes")
+
+
+@pytest.mark.parametrize(
+    ("args", "host", "port", "rank"),
+    [
+        ([], "localhost", 0, 0),
+        (["--master-port", "29501"], "localhost", 29501, 0),
+        (["--standalone", "--master-port", "29501"], "localhost", 0, 0),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "h1"], "h1", 29500, 1),
+        (["--nnodes", "2:2", "--rdzv-endpoint", "h1:1234", "--rdzv-conf", "rank=1"], "h1", 1234, 1),
+        (["--nnodes", "2", "--rdzv-endpoint", "[::1]:1234"], "::1", 1234, 0),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:1234"], "127.0.0.1", 1234, 0),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1"], "192.0.2.1", 29500, 1),
+        (["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1"], "127.0.0.1", 29500, 0),
+    ],
+)
+def test_where_the_machines_meet(args: list[str], host: str, port: int, rank: int) -> None:
+    found = job(*args)
+    assert (found.host, found.port, found.node_rank) == (host, port, rank)
+    options = found.options(4)
+    assert (options.world_size, options.rank_start) == (4 * found.nodes, 4 * rank)
+
+
+def test_the_grace_period_is_torchruns() -> None:
+    assert job().grace_period == 30
+    assert job(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").grace_period == 7
+    assert job("--shutdown-timeout", "0").grace_period == 0
+    assert job("--grace-period", "2.5").grace_period == 2.5
+
+
+def policies(size: int, *args: str) -> dict[tuple[int, int], Policy]:
+    return wishes_of(parse(*args)).policies(size)
+
+
+def test_what_becomes_of_the_output() -> None:
+    kept, seen, gone = Policy(shown=False, kept=True), Policy(shown=True, kept=True), Policy(shown=False)
+    assert policies(2) == {}
+    assert policies(2, "-r", "1") == {(0, 1): kept, (1, 1): kept}
+    assert policies(2, "--tee", "1:3") == {(1, 1): seen, (1, 2): seen}
+    assert policies(2, "-r", "2", "-t", "0:3") == {(0, 1): seen, (0, 2): seen, (1, 2): kept}
+    assert policies(2, "--local-ranks-filter", "1") == {(0, 1): gone, (0, 2): gone}
+    assert policies(2, "-t", "1", "--local-ranks-filter", "1") == {(0, 1): kept, (0, 2): gone, (1, 1): seen}
+
+
+def test_the_prefix_is_torchruns() -> None:
+    wishes = wishes_of(parse("-t", "3"))
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}> "}
+    for environ, prefix in (({}, "[trainer3]:"), (template, "3> ")):
+        plan = plan_of(wishes, 4, "trainer", None, environ)
+        assert plan is not None
+        assert plan.prefix([3]) == prefix
+
+
+def test_a_token_is_not_shown(tmp_path: Any) -> None:
+    (tmp_path / "token").write_text("hush\n")
+    found = job("--token-file", str(tmp_path / "token"))
+    assert found.token == "hush"
+    assert "hush" not in repr(found) + describe(found, 2, {})
+
+
+def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h1", "--nproc-per-node", "2", "--dry-run"]
+    assert run.main([*environ, __file__, "--lr", "0.1 or so"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        f"command     python {__file__} --lr '0.1 or so'\n",
+        "ranks       2-3 of 4\n",
+        "machines    2, this is number 1; they meet at h1, port 29500, to which this one connects, without a token\n",
+        "devices     every rank sees all\n",
+        "ending      SIGTERM, after 30 s SIGKILL; 0 restarts; no deadline\n",
+        "  WORLD_SIZE=4\n",
+        "  RANK=3 LOCAL_RANK=1 ROLE_RANK=3\n",
+    ):
+        assert words in said
+
+
+def test_the_first_entry_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["ours", "base"])
+    assert job().path == (__file__.rpartition("/")[0], "base")

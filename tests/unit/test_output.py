@@ -1,0 +1,153 @@
+"""Lines, bars and merging, without ranks; and the relay on pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mlaunch.output.lines import LINE_LIMIT, Splitter
+from mlaunch.output.merging import WINDOW, Merger
+from mlaunch.output.relay import Plan, Policy, Relay
+
+
+def test_lines_come_whole() -> None:
+    splitter = Splitter()
+    assert splitter.feed(b"a\nb") == [b"a"]
+    assert splitter.feed(b"c\n\nd\xff\0") == [b"bc", b""]
+    assert splitter.end() == [b"d\xff\0"]
+    assert splitter.end() == []
+
+
+def test_a_bar_is_one_line() -> None:
+    splitter = Splitter()
+    assert splitter.feed(b"\r 10%|#  |\r 50%") == []
+    assert splitter.bar == b" 50%"
+    assert splitter.feed(b"|## |") == []
+    assert splitter.bar == b" 50%|## |"
+    assert splitter.feed(b"\r100%|###|\nnext\r\n") == [b"100%|###|", b"next"]
+    assert splitter.bar == b""
+
+
+def test_a_very_long_line_comes_in_pieces() -> None:
+    splitter = Splitter()
+    assert splitter.feed(b"x" * (2 * LINE_LIMIT + 5)) == [b"x" * LINE_LIMIT] * 2
+    assert splitter.feed(b"\n") == [b"x" * 5]
+
+
+def lines(merger: Merger, now: float, *, everything: bool = False) -> list[tuple[list[int], bytes]]:
+    return [(line.ranks, line.text) for line in merger.take(now, everything=everything)]
+
+
+def test_equal_lines_are_shown_once() -> None:
+    merger = Merger(3)
+    for rank in (1, 0, 2):
+        merger.add(rank, 1, b"same", 0.0)
+    assert lines(merger, 0.0) == [([1, 0, 2], b"same")]
+    assert merger.due is None
+
+
+def test_a_line_waits_for_a_moment_only() -> None:
+    merger = Merger(3)
+    merger.add(0, 1, b"same", 0.0)
+    merger.add(1, 1, b"same", 0.01)
+    merger.add(2, 1, b"other", 0.02)
+    assert lines(merger, 0.02) == []
+    assert merger.due == WINDOW
+    assert lines(merger, WINDOW) == [([0, 1], b"same")]
+    assert lines(merger, WINDOW + 0.02) == [([2], b"other")]
+
+
+def test_the_order_of_a_ranks_lines_is_kept() -> None:
+    merger = Merger(2)
+    for text in (b"a", b"b", b"a"):
+        merger.add(0, 1, text, 0.0)
+    merger.add(1, 1, b"b", 0.0)
+    merger.add(1, 1, b"a", 0.0)
+    merger.add(1, 2, b"a", 0.0)  # on the other stream
+    assert lines(merger, 0.0, everything=True) == [([0], b"a"), ([0, 1], b"b"), ([0, 1], b"a"), ([1], b"a")]
+
+
+def test_a_flood_does_not_wait() -> None:
+    merger = Merger(2)
+    for number in range(5000):
+        merger.add(0, 1, b"%d" % number, 0.0)
+    assert len(lines(merger, 0.0)) == 4000
+
+
+class Pipes:
+    """A relay with a pipe for each stream of each rank."""
+
+    def __init__(self, plan: Plan, size: int) -> None:
+        self.relay = Relay(plan, size, 0, lambda: 0.0)
+        self._writers: dict[tuple[int, int], int] = {}
+        for rank in range(size):
+            ends = {stream: os.pipe() for stream in plan.carried(rank)}
+            self._writers |= {(rank, stream): writer for stream, (_, writer) in ends.items()}
+            self.relay.adopt(rank, rank, [reader for reader, _ in ends.values()])
+
+    def write(self, rank: int, stream: int, data: bytes) -> None:
+        os.write(self._writers[rank, stream], data)
+
+    def finish(self) -> None:
+        for writer in self._writers.values():
+            os.close(writer)
+        self.relay.finish()
+
+
+def prefix(ranks: Sequence[int]) -> str:
+    return f"[{','.join(map(str, sorted(ranks)))}] "
+
+
+def plan(size: int, policy: Policy, directory: Path | None = None) -> Plan:
+    policies = {(rank, stream): policy for rank in range(size) for stream in (1, 2)}
+    return Plan(policies, prefix, None if directory is None else str(directory))
+
+
+def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    pipes = Pipes(plan(2, Policy(kept=True), tmp_path), 2)
+    pipes.write(0, 1, b"hello\n")
+    pipes.write(1, 1, b"hello\nraw \xff")
+    pipes.write(1, 2, b"\r 50%\r100%\n")
+    pipes.finish()
+    shown = capfdbinary.readouterr()
+    assert shown.out == b"[0,1] hello\n[1] raw \xff\n"
+    assert shown.err == b"[1] 100%\n"
+    assert (tmp_path / "attempt_0" / "1" / "stdout.log").read_bytes() == b"hello\nraw \xff"
+    assert (tmp_path / "attempt_0" / "1" / "stderr.log").read_bytes() == b"\r 50%\r100%\n"
+
+
+def test_a_stream_of_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's has no bytes."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    pipes = Pipes(plan(1, Policy()), 1)
+    pipes.write(0, 1, b"raw \xff\0\n")
+    pipes.finish()
+    assert shown.getvalue() == "[0] raw \\xff\0\n"
+
+
+@pytest.mark.parametrize("gone", [None, "closed"])
+def test_no_stream_to_show_it_on(monkeypatch: pytest.MonkeyPatch, gone: str | None) -> None:
+    stream = None
+    if gone:
+        stream = io.StringIO()
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    pipes = Pipes(plan(1, Policy()), 1)
+    pipes.write(0, 1, b"lost\n" * 3)
+    pipes.finish()
+
+
+def test_the_relay_returns_when_it_is_wanted_elsewhere() -> None:
+    pipes = Pipes(plan(1, Policy(shown=False)), 1)
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+    pipes.relay.carry_until(reader)
+    pipes.finish()
+    os.close(reader)
+    os.close(writer)
