@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cold, failure, gather, large, memory, repeat, warm
+from benchmarks import cold, command, failure, gather, large, memory, repeat, warm
 from benchmarks.measure import table
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ALL = {
     "warm": warm.run,
     "cold": cold.run,
+    "command": command.run,
     "results": large.results,
     "arguments": large.arguments,
     "failure": failure.run,

@@ -6,6 +6,7 @@ What torchrun offers and we do not is refused by name, with the reason.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,13 +41,23 @@ ranks could not be started; 2 for a wrong command line
 """
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows one spelling of each flag."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "_" not in name]
+        return super()._format_action_invocation(shown)
+
+
 class Flags(argparse.ArgumentParser):
     """Raises UsageError for a bad value of the environment, too."""
 
     def __init__(self, environ: Mapping[str, str], **settings: Any) -> None:
-        super().__init__(
-            formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES, usage=_usage(settings), **settings
-        )
+        super().__init__(formatter_class=_Formatter, epilog=_EXAMPLES, usage=_usage(settings), **settings)
         self.environ = environ
 
     def flag(self, group: Any, *names: str, default: Any = None, kind: Callable[[str], Any] = str, **more: Any) -> None:
@@ -97,8 +108,8 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     _add_ending(flags)
     for name, reason in _REFUSED.items():
         flags.flag(flags, name, help=argparse.SUPPRESS, kind=_refuse(name, reason))
-    flags.add_argument("training_script", help=argparse.SUPPRESS)
-    flags.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    flags.add_argument("training_script", metavar="SCRIPT", help=argparse.SUPPRESS)
+    flags.add_argument("training_script_args", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return flags
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, launcher
+from tests.system.commands import run, write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +79,20 @@ def test_running_out_of_memory_is_catchable() -> None:
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ValueError, match=r"device\(s\) are visible here; allowed: 1 to"):
         launcher(where, torch.accelerator.device_count() + 1)()
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_the_command(tmp_path: Path, virtual: bool) -> None:
+    script = write(tmp_path, """
+import os, torch, torch.distributed as dist
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+value = torch.ones(1, device="cuda")
+dist.all_reduce(value)
+print(int(value), os.environ["LOCAL_RANK"], torch.cuda.device_count())
+dist.destroy_process_group()
+""")  # fmt: skip
+    count = torch.accelerator.device_count()
+    done = run(tmp_path, "--nproc-per-node", "gpu", *(["--virtual-local-rank"] if virtual else []), script)
+    expected = [f"{count} 0 1" if virtual else f"{count} {rank} {count}" for rank in range(count)]
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr

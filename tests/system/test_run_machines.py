@@ -129,8 +129,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[default0]:the end\n")
     assert re.fullmatch(
-        r"mlaunch: /\S+/logs/\S+/attempt_0/0/stdout\.log cannot be written \(File too large\): what this rank prints now is "
-        r"not kept there\n", done.stderr,
+        r"mlaunch: /\S+/logs/\S+/attempt_0/0/stdout\.log cannot be written \(File too large\): "
+        r"what this rank prints now is not kept there\n", done.stderr,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
     """As ``mlaunch run ... | head -1``: the training goes on."""
     script = write(tmp_path, "for i in range(30_000): print(i)\nopen('done.txt', 'w').write('all')")
-    process = start(tmp_path, "--tee", "1", script)
+    process = start(tmp_path, "--tee", "1", "--log-dir", "logs", script)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

@@ -151,7 +151,7 @@ def test_warm_up_returns_before_torch_is_imported(run_script) -> None:  # type: 
 def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text("raise ImportError('no torch for you')")
     done = run_script("from mlaunch import launcher\nlauncher(lambda: 1, 1)()\n")
-    assert re.search(r"LaunchError: the fork server \(pid \d+\) could not import torch:", done.stderr)
+    assert re.search(r"LaunchError: the fork server \(pid \d+\) could not import its modules:", done.stderr)
     assert "no torch for you" in done.stderr
 
 

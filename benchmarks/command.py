@@ -1,0 +1,66 @@
+"""``mlaunch run`` against torchrun, the same script: wall time from start to end, and the memory of idle ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measure import Row, alternate, compare, seconds
+
+_REDUCE = """
+import os
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+assert value.item() == float(os.environ["WORLD_SIZE"])
+dist.destroy_process_group()
+"""
+_IDLE = """
+import os
+import torch.distributed as dist
+from benchmarks.memory import idle
+dist.init_process_group("gloo")
+os.write(1, f"{idle()}\\n".encode())
+dist.barrier()
+"""
+_ROOT = Path(__file__).resolve().parent.parent
+_COMMANDS = {
+    "mlaunch run": [sys.executable, "-m", "mlaunch", "run"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+_IDLE_RANKS = 8
+
+
+def run(rounds: int) -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        reduce, idle = Path(folder, "reduce.py"), Path(folder, "idle.py")
+        reduce.write_text(_REDUCE)
+        idle.write_text(_IDLE)
+        for size, aim in ((2, "<= 0.6"), (8, "<= 0.3")):
+            contestants = {name: _timed([*command, f"--nproc-per-node={size}", str(reduce)])
+                           for name, command in _COMMANDS.items()}  # fmt: skip
+            aims = {"mlaunch run": ("torchrun", aim)}
+            rows += compare(f"the command, {size} ranks", alternate(contestants, rounds), aims, "s")
+        totals = {name: _memory([*command, f"--nproc-per-node={_IDLE_RANKS}", str(idle)])
+                  for name, command in _COMMANDS.items()}  # fmt: skip
+        rows += compare(f"PSS of {_IDLE_RANKS} idle ranks", totals, {"mlaunch run": ("torchrun", "<= 0.4")}, "MiB")
+    return rows
+
+
+def _timed(command: list[str]) -> Callable[[], float]:
+    return lambda: seconds(lambda: _output(command))
+
+
+def _memory(command: list[str]) -> float:
+    return sum(map(float, _output(command).split()))
+
+
+def _output(command: list[str]) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    return subprocess.run(command, check=True, env=environ, capture_output=True, text=True).stdout
