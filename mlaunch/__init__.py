@@ -41,8 +41,10 @@ if TYPE_CHECKING:
         join_from_torch,
     )
     from mlaunch.logs import RankZeroFilter
+    from mlaunch.progressing import progress
     from mlaunch.rendezvous.client import Client
     from mlaunch.rendezvous.server import Server
+    from mlaunch.report import LaunchReport, RankReport, Span
     from mlaunch.warm import warm_up
 
 _NAMES = {
@@ -53,8 +55,10 @@ _NAMES = {
     "get_world_size group_barrier is_distributed make_allreduce_cb new_group override_backend synchronized",
     "mlaunch.joining": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
     "mlaunch.logs": "RankZeroFilter",
+    "mlaunch.progressing": "progress",
     "mlaunch.rendezvous.client": "Client",
     "mlaunch.rendezvous.server": "Server",
+    "mlaunch.report": "LaunchReport RankReport Span",
     "mlaunch.warm": "warm_up",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
@@ -64,10 +68,13 @@ __all__ = [
     "Client",
     "Group",
     "LaunchError",
+    "LaunchReport",
     "LaunchTimeout",
     "RankFailure",
+    "RankReport",
     "RankZeroFilter",
     "Server",
+    "Span",
     "__version__",
     "bcast_list_",
     "comm",
@@ -90,6 +97,7 @@ __all__ = [
     "make_allreduce_cb",
     "new_group",
     "override_backend",
+    "progress",
     "synchronized",
     "warm_up",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import multiprocessing
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from mlaunch import nesting
 from mlaunch.errors import report_of
 from mlaunch.options import Options
+from mlaunch.report import LaunchReport
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -60,6 +62,15 @@ class launcher(Generic[P, R]):
             environment's ``MLAUNCH_TOKEN``; without that too, whoever reaches the port may join.
         gather: "local": the list of this machine's ranks. "all": of all machines' ranks, by global rank, on each of
             them; needs a token, with which values are signed.
+        output: What ranks print is shown here with their rank in front, ``[3] ``, and once where several ranks print
+            the same line: "all" of it, that of "rank0" alone, or "none"; "raw": ranks write to the streams of this
+            process themselves.
+        log_dir: A directory in which each call makes one of its own, with a file per attempt, rank and stream.
+        progress: Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra
+            ``notebook`` there).
+
+    Attributes:
+        last: The LaunchReport of the latest call, also of one that failed; None before the first.
 
     Raises:
         TypeError: (when decorating) an option of a wrong type; (when calling) an argument that cannot be pickled.
@@ -81,6 +92,7 @@ class launcher(Generic[P, R]):
     _function: Callable[P, R]
     _options: Options
     _bound: tuple[Any, ...]  # the instance of a method, else empty
+    _reports: list[LaunchReport]  # the latest; shared with the copies that ``options`` and methods make
 
     @overload
     def __new__(
@@ -107,6 +119,9 @@ class launcher(Generic[P, R]):
         heartbeat_timeout: float = ...,
         token: str | None = ...,
         gather: str = ...,
+        output: str = ...,
+        log_dir: str | os.PathLike[str] | None = ...,
+        progress: bool = ...,
     ) -> launcher[P, R]: ...
 
     @overload
@@ -134,6 +149,9 @@ class launcher(Generic[P, R]):
         heartbeat_timeout: float = ...,
         token: str | None = ...,
         gather: str = ...,
+        output: str = ...,
+        log_dir: str | os.PathLike[str] | None = ...,
+        progress: bool = ...,
     ) -> _Decorator: ...
 
     def __new__(cls, func: Callable[P, R] | None = None, *args: Any, **options: Any) -> Any:
@@ -144,7 +162,12 @@ class launcher(Generic[P, R]):
 
     def options(self, **changes: Any) -> launcher[P, R]:
         """A copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
-        return _make(self._function, self._options.replaced(changes), self._bound)
+        return _make(self._function, self._options.replaced(changes), self._bound, self._reports)
+
+    @property
+    def last(self) -> LaunchReport | None:
+        """The report of the latest call; None before the first."""
+        return self._reports[-1] if self._reports else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs the function on every rank of this machine; see the class."""
@@ -156,12 +179,15 @@ class launcher(Generic[P, R]):
         from mlaunch.runtime.calling import call_on_ranks  # here, so that importing the name stays cheap
 
         try:
-            return call_on_ranks(self._options, self._function, arguments, kwargs)
+            return call_on_ranks(self._options, self._function, arguments, kwargs, self._remember)
         except Exception as error:
             if report_of(error) is None:
                 raise
             # It tells where it comes from; our own frames would only stand between that and the reader's code.
             raise error.with_traceback(None) from error.__cause__
+
+    def _remember(self, report: LaunchReport) -> None:
+        self._reports[:] = [report]
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> launcher[P, R]: ...
@@ -170,7 +196,7 @@ class launcher(Generic[P, R]):
     def __get__(self: launcher[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> launcher[Q, R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _make(self._function, self._options, (instance,))
+        return self if instance is None else _make(self._function, self._options, (instance,), self._reports)
 
     def __repr__(self) -> str:
         return f"<launcher of {self._name}(): {self._options}>"
@@ -215,11 +241,17 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
     return _make(func, options)
 
 
-def _make(function: Callable[P, R], options: Options, bound: tuple[Any, ...] = ()) -> launcher[P, R]:
+def _make(
+    function: Callable[P, R],
+    options: Options,
+    bound: tuple[Any, ...] = (),
+    reports: list[LaunchReport] | None = None,
+) -> launcher[P, R]:
     made: launcher[P, R] = object.__new__(launcher)
     wrapped = types.MethodType(function, bound[0]) if bound else function
     functools.update_wrapper(cast("Callable[..., Any]", made), wrapped, updated=())
     made._function, made._options, made._bound = function, options, bound
+    made._reports = [] if reports is None else reports
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 
 from mlaunch import seeding
 
+OUTPUTS = ("all", "rank0", "none", "raw")
 START_METHODS = ("forkserver", "fork", "spawn")
 _HIGHEST_PORT = 65535
 
@@ -38,6 +40,9 @@ class Options:
     heartbeat_timeout: float = 15.0
     token: str | None = field(default=None, repr=False)
     gather: str = "local"
+    output: str = "all"
+    log_dir: str | os.PathLike[str] | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError that names the option, the value and what is allowed."""
@@ -59,6 +64,15 @@ class Options:
             raise TypeError("token: allowed: a string that is not empty (its value is not shown), or None")
         if self.gather not in {"local", "all"}:
             raise ValueError(f"gather={self.gather!r}: allowed: 'local', 'all'")
+        if self.output not in OUTPUTS:
+            raise ValueError(f"output={self.output!r}: allowed: {', '.join(map(repr, OUTPUTS))}")
+        if self.log_dir is not None and (not isinstance(self.log_dir, str | os.PathLike) or self.output == "raw"):
+            raise ValueError(
+                f"log_dir={self.log_dir!r} with output={self.output!r}: allowed: a path, unless output='raw' leaves "
+                f"their streams to the ranks"
+            )
+        if not isinstance(self.progress, bool):
+            raise TypeError(f"progress={self.progress!r}: allowed: True, False")
         seeding.check(self.seed)
         self._check_seconds()
         self._check_devices()

@@ -25,6 +25,7 @@ from mlaunch.errors import LaunchError, LaunchTimeout
 from mlaunch.output.relay import Plan, Relay
 from mlaunch.runtime import device, recorded
 from mlaunch.runtime.collecting import Launch, StopSignal
+from mlaunch.runtime.history import History
 from mlaunch.runtime.planning import plan
 from mlaunch.runtime.restarting import with_restarts
 from mlaunch.runtime.spec import Command, Context
@@ -70,8 +71,6 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             _launch(job, size, server, environ, wishes)
         except LaunchError as error:
             _say(str(error))
-            if error.log_dir is not None:
-                print(f"the output of the ranks is in {error.log_dir}", file=sys.stderr)
             _record(error)
             return _status(error)
         finally:
@@ -92,18 +91,21 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
 
 
 def _launch_command(
-    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], command: Command, output: Plan | None
+    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], command: Command, output: Plan
 ) -> None:
-    piped = tuple(output.carried(local_rank) for local_rank in range(size)) if output is not None else ()
     context = Context(environ, os.getcwd(), job.path, (job.target, *job.args), None, None, os.getpid())
 
     def attempt(deadline: float | None, restart_count: int) -> None:
         options = job.options(size).replaced({"deadline": deadline})
         planned = plan(options, server, job.name, environ, restart_count)
         named = dataclasses.replace(command, run_id=command.run_id or planned.launch_id)
-        spec = dataclasses.replace(planned, device_type="", command=named, context=context, piped=piped)
-        relay = None if output is None else Relay(output, size, restart_count)
-        Launch(spec, server, server.launch(spec, None), relay).collect()
+        spec = dataclasses.replace(planned, device_type="", command=named, context=context, piped=output.piped(size))
+        relay = Relay(output, size, restart_count)
+        launch = Launch(spec, server, server.launch(spec, None), relay, History())
+        try:
+            launch.collect()
+        finally:
+            launch.close()
 
     with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say)
 

@@ -70,8 +70,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
         raise UsageError(f"--log-dir {wishes.log_dir}: {error.strerror}") from None
 
 
-def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> Plan | None:
-    """None if every rank keeps its streams."""
+def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> Plan:
     policies = wishes.policies(size)
     template = string.Template(environ.get(_PREFIX_VARIABLE, _PREFIX))
 
@@ -79,4 +78,4 @@ def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ
         (rank,) = ranks
         return template.safe_substitute(role_name=role, rank=rank, local_rank=rank)
 
-    return Plan(policies, prefix, directory, by_local_rank=True, merge=False) if policies else None
+    return Plan(policies, prefix, directory, by_local_rank=True, merge=False)

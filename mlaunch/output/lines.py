@@ -14,23 +14,27 @@ class Splitter:
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that this completes."""
         self._rest += data
-        *lines, rest = bytes(self._rest).split(b"\n") if b"\n" in data else [bytes(self._rest)]
-        found = [_last_look(line) for line in lines]
-        while len(rest) >= LINE_LIMIT:
-            found.append(rest[:LINE_LIMIT])
-            rest = rest[LINE_LIMIT:]
+        if b"\n" not in data and len(self._rest) <= LINE_LIMIT:
+            return []
+        *lines, rest = bytes(self._rest).split(b"\n")
+        found = [piece for line in lines for piece in _pieces(_last_look(line))]
+        *whole, rest = _pieces(rest)
         self._rest = bytearray(rest)
-        return found
+        return found + whole
 
     def end(self) -> list[bytes]:
         """The line that was never completed, if there is one."""
         rest, self._rest = bytes(self._rest), bytearray()
-        return [_last_look(rest)] if rest else []
+        return _pieces(_last_look(rest)) if rest else []
 
     @property
     def bar(self) -> bytes:
         """The present look of a line that is being redrawn; empty if none is."""
         return _last_look(bytes(self._rest)) if b"\r" in self._rest else b""
+
+
+def _pieces(line: bytes) -> list[bytes]:
+    return [line[start : start + LINE_LIMIT] for start in range(0, len(line), LINE_LIMIT)] or [b""]
 
 
 def _last_look(line: bytes) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.output.console import Console
+from mlaunch.output.display import Area, Display
 from mlaunch.output.files import LogFile
 from mlaunch.output.lines import Splitter
 from mlaunch.output.merging import Merger
@@ -44,10 +45,15 @@ class Plan:
     directory: str | None = None
     by_local_rank: bool = False  # the directories of its files are named by
     merge: bool = True
+    area: Area | None = None  # for lines that change
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """The streams of a rank that are ours to carry."""
         return tuple(stream for stream in STREAMS if (local_rank, stream) in self.policies)
+
+    def piped(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """The same of all ranks; () where nothing is carried."""
+        return tuple(self.carried(local_rank) for local_rank in range(size)) if self.policies else ()
 
 
 @dataclass
@@ -62,7 +68,13 @@ class _Stream:
 class Relay:
     """``size``: ranks of this machine. ``clock`` gives monotonic seconds."""
 
-    def __init__(self, plan: Plan, size: int, attempt: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        size: int,
+        attempt: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._plan = plan
         self._size = size
         self._attempt = attempt
@@ -71,6 +83,8 @@ class Relay:
         self._merger = Merger(size) if plan.merge and size > 1 else None
         self._streams: dict[int, _Stream] = {}  # by file descriptor
         self._poll = select.poll()
+        self._display = Display(plan.area, clock())
+        self.status: Callable[[], list[str]] = list  # the lines above the bars
 
     @property
     def directory(self) -> str | None:
@@ -85,7 +99,7 @@ class Relay:
             file = None
             if policy.kept and self._plan.directory is not None:
                 name = local_rank if self._plan.by_local_rank else rank
-                file = LogFile(self._plan.directory, self._attempt, name, number, self._console.say)
+                file = LogFile(self._plan.directory, self._attempt, name, number, self.say)
             self._streams[fd] = _Stream(rank, number, policy, Splitter(), file)
             self._poll.register(fd, select.POLLIN)
 
@@ -99,6 +113,7 @@ class Relay:
                 for readable in ready - {fd}:
                     self._read(readable)
                 self._show_waiting()
+                self._draw()
         finally:
             self._poll.unregister(fd)
 
@@ -110,16 +125,38 @@ class Relay:
             if fd in self._streams:  # somebody who outlived the launch holds the other end
                 self._close(fd)
         self._show_waiting(everything=True)
+        self._display.close(self.status())
 
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""
+        self._display.close([])
         for fd in list(self._streams):
             self._close(fd)
 
     def _patience(self) -> float | None:
-        """Milliseconds until a line need wait no longer."""
-        due = self._merger.due if self._merger is not None else None
-        return None if due is None else max(0.0, due - self._clock()) * 1000
+        """Milliseconds until a line need wait no longer, or those that change are due."""
+        steps = (self._merger.due if self._merger is not None else None, self._display.due)
+        due = [step for step in steps if step is not None]
+        return max(0.0, min(due) - self._clock()) * 1000 if due else None
+
+    def _draw(self) -> None:
+        now = self._clock()
+        if self._display.due is not None and now >= self._display.due:
+            bars = [
+                f"{self._plan.prefix([stream.rank])}{stream.splitter.bar.decode(errors='replace')}"
+                for stream in self._streams.values()
+                if stream.policy.shown and stream.splitter.bar
+            ]
+            self._display.draw([*self.status(), *bars], now)
+
+    def say(self, text: str) -> None:
+        """A message of our own."""
+        self._display.make_room()
+        self._console.say(text)
+
+    def _print(self, stream: int, data: bytes) -> None:
+        self._display.make_room()
+        self._console.write(stream, data)
 
     def _read(self, fd: int) -> bool:
         """False if nothing has come."""
@@ -154,10 +191,10 @@ class Relay:
         elif lines:
             self._show_waiting(everything=True)
             prefix = b"" if stream.policy.bare else self._plan.prefix([stream.rank]).encode()
-            self._console.write(stream.number, b"".join(prefix + line + b"\n" for line in lines))
+            self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
 
     def _show_waiting(self, *, everything: bool = False) -> None:
         if self._merger is None:
             return
         for line in self._merger.take(self._clock(), everything=everything):
-            self._console.write(line.stream, self._plan.prefix(line.ranks).encode() + line.text + b"\n")
+            self._print(line.stream, self._plan.prefix(line.ranks).encode() + line.text + b"\n")

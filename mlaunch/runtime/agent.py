@@ -169,11 +169,12 @@ class Agent:
             rank=rank.rank,
             pid=rank.pid,
             exitcode=exitcode,
-            phase=self._answers.phases[rank.local_rank],
+            phase=self._answers.board[rank.local_rank],
             answered=rank.answer is not None,
             stopped=rank.stopped,
             at=self._clock(),
             hints=() if rank.stopped else self._evidence.hints(exitcode, usage.ru_maxrss * 1024),
+            peak_memory=usage.ru_maxrss * 1024,
         )
         self._launcher.tell(record, [rank.crash_fd])
         if exitcode == 0:
@@ -275,7 +276,7 @@ class Agent:
         self._tell_others()
         self._terminate_at = self._clock() + stacks.PATIENCE
         for rank in self._working():
-            self._asked.ask(rank, self._answers.phases[rank.local_rank])
+            self._asked.ask(rank, self._answers.board[rank.local_rank])
 
     def _terminate(self) -> None:
         """Asks to end."""
@@ -284,7 +285,7 @@ class Agent:
         self._tell_others()
         for rank in self._working():
             state = stacks.state_of(rank.pid)
-            record = RankStacks(rank.rank, self._answers.phases[rank.local_rank], state, rank.stacks[-_TEXT_LIMIT:])
+            record = RankStacks(rank.rank, self._answers.board[rank.local_rank], state, rank.stacks[-_TEXT_LIMIT:])
             self._launcher.tell(record)
             rank.stopped = True
             self._system.group(rank.pid, self._number)

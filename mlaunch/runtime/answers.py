@@ -1,13 +1,13 @@
-"""What ranks say to their agent: answers through a queue, their phase through shared memory."""
+"""What ranks say to their agent: answers through a queue, what they are doing through shared memory."""
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 
-from mlaunch.runtime.messages import Answer, Phase
+from mlaunch.runtime.board import Board
+from mlaunch.runtime.messages import Answer
 
 
 class ResultQueue(SimpleQueue[Answer]):
@@ -39,27 +39,9 @@ class ResultQueue(SimpleQueue[Answer]):
         self._reader.close()
 
 
-class Phases:
-    """The phase of every rank of this machine, in memory that they share with their agent.
-
-    It tells what a rank was doing that died without a word.
-    """
-
-    _ORDER = tuple(Phase)
-
-    def __init__(self, ranks: int) -> None:
-        self._shared = mmap.mmap(-1, ranks)
-
-    def __setitem__(self, local_rank: int, phase: Phase) -> None:
-        self._shared[local_rank] = self._ORDER.index(phase)
-
-    def __getitem__(self, local_rank: int) -> Phase:
-        return self._ORDER[self._shared[local_rank]]
-
-
 class Answers:
     """Both, for one launch; made by its agent before the ranks are forked."""
 
     def __init__(self, ranks: int) -> None:
         self.queue = ResultQueue()
-        self.phases = Phases(ranks)
+        self.board = Board(ranks)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlaunch.errors import LaunchError, warn_caller
 from mlaunch.options import Options
+from mlaunch.output.choice import new_directory, plan_of
+from mlaunch.output.relay import Relay
+from mlaunch.report import LaunchReport
 from mlaunch.runtime import explain, functions, payload, starting
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.collecting import Launch
 from mlaunch.runtime.functions import Call
+from mlaunch.runtime.history import History
 from mlaunch.runtime.planning import plan
 from mlaunch.runtime.restarting import with_restarts
 from mlaunch.runtime.spec import LaunchSpec
@@ -22,28 +28,50 @@ from mlaunch.runtime.warm import warm_server
 
 
 def call_on_ranks(
-    options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: Options,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    remember: Callable[[LaunchReport], None],
 ) -> list[Any]:
-    """Runs the function once per device; the list of what this machine's ranks returned."""
+    """Runs the function once per device; the list of what this machine's ranks returned.
+
+    ``remember`` gets the report of each attempt, before the values are returned or an exception is raised.
+    """
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     call = Call(function, args, kwargs)
+    log_dir = new_directory(options.log_dir, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
 
     def attempt(deadline: float | None, restart_count: int) -> list[Any]:
-        return _attempt(options.replaced({"deadline": deadline}), call, name, restart_count)
+        return _attempt(
+            options.replaced({"deadline": deadline, "log_dir": log_dir}), call, name, restart_count, remember
+        )
 
     return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
 
 
-def _attempt(options: Options, call: Call, name: str, attempt: int) -> list[Any]:
+def _attempt(
+    options: Options, call: Call, name: str, restart_count: int, remember: Callable[[LaunchReport], None]
+) -> list[Any]:
+    history = History()
     environ = {**os.environ, **(options.env or {})}
     server = _server(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-        spec = plan(options, server, name, environ, attempt)
+        spec = plan(options, server, name, environ, restart_count)
+        history.ready = time.monotonic()
+        output = plan_of(options, spec)
+        spec = dataclasses.replace(spec, piped=output.piped(spec.local_size))
         sent = (
             None if options.start_method == "fork" else Call(functions.portable(call.function), call.args, call.kwargs)
         )
-        return Launch(spec, server, _start(server, spec, sent, name)).collect()
+        relay = Relay(output, spec.local_size, restart_count)
+        launch = Launch(spec, server, _start(server, spec, sent, name), relay, history)
+        try:
+            return launch.collect()
+        finally:
+            remember(launch.report())
+            launch.close()
     finally:
         if options.start_method != "forkserver":
             server.close()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mlaunch.runtime import directory, stacks
-from mlaunch.runtime.answers import Phases
+from mlaunch.runtime.board import Board
 from mlaunch.runtime.messages import Phase
 from mlaunch.runtime.ranks import RankProcess, StackRequests
 from mlaunch.runtime.spec import LaunchSpec
@@ -30,12 +30,12 @@ class Inspection:
         self,
         spec: LaunchSpec,
         ranks: Sequence[RankProcess],
-        phases: Phases,
+        board: Board,
         clock: Callable[[], float],
     ) -> None:
         self._spec = spec
         self._ranks = ranks
-        self._phases = phases
+        self._board = board
         self._clock = clock
         self._start = clock()
         self._visitors: dict[int, socket.socket] = {}
@@ -79,7 +79,7 @@ class Inspection:
         elif word == STACKS:
             for rank in self._ranks:
                 if rank.alive:
-                    requests.ask(rank, self._phases[rank.local_rank])
+                    requests.ask(rank, self._board[rank.local_rank])
             self._curious.append(visitor)
             self.due = self._clock() + stacks.PATIENCE
         else:
@@ -109,25 +109,17 @@ class Inspection:
         }
 
     def _of_rank(self, rank: RankProcess, *, with_stacks: bool) -> dict[str, Any]:
-        phase = self._phases[rank.local_rank]
+        phase = self._board[rank.local_rank]
         status: dict[str, Any] = {
             "rank": rank.rank,
             "pid": rank.pid,
-            "device": _device(self._spec, rank.local_rank),
+            "device": self._spec.device(rank.local_rank) or "-",
             "state": _state(rank, phase),
         }
         if with_stacks:
             status["stacks"] = rank.stacks if rank.alive else ""
             status["frames"] = stacks.main_frames(rank.stacks) if rank.alive else []
         return status
-
-
-def _device(spec: LaunchSpec, local_rank: int) -> str:
-    """ "cpu", or the device as the machine numbers it: "cuda:2"."""
-    if spec.device_type in {"cpu", ""}:
-        return spec.device_type or "-"
-    shown = spec.visible_devices.split(",") if spec.visible_devices else []
-    return f"{spec.device_type}:{shown[local_rank] if shown else local_rank}"
 
 
 def _state(rank: RankProcess, phase: Phase) -> str:

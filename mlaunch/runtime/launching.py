@@ -20,7 +20,7 @@ from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.inspection import Inspection
-from mlaunch.runtime.messages import AgentFailed, RankStarted, Refused
+from mlaunch.runtime.messages import AgentFailed, RanksStarting, RankStarted, Refused
 from mlaunch.runtime.others import Company, NoLaunchError, Others, come_together
 from mlaunch.runtime.ranks import RankProcess
 from mlaunch.runtime.spec import LaunchSpec
@@ -88,6 +88,7 @@ def _supervise(order: Order, launcher: Channel) -> None:
         company = come_together(spec, spec.cluster, listener, launcher, parent, [*ours, order.call_fd])
         ours += company.others.fds()
     answers = Answers(spec.local_size)
+    launcher.tell(RanksStarting(time.monotonic()), [answers.board.fd])
     ranks = _start_ranks(order, company.spec, listener, launcher, answers, ours)
     server = company.server
     if spec.cluster is None:
@@ -95,7 +96,7 @@ def _supervise(order: Order, launcher: Channel) -> None:
         server = HostedServer(listener, close_in_child=[*ours, order.call_fd])
     listener.close()
     os.close(order.call_fd)
-    inspection = Inspection(company.spec, ranks, answers.phases, time.monotonic)
+    inspection = Inspection(company.spec, ranks, answers.board, time.monotonic)
     limits, scene = Limits(spec.grace_period, company.spec.deadline), Scene(inspection, company.others)
     try:
         Agent(ranks, answers, server, launcher, parent, limits=limits, scene=scene).run()

@@ -16,6 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _OMP_PAUSE_HARD = 2
 _STDERR = 2
 _MADV_COLLAPSE = 25
+_IOLBF = 1
 _HUGE_PAGE = 2 * 1024 * 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +57,11 @@ def open_standard_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(fd, True)
     os.close(fd)
+
+
+def print_by_lines() -> None:
+    """Has C code write each line as it prints it, even into a pipe."""
+    _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _IOLBF, 0)
 
 
 def flush_c_streams() -> None:

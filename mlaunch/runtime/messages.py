@@ -4,7 +4,8 @@ launcher -> fork server   CountDevices, Launch, Retire          (a seqpacket soc
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 worker -> agent           Answer                                (the result queue)
-agent -> launcher         RankStarted, RankAnswered, RankStacks, RankGone, DeadlinePassed, ServerGone, AgentFailed
+agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
+agent -> launcher         DeadlinePassed, ServerGone, AgentFailed
 link -> agent -> launcher Waiting, Refused, RankFailure         (launches over several machines)
 link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
 link -> agent             Planned, Over
@@ -101,6 +102,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class RanksStarting:
+    """Attached: the board of the ranks. ``at``: the agent's monotonic seconds."""
+
+    at: float
+
+
+@dataclass(frozen=True)
 class RankStarted:
     """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the reading ends of its streams' pipes."""
 
@@ -135,6 +143,7 @@ class RankGone:
     stopped: bool
     at: float
     hints: tuple[str, ...] = ()
+    peak_memory: int = 0  # bytes
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,13 @@ class LaunchSpec:
     command: Command | None = None  # None: ranks receive a function
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
 
+    def device(self, local_rank: int) -> str:
+        """ "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
+        if self.device_type in {"cpu", ""}:
+            return self.device_type
+        shown = self.visible_devices.split(",") if self.visible_devices else []
+        return f"{self.device_type}:{shown[local_rank] if shown else local_rank}"
+
     def streams(self, local_rank: int) -> tuple[int, ...]:
         return self.piped[local_rank] if self.piped else ()
 

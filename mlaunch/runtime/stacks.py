@@ -89,14 +89,18 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 0-2, 4"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ', ')}"
+
+
+def ranges(ranks: Iterable[int], between: str) -> str:
+    """ "0-2, 4", with what stands ``between``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"
+    return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _in_words(dump: RankStacks) -> str:

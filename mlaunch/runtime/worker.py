@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from mlaunch import nesting, seeding
+from mlaunch import nesting, progressing, seeding
 from mlaunch.runtime import device, explain, functions, linux, payload, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.functions import Call
@@ -111,7 +111,7 @@ class Worker:
         return 0
 
     def _enter(self, phase: Phase) -> None:
-        self._place.answers.phases[self._place.local_rank] = phase
+        self._place.answers.board[self._place.local_rank] = phase
 
     def _start(self) -> None:
         import torch
@@ -138,6 +138,9 @@ class Worker:
         sys.path[:] = context.sys_path
         sys.argv[:] = context.argv
         device.share_cores(self._spec)
+        if self._spec.streams(self._place.local_rank):
+            linux.print_by_lines()
+        progressing.slot = progressing.Slot(self._place.answers.board, self._place.local_rank)
 
     def _join(self) -> None:
         import torch.distributed as dist
@@ -223,7 +226,7 @@ class Worker:
 
     def _report(self, error: BaseException) -> None:
         kind = Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR
-        phase = self._place.answers.phases[self._place.local_rank]
+        phase = self._place.answers.board[self._place.local_rank]
         self._enter(Phase.FAILING)
         catchable = kind is Kind.ERROR and isinstance(error, Exception) and self._spec.command is None
         remote = RemoteError(

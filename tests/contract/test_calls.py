@@ -207,7 +207,7 @@ def test_output_keeps_its_order_and_place(run_script) -> None:  # type: ignore[n
     done = run_script(
         "from mlaunch import launcher\nprint('before')\nlauncher(lambda: print('within'), 1)()\nprint('after')\n"
     )
-    assert done.stdout.split() == ["before", "within", "after"]
+    assert done.stdout.splitlines() == ["before", "[0] within", "after"]
 
 
 # Callers that no fork could serve

@@ -40,7 +40,7 @@ def test_no_orphans(start_method: str, victim: str, nohup: bool) -> None:
         start_new_session=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == b"running\n"
+    assert process.stdout.readline() == b"[0] running\n"
     [server] = descendants(process.pid)[:1]
     [agent] = descendants(server)[:1]
     family = [process.pid, *descendants(process.pid)]

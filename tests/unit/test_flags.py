@@ -114,7 +114,6 @@ def test_the_prefix_is_torchruns() -> None:
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}> "}
     for environ, prefix in (({}, "[trainer3]:"), (template, "3> ")):
         plan = plan_of(wishes, 4, "trainer", None, environ)
-        assert plan is not None
         assert plan.prefix([3]) == prefix
 
 

@@ -1,0 +1,291 @@
+"""What ranks print, as their caller sees it; the report of a call; the progress of a loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
+from tests.conftest import ROOT
+
+Capture = pytest.CaptureFixture[str]
+
+
+def lines(text: str) -> list[str]:
+    return sorted(text.splitlines())
+
+
+def test_lines_have_their_rank_in_front_and_equal_ones_are_shown_once(capsys: Capture) -> None:
+    def train() -> None:
+        dist.barrier()
+        print("all the same")
+        dist.barrier()
+        print("rank", comm.get_rank())
+        print("error of", comm.get_rank(), file=sys.stderr)
+
+    launcher(train, 3)()
+    shown = capsys.readouterr()
+    assert lines(shown.out) == ["[0-2] all the same", "[0] rank 0", "[1] rank 1", "[2] rank 2"]
+    assert shown.out.startswith("[0-2] all the same\n")
+    assert lines(shown.err) == ["[0] error of 0", "[1] error of 1", "[2] error of 2"]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
+def test_all_that_writes_is_shown(capsys: Capture, start_method: str) -> None:
+    def train() -> None:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        libc.printf(b"from C, buffered\n")
+        os.write(1, b"from a descriptor\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        logging.basicConfig(force=True)
+        logging.getLogger("trainer").error("from logging")
+        sys.stdout.write("without an end")
+
+    launcher(train, 1, start_method=start_method)()
+    shown = capsys.readouterr()
+    written = ["from C, buffered", "from a child", "from a descriptor", "without an end"]
+    assert lines(shown.out) == [f"[0] {text}" for text in written]
+    assert shown.err == "[0] ERROR:trainer:from logging\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"), [("all", "[0] 0\n[1] 1\n"), ("rank0", "[0] 0\n"), ("none", ""), ("raw", "")]
+)
+def test_what_is_shown(capsys: Capture, output: str, shown: str) -> None:
+    def train() -> None:
+        for rank in (0, 1):
+            if comm.get_rank() == rank:
+                print(rank)
+            dist.barrier()
+
+    launcher(train, 2, output=output)()
+    assert "".join(sorted(capsys.readouterr().out.splitlines(keepends=True))) == shown
+
+
+def test_raw_output_is_the_ranks_own(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_script("from mlaunch import launcher\nlauncher(lambda: print('bare'), 1, output='raw')()")
+    assert (done.stdout, done.stderr) == ("bare\n", "")
+
+
+def test_strange_bytes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def train() -> None:
+        os.write(1, b"\xff\xfe\0 and\r\n" + b"x" * ((3 << 20) + 5) + b"\nend\n")
+
+    launcher(train, 1)()
+    first, *long, last = capfdbinary.readouterr().out.splitlines()
+    assert first == b"[0] \xff\xfe\0 and"
+    assert [len(line) for line in long] == [4 + (1 << 20)] * 3 + [9]
+    assert last == b"[0] end"
+
+
+def test_a_bar_is_one_line(capsys: Capture) -> None:
+    def train() -> None:
+        for percent in (0, 50, 100):
+            print(f"\r{percent}%", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+    launcher(train, 1)()
+    assert capsys.readouterr().err == "[0] 100%\n"
+
+
+def test_the_last_lines_of_a_killed_rank(capsys: Capture) -> None:
+    def train() -> None:
+        for number in range(2000):
+            print(number)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LaunchError):
+        launcher(train, 1)()
+    assert capsys.readouterr().out == "".join(f"[0] {number}\n" for number in range(2000))
+
+
+def test_files(tmp_path: Path, capsys: Capture) -> None:
+    def train() -> None:
+        print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+        os.write(2, b"\r10%\r20%")
+        dist.barrier()
+        if comm.get_rank() == 1:
+            raise ValueError("no such luck")
+        dist.barrier()
+
+    ours = launcher(train, 2, log_dir=tmp_path / "logs", output="none", max_restarts=1)
+    with pytest.warns(RuntimeWarning, match="is started again"), pytest.raises(ValueError, match="luck") as caught:
+        ours()
+    assert capsys.readouterr().out == ""
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert folder.name.startswith("test_files.-locals-.train_")
+    for attempt in "01":
+        for rank in "01":
+            assert (folder / f"attempt_{attempt}" / rank / "stdout.log").read_text() == f"attempt {attempt}\n"
+            assert (folder / f"attempt_{attempt}" / rank / "stderr.log").read_bytes() == b"\r10%\r20%"
+    report = caught.value.__cause__
+    assert isinstance(report, LaunchError)
+    assert report.log_dir == str(folder)
+    assert f"\n  its output is in {folder}/attempt_1/1\n" in str(report)
+    assert ours.last is not None
+    assert ours.last.log_dir == str(folder)
+
+
+def test_files_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(OSError, match=re.escape(f"log_dir={str(tmp_path / 'logs')!r}: File exists")):
+        launcher(lambda: 1, 1, log_dir=str(tmp_path / "logs"))()
+    with pytest.raises(ValueError, match="log_dir='x' with output='raw'"):
+        launcher(lambda: 1, 1, log_dir="x", output="raw")
+    with pytest.raises(ValueError, match="output='loud': allowed: 'all', 'rank0', 'none', 'raw'"):
+        launcher(lambda: 1, 1, output="loud")
+
+
+@pytest.mark.slow
+def test_a_flood(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """256 MiB that nobody holds in memory."""
+    done = run_script("""
+import os, resource, sys
+from mlaunch import launcher
+def flood():
+    line = b"x" * 120 + b"\\n"
+    for _ in range(1 << 10):
+        os.write(1, line * 2200)
+    print("the end")
+launcher(lambda: None, 1)()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+launcher(flood, 1)()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, file=sys.stderr)
+""")  # fmt: skip
+    assert done.stdout.endswith("[0] the end\n")
+    assert len(done.stdout) > 256 << 20
+    assert int(done.stderr) < 32
+
+
+def test_the_report_of_a_call(tmp_path: Path) -> None:
+    def train(fail: bool) -> bytes:
+        dist.barrier()
+        if fail and comm.get_rank() == 1:
+            raise ValueError("no such luck")
+        dist.barrier()
+        return bytes(5000)
+
+    ours = launcher(train, 2)
+    assert ours.last is None
+    ours(fail=False)
+    report = ours.last
+    assert isinstance(report, LaunchReport)
+    assert [(rank.rank, rank.device, rank.end) for rank in report.ranks] == [
+        (0, "cpu", "returned"),
+        (1, "cpu", "returned"),
+    ]
+    for rank in report.ranks:
+        assert [span.phase for span in rank.spans] == ["start", "rendezvous", "receive", "run", "send", "stop"]
+        assert all(before.end == after.start for before, after in zip(rank.spans, rank.spans[1:], strict=False))
+        assert 0 <= rank.spans[0].start <= rank.spans[-1].end <= report.seconds
+        assert rank.peak_memory > 1 << 20
+        assert rank.returned is not None
+        assert rank.returned > 5000
+    title, head, *rows = str(report).splitlines()
+    assert title.startswith("test_the_report_of_a_call.<locals>.train()  2 ranks on ")
+    assert " ".join(head.split()) == "rank pid device start rendezvous receive run send stop peak memory value end"
+    assert [row.split()[0] for row in rows] == ["0", "1"]
+    ElementTree.fromstring(report.to_svg())
+    assert "<table>" in report._repr_html_()
+    report.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} >= {"run", "rendezvous"}
+    with pytest.raises(ValueError, match="luck"):
+        ours.options(n_gpus=3)(fail=True)  # a copy shares the report
+    assert ours.last is not None
+    assert [rank.end for rank in ours.last.ranks] == ["was stopped", "raised ValueError: no such luck", "was stopped"]
+    ElementTree.fromstring(ours.last.to_svg())
+
+
+def test_a_picture(tmp_path: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: notebook)")
+    done = run_script("from mlaunch import launcher\nf = launcher(lambda: 1, 2)\nf()\nf.last.save_png('timeline.png')")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_method_remembers_too() -> None:
+    from tests.contract.functions import Model
+
+    Model(1).fit(2)
+    assert Model.fit.last is not None
+    assert Model.fit.last.name == "Model.fit()"
+
+
+def test_progress_in_a_rank_iterates() -> None:
+    def train() -> list[Any]:
+        found: list[Any] = [*progress(range(3), "outer"), *progress(iter("ab"), total=2)]
+        for _ in progress(range(2)):
+            found += progress([5])
+        return found
+
+    assert launcher(train, 2)() == [[0, 1, 2, "a", "b", 5, 5]] * 2
+
+
+def test_progress_elsewhere(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    done = run_script("from mlaunch import progress\nprint(list(progress(range(3), 'alone')))")
+    assert done.stdout == "[0, 1, 2]\n", done.stderr
+    assert "alone: 100%" in done.stderr
+
+
+SHOW = """
+import os, signal
+from mlaunch import comm, launcher, progress
+@launcher(n_gpus=2)
+def train(fifo):
+    for step in progress(range(4), "epoch"):
+        if step == 2 and comm.get_rank() == 1:
+            open(fifo).read()
+    print("finished")
+train("fifo")
+"""
+
+
+def test_the_lines_that_change(tmp_path: Path) -> None:
+    """On a terminal: what the launch is doing, and one bar, which stands where the slowest rank is."""
+    pytest.importorskip("rich", reason="rich is not installed (extra: notebook)")
+    (tmp_path / "show.py").write_text(SHOW)
+    os.mkfifo(tmp_path / "fifo")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+        os.execve(sys.executable, [sys.executable, "show.py"], environ)
+    seen = until(terminal, "rank 1 is 2 behind")
+    assert "epoch:  50%" in seen
+    assert re.search(r"train\(\)  \d:\d\d  running", seen)
+    (tmp_path / "fifo").write_text("x")
+    seen = until(terminal, None)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert "[0-1] finished" in seen or "[1] finished" in seen
+    assert "epoch: 100%" in seen
+
+
+def until(terminal: int, words: str | None) -> str:
+    """What a terminal shows until some words; None: to its end."""
+    seen = ""
+    while words is None or words not in seen:
+        assert select.select([terminal], [], [], 60)[0], seen
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # the other end is closed
+            break
+        seen += data.decode(errors="replace")
+    return seen
