@@ -62,7 +62,7 @@ class launcher(Generic[P, R]):
             environment's ``MLAUNCH_TOKEN``; without that too, whoever reaches the port may join.
         gather: "local": the list of this machine's ranks. "all": of all machines' ranks, by global rank, on each of
             them; needs a token, with which values are signed.
-        output: What ranks print is shown here with their rank in front, ``[3] ``, and once where several ranks print
+        output: What ranks print is shown here with their rank in front, ``[3]``, and once where several ranks print
             the same line: "all" of it, that of "rank0" alone, or "none"; "raw": ranks write to the streams of this
             process themselves.
         log_dir: A directory in which each call makes one of its own, with a file per attempt, rank and stream.
@@ -180,8 +180,8 @@ class launcher(Generic[P, R]):
 
         try:
             return call_on_ranks(self._options, self._function, arguments, kwargs, self._remember)
-        except Exception as error:
-            if report_of(error) is None:
+        except BaseException as error:
+            if report_of(error) is None and not isinstance(error, KeyboardInterrupt):
                 raise
             # It tells where it comes from; our own frames would only stand between that and the reader's code.
             raise error.with_traceback(None) from error.__cause__

@@ -45,7 +45,7 @@ def _difference(was: object, now: object) -> str:
 
 
 def _what_is_there() -> dict[str, object]:
-    mlaunch.launcher(lambda: None, n_gpus=1)()  # starts the fork server anew if the test ended it
+    warm_server.get(os.environ).ready()  # starts the fork server anew if the test ended it
     for replaced in warm_server._retired:
         replaced._wait(30)
     warm_server.get(os.environ)  # forgets them

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
@@ -83,11 +81,17 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
     output = plan_of(wishes, size, job.role, directory, environ)
     if directory is not None and wishes.log_dir is None:
         _say(f"output is kept in {directory}")
-    with contextlib.nullcontext(directory) if directory else _passing_directory() as errors:
-        command = Command(
-            job.kind, job.target, job.args, job.role, job.run_id, errors, job.virtual_local_rank, job.numa_binding
-        )
-        _launch_command(job, size, server, environ, command, output)
+    command = Command(
+        kind=job.kind,
+        target=job.target,
+        args=job.args,
+        role=job.role,
+        run_id=job.run_id,
+        error_dir=directory or "",
+        virtual_local_rank=job.virtual_local_rank,
+        numa_binding=job.numa_binding,
+    )
+    _launch_command(job, size, server, environ, command, output)
 
 
 def _launch_command(
@@ -144,15 +148,6 @@ def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _passing_directory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="mlaunch-run-")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _say_threads(size: int, environ: Mapping[str, str]) -> None:

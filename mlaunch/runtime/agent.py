@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 
 from mlaunch.errors import RankFailure
 from mlaunch.rendezvous.hosted import HostedServer
-from mlaunch.runtime import linux, payload, reporting, stacks
+from mlaunch.runtime import linux, payload, recorded, reporting, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.evidence import Evidence
@@ -123,11 +123,9 @@ class Agent:
             self._escalate()
             if self._inspection is not None:
                 self._inspection.serve(ready, self._asked)
-        spare = set()
         if self._server is not None:
             self._server.kill()
-            spare.add(self._server.pid)  # it dies while we do; the fork server reaps both
-        linux.kill_children(spare)
+        linux.kill_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
 
     # What is waited for
 
@@ -165,6 +163,7 @@ class Agent:
         _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode = os.waitstatus_to_exitcode(status)
+        recorded.keep(rank.error_file if exitcode else "", rank.crash_fd)
         record = RankGone(
             rank=rank.rank,
             pid=rank.pid,

@@ -15,7 +15,7 @@ from mlaunch.errors import RankFailure, describe_exit
 from mlaunch.output.bars import in_minutes, loops
 from mlaunch.output.relay import Relay
 from mlaunch.report import LaunchReport
-from mlaunch.runtime import directory, payload, recorded, reporting
+from mlaunch.runtime import directory, payload, reporting
 from mlaunch.runtime.board import Board
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.history import History
@@ -91,7 +91,7 @@ class Launch:
         history = self.history
         size, gone = self.spec.local_size, len(history.gone)
         if gone == size:
-            phase = "failed" if self.outcome.failures or self.outcome.stopped else "done"
+            phase = "failed" if self.outcome.failures else "stopped" if self.outcome.stopped else "done"
         elif history.board is None:
             phase = f"joining, {self.waiting}" if self.waiting else "starting"
         elif self.outcome.failures or self.outcome.stopped:
@@ -202,8 +202,7 @@ class Launch:
         local_rank = record.rank - self.spec.rank_start
         kind = self.spec.device_type
         device = kind if kind in {"cpu", ""} else f"{kind}:{local_rank}"
-        told = crash or recorded.error_of(self.spec, local_rank)
-        self.outcome.failures.append(reporting.of_end(record, device, told))
+        self.outcome.failures.append(reporting.of_end(record, device, crash))
 
 
 def _read_crash(fd: int) -> str:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.hosted import HostedServer
-from mlaunch.runtime import linux, payload, worker
+from mlaunch.runtime import linux, payload, recorded, worker
 from mlaunch.runtime.agent import Agent, Limits, Scene
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.channel import Channel
@@ -52,7 +52,8 @@ def run_agent(order: Order) -> NoReturn:
         for fd in order.foreign:
             os.close(fd)
         _take_over_streams(order)
-        _supervise(order, launcher)
+        with recorded.with_directory(payload.read(order.spec_fd)) as spec:
+            _supervise(order, spec, launcher)
         code = 0
     except NoLaunchError:
         linux.kill_children()
@@ -75,8 +76,7 @@ def _silence_input() -> None:
     os.close(null)
 
 
-def _supervise(order: Order, launcher: Channel) -> None:
-    spec: LaunchSpec = payload.read(order.spec_fd)
+def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
     os.close(order.spec_fd)
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()
@@ -164,4 +164,13 @@ def _start_rank(
     with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
         os.setpgid(pid, pid)
     rank = place.spec.rank(place.local_rank)
-    return RankProcess(rank, place.local_rank, pid, os.pidfd_open(pid), place.memfd, place.crash_fd, stacks_in)
+    return RankProcess(
+        rank=rank,
+        local_rank=place.local_rank,
+        pid=pid,
+        pidfd=os.pidfd_open(pid),
+        memfd=place.memfd,
+        crash_fd=place.crash_fd,
+        stack_fd=stacks_in,
+        error_file=recorded.path_of(place.spec, place.local_rank),
+    )

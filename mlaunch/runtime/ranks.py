@@ -20,6 +20,7 @@ class RankProcess:
     memfd: int  # of its answer
     crash_fd: int  # of its stacks, if it crashes
     stack_fd: int  # the pipe of its stacks, if we ask
+    error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
     answer: Kind | None = None
     stopped: bool = False  # told to stop, or killed, by us

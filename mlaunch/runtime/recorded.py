@@ -5,9 +5,13 @@ They tell what a rank that is no Python script of ours could not: the exception 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +28,24 @@ def path_of(spec: LaunchSpec, local_rank: int) -> str:
     return os.path.join(spec.command.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
 
 
-def error_of(spec: LaunchSpec, local_rank: int) -> str:
-    """What a rank left in its file: a traceback, or a message; "" if it left nothing that can be read."""
-    path = path_of(spec, local_rank)
-    if not path:
-        return ""
+@contextlib.contextmanager
+def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
+    """In the agent, which outlives a killed command: a directory for these files, if the command names none."""
+    if spec.command is None or spec.command.error_dir:
+        yield spec
+        return
+    with tempfile.TemporaryDirectory(prefix="mlaunch-run-", ignore_cleanup_errors=True) as path:
+        yield dataclasses.replace(spec, command=dataclasses.replace(spec.command, error_dir=path))
+
+
+def keep(path: str, crash_fd: int) -> None:
+    """Puts what a rank left in its file to what is known of its crash, where nothing is."""
+    if path and os.fstat(crash_fd).st_size == 0:
+        os.write(crash_fd, _read(path).encode(errors="replace"))
+
+
+def _read(path: str) -> str:
+    """A traceback, or a message; "" if there is nothing that can be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             noted = json.loads(file.read(_READ))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
 
 pytestmark = pytest.mark.slow
@@ -157,9 +158,13 @@ def test_the_command_is_killed(tmp_path: Path) -> None:
     """Nothing of it stays, and no rank."""
     os.mkfifo(tmp_path / "fifo")
     script = write(tmp_path, "import os, signal\nos.open('fifo', os.O_WRONLY)\nprint('running')\nsignal.pause()")
-    process = start(tmp_path, script)
+    (tmp_path / "temporary").mkdir()
+    process = start(tmp_path, script, TMPDIR=str(tmp_path / "temporary"))
     end = os.open(tmp_path / "fifo", os.O_RDONLY)
+    family = descendants(process.pid)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    wait_gone(family)
+    assert os.listdir(tmp_path / "temporary") == []
     assert os.read(end, 1) == b""  # the rank's end of it is closed
     os.close(end)

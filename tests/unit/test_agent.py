@@ -132,6 +132,7 @@ class World:
     def _close(self) -> None:
         for writer in (*self._writers.values(), *self._stacks.values()):
             os.close(writer)
+        self.answers.board.close()
         for end in (self.ours, self.parent, self.parent_end):
             end.close()
         self.answers.queue.close()

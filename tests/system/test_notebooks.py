@@ -1,0 +1,116 @@
+"""The notebook of ``examples/``, run from first to last cell in a real kernel; and a kernel that is restarted."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.conftest import ROOT
+from tests.processes import wait_gone
+
+pytestmark = pytest.mark.slow
+# In processes of their own: a client of kernels keeps sockets and threads.
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+resources = {"metadata": {"path": sys.argv[2]}}
+nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+print(nbformat.writes(notebook))
+"""
+RESTART = """
+import os, sys
+from jupyter_client.manager import start_new_kernel
+from tests.processes import descendants
+manager, client = start_new_kernel(kernel_name="python3", env=dict(os.environ))
+client.execute(sys.argv[1])
+while "running" not in client.get_iopub_msg(timeout=60)["content"].get("text", ""):
+    pass
+print(*descendants(manager.provisioner.pid))
+manager.restart_kernel(now=True)
+client.wait_for_ready(timeout=60)
+client.stop_channels()
+manager.shutdown_kernel(now=True)
+"""
+CELL = """
+import signal
+from mlaunch import launcher
+def train():
+    print("running")
+    signal.pause()
+launcher(train, 2)()
+"""
+
+
+def run(tmp_path: Path, code: str, *args: str) -> str:
+    if not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))):
+        pytest.skip("nbclient and ipykernel are not installed (extra: test)")
+    # With pytest's variable in its environment a kernel does not show what children print.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environ |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=180, check=False, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def outputs(notebook: Any, source: str) -> list[Any]:
+    """Of the cell whose source holds some words."""
+    (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and source in cell.source]
+    return list(cell.outputs)
+
+
+def text(found: list[Any], name: str = "stdout") -> str:
+    return "".join(output["text"] for output in found if output["output_type"] == "stream" and output["name"] == name)
+
+
+def data(found: list[Any], kind: str) -> Iterator[str]:
+    for output in found:
+        if kind in output.get("data", {}):
+            yield output["data"][kind]
+
+
+def plain(output: Any) -> str:
+    """A traceback without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output["traceback"]))
+
+
+def test_the_tour(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "tour.ipynb"
+    assert not any(cell.get("outputs") for cell in nbformat.read(path, 4).cells)
+    tour = nbformat.reads(run(tmp_path, EXECUTE, str(path), str(tmp_path)), 4)
+    said = outputs(tour, "measure(10)")
+    assert "[0-3] all ranks say this\n" in text(said)
+    assert "[2] my part is [20.0, 20.0, 20.0]\n" in text(said)
+    assert ast.literal_eval(next(data(said[-1:], "text/plain"))) == [[60.0, 60.0, 60.0]] * 4
+    (picture,) = data(outputs(tour, "measure.last"), "text/html")
+    assert picture.count(">rank ") >= 4
+    assert "<svg" in picture
+    shown = list(data(outputs(tour, "train(60)"), "text/plain"))
+    assert "train: 100%" in shown[0]
+    assert re.match(r"train\(\)  0:\d\d  done\n", shown[0])
+    (failed,) = [output for output in outputs(tour, "fail()") if output["output_type"] == "error"]
+    assert (failed["ename"], failed["evalue"].splitlines()[0]) == ("ValueError", "rank 2 has no data")
+    assert "rank 2 of fail() raised ValueError: rank 2 has no data" in plain(failed)
+    assert "ranks 0-1, 3 were in barrier at" in plain(failed)
+    stopped = outputs(tour, "wait_for_ever()")
+    assert stopped[-1]["ename"] == "KeyboardInterrupt"
+    said_at_the_end = plain(stopped[-1]) + text(stopped, "stderr")
+    assert said_at_the_end.count("wait_for_ever() was ended by this; rank 0 was in wait_for_ever at") == 1
+    assert ast.literal_eval(next(data(outputs(tour, "measure(1)")[-1:], "text/plain"))) == [[6.0, 6.0, 6.0]] * 4
+
+
+def test_a_kernel_that_is_restarted_leaves_nothing(tmp_path: Path) -> None:
+    family = [int(pid) for pid in run(tmp_path, RESTART, CELL).split()]
+    assert len(family) >= 4
+    wait_gone(family)
