@@ -29,17 +29,18 @@ class Merger:
     def __init__(self, size: int) -> None:
         self._size = size
         self._waiting: list[Line] = []
+        self._alike: dict[tuple[int, bytes], list[Line]] = {}  # the same, by what they say
         self._latest: dict[int, int] = {}  # of each rank, the number of its latest line
         self._count = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
-        after = self._latest.get(rank, -1)
-        for line in self._waiting:
-            if line.number > after and line.stream == stream and line.text == text and rank not in line.ranks:
-                break
-        else:
+        after = self._latest.get(rank, -1)  # so a rank's own lines are never one
+        alike = self._alike.setdefault((stream, text), [])
+        line = next((line for line in alike if line.number > after), None)
+        if line is None:
             line = Line(stream, text, now, self._count)
             self._waiting.append(line)
+            alike.append(line)
             self._count += 1
         line.ranks.append(rank)
         self._latest[rank] = line.number
@@ -53,6 +54,11 @@ class Merger:
                 break
             taken += 1
         lines, self._waiting = self._waiting[:taken], self._waiting[taken:]
+        for line in lines:
+            alike = self._alike[line.stream, line.text]
+            alike.remove(line)
+            if not alike:
+                del self._alike[line.stream, line.text]
         return lines
 
     @property

@@ -25,11 +25,10 @@ STREAMS = (1, 2)
 
 @dataclass(frozen=True)
 class Policy:
-    """What becomes of one stream of one rank. ``bare``: shown as it is, without the rank in front."""
+    """What becomes of one stream of one rank."""
 
     shown: bool = True
-    kept: bool = False
-    bare: bool = False
+    kept: bool = False  # in a file
 
 
 @dataclass(frozen=True)
@@ -184,13 +183,13 @@ class Relay:
             stream.file.close()
 
     def _take(self, stream: _Stream, lines: Sequence[bytes], *, flood: bool = False) -> None:
-        if self._merger is not None and not flood and not stream.policy.bare:
+        if self._merger is not None and not flood:
             now = self._clock()
             for line in lines:
                 self._merger.add(stream.rank, stream.number, line, now)
         elif lines:
             self._show_waiting(everything=True)
-            prefix = b"" if stream.policy.bare else self._plan.prefix([stream.rank]).encode()
+            prefix = self._plan.prefix([stream.rank]).encode()
             self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
 
     def _show_waiting(self, *, everything: bool = False) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
+from mlaunch.output import choice, display
 from tests.conftest import ROOT
 
 Capture = pytest.CaptureFixture[str]
@@ -276,6 +277,28 @@ def test_the_lines_that_change(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert "[0-1] finished" in seen or "[1] finished" in seen
     assert "epoch: 100%" in seen
+
+
+def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``progress=False``, though there is a place for them."""
+    shown: list[str] = []
+
+    class Place:
+        def show(self, text: str) -> None:
+            shown.append(text)
+
+        def hide(self) -> None:
+            pass
+
+        def close(self, lines: list[str]) -> None:
+            pass
+
+    monkeypatch.setattr(choice, "area", Place)
+    monkeypatch.setattr(display, "_PATIENCE", 0.0)
+    launcher(lambda: 1, 1, progress=False)()
+    assert shown == []
+    launcher(lambda: 1, 1)()
+    assert "<lambda>()  0:00  " in shown[0]
 
 
 def until(terminal: int, words: str | None) -> str:

@@ -91,7 +91,7 @@ class Machines:
         stdout = self.processes[index].stdout
         assert stdout is not None
         for line in stdout:
-            if line.rstrip().endswith(f"] {word}"):  # behind "[host:rank"
+            if re.fullmatch(rf"\[{self.host(index).name}:[\d,-]+\] {word}\n", line):
                 return
         raise AssertionError(f"machine {index} ended without {word!r}: {self.processes[index].communicate()[1]}")
 
