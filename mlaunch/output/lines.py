@@ -15,12 +15,20 @@ class Splitter:
         """The lines that this completes."""
         self._rest += data
         if b"\n" not in data and len(self._rest) <= LINE_LIMIT:
+            self._forget_earlier_looks()
             return []
         *lines, rest = bytes(self._rest).split(b"\n")
         found = [piece for line in lines for piece in _pieces(_last_look(line))]
         *whole, rest = _pieces(rest)
         self._rest = bytearray(rest)
         return found + whole
+
+    def _forget_earlier_looks(self) -> None:
+        """Of a line that is redrawn for hours."""
+        whole = self._rest.rstrip(b"\r")
+        start = whole.rfind(b"\r")
+        if start > 0:
+            del self._rest[:start]
 
     def end(self) -> list[bytes]:
         """The line that was never completed, if there is one."""

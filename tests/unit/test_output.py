@@ -33,6 +33,14 @@ def test_a_bar_is_one_line() -> None:
     assert splitter.bar == b""
 
 
+def test_a_bar_that_is_redrawn_for_hours() -> None:
+    splitter = Splitter()
+    for number in range(30_000):
+        assert splitter.feed(b"\r%6d|" % number + b"#" * 100) == []
+    assert splitter.bar == b" 29999|" + b"#" * 100
+    assert splitter.feed(b"\n") == [b" 29999|" + b"#" * 100]
+
+
 def test_a_very_long_line_comes_in_pieces() -> None:
     splitter = Splitter()
     assert splitter.feed(b"x" * (2 * LINE_LIMIT + 5)) == [b"x" * LINE_LIMIT] * 2
