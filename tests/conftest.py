@@ -30,8 +30,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():  # type: ignore[no-untyped-def]
+    warm_server.get(os.environ).ready()
     before = _what_is_there()
     yield
+    mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
     after = _what_is_there()
     left = [f"{name}: {_difference(before[name], after[name])}" for name in before if before[name] != after[name]]
     assert not left, "\n".join(left)
@@ -45,7 +47,6 @@ def _difference(was: object, now: object) -> str:
 
 
 def _what_is_there() -> dict[str, object]:
-    warm_server.get(os.environ).ready()  # starts the fork server anew if the test ended it
     for replaced in warm_server._retired:
         replaced._wait(30)
     warm_server.get(os.environ)  # forgets them

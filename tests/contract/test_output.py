@@ -246,12 +246,13 @@ def test_progress_elsewhere(run_script: Callable[..., subprocess.CompletedProces
 
 
 SHOW = """
-import os, signal
+import sys
 from mlaunch import comm, launcher, progress
 @launcher(n_gpus=2)
 def train(fifo):
     for step in progress(range(4), "epoch"):
         if step == 2 and comm.get_rank() == 1:
+            print("\\r 10%\\r 50% loaded", end="", file=sys.stderr, flush=True)
             open(fifo).read()
     print("finished")
 train("fifo")
@@ -259,7 +260,7 @@ train("fifo")
 
 
 def test_the_lines_that_change(tmp_path: Path) -> None:
-    """On a terminal: what the launch is doing, and one bar, which stands where the slowest rank is."""
+    """On a terminal: what the launch is doing, one bar that stands where the slowest rank is, and a rank's own bar."""
     pytest.importorskip("rich", reason="rich is not installed (extra: notebook)")
     (tmp_path / "show.py").write_text(SHOW)
     os.mkfifo(tmp_path / "fifo")
@@ -268,7 +269,8 @@ def test_the_lines_that_change(tmp_path: Path) -> None:
         os.chdir(tmp_path)
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
         os.execve(sys.executable, [sys.executable, "show.py"], environ)
-    seen = until(terminal, "rank 1 is 2 behind")
+    seen = until(terminal, "[1]  50% loaded")
+    seen += until(terminal, "rank 1 is 2 behind")
     assert "epoch:  50%" in seen
     assert re.search(r"train\(\)  \d:\d\d  running", seen)
     (tmp_path / "fifo").write_text("x")
