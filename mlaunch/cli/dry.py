@@ -29,7 +29,7 @@ def describe(job: Job, size: int, environ: Mapping[str, str]) -> str:
     for local_rank in range(size):
         rank = first + local_rank
         shown = 0 if job.virtual_local_rank else local_rank
-        only = device.only(local_rank, environ) if job.virtual_local_rank else {}
+        only = device.only(local_rank, environ, None) if job.virtual_local_rank else {}
         own = {"RANK": rank, "LOCAL_RANK": shown, "ROLE_RANK": rank, **only}
         lines.append("  " + " ".join(f"{name}={value}" for name, value in own.items()))
     return "\n".join(lines)

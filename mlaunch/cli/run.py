@@ -65,6 +65,8 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             if dry:
                 print(describe(job, size, environ))
                 return 0
+            if job.virtual_local_rank:
+                _check_devices(size, environ, server.ready().accelerator)
             _say_threads(size, environ)
             _launch(job, size, server, environ, wishes)
         except LaunchError as error:
@@ -131,6 +133,13 @@ def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[
         raise UsageError(f"--nproc-per-node {job.size}: no device is visible here (torch {ready.torch_version})")
     size = count if job.size != "cpu" and count else device.usable_cpus()
     return size, environ
+
+
+def _check_devices(size: int, environ: Mapping[str, str], accelerator: str | None) -> None:
+    try:
+        device.only(size - 1, environ, accelerator)
+    except ValueError as error:
+        raise UsageError(f"--virtual-local-rank with {size} ranks: {error}") from None
 
 
 @contextlib.contextmanager

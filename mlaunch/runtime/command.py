@@ -71,7 +71,7 @@ class CommandWorker(Worker):
         environ[recorded.VARIABLE] = recorded.path_of(self._spec, place.local_rank)
         os.makedirs(os.path.dirname(environ[recorded.VARIABLE]), exist_ok=True)
         if command.virtual_local_rank:
-            environ |= {"LOCAL_RANK": "0", **device.only(place.local_rank, environ)}
+            environ |= {"LOCAL_RANK": "0", **device.only(place.local_rank, environ, device.offered().accelerator)}
         self._take_surroundings(environ)
         arguments = [string.Template(text).safe_substitute(local_rank=place.local_rank) for text in command.args]
         sys.argv[:] = [command.target, *arguments]

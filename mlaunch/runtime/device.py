@@ -197,11 +197,19 @@ def shown(device_type: str, devices: Sequence[int], count: int, environ: Mapping
     return {} if placement.visible_devices is None else {_VISIBLE[device_type]: placement.visible_devices}
 
 
-def only(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that leaves a rank its own device alone."""
-    accelerator = offered().accelerator or "cuda"
-    visible = _visible(accelerator, [local_rank], environ)
-    return {} if visible is None else {_VISIBLE[accelerator]: visible}
+def only(local_rank: int, environ: Mapping[str, str], accelerator: str | None) -> dict[str, str]:
+    """The variable that leaves a rank its own device alone, of kind ``accelerator`` (None: CUDA, as torchrun).
+
+    Raises:
+        ValueError: The variable shows fewer devices than that.
+    """
+    variable = _VISIBLE.get(accelerator or "cuda")
+    if variable is None:
+        return {}
+    try:
+        return {variable: _visible(accelerator or "cuda", [local_rank], environ) or ""}
+    except IndexError:
+        raise ValueError(f"{variable}={environ[variable]} shows no device to local rank {local_rank}") from None
 
 
 def limit(timeout: float | None) -> timedelta:

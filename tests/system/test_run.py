@@ -355,6 +355,12 @@ def test_a_wrong_command_line(
     assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")
 
 
+def test_fewer_devices_than_ranks(tmp_path: Path) -> None:
+    done = run(tmp_path, *PAIR, "--virtual-local-rank", write(tmp_path, ""), CUDA_VISIBLE_DEVICES="5")
+    words = "--virtual-local-rank with 2 ranks: CUDA_VISIBLE_DEVICES=5 shows no device to local rank 1"
+    assert (done.returncode, done.stderr) == (2, f"mlaunch run: {words}\n")
+
+
 def test_devices_that_are_not_there(tmp_path: Path) -> None:
     import torch
 
