@@ -288,6 +288,7 @@ class Agent:
             self._launcher.tell(record)
             rank.stopped = True
             self._system.group(rank.pid, self._number)
+        self._answers.dismiss()
 
     def _working(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.working or (rank.alive and not self._spare_leaving)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.queues import SimpleQueue
 
 from mlaunch.runtime.board import Board
@@ -45,3 +45,15 @@ class Answers:
     def __init__(self, ranks: int) -> None:
         self.queue = ResultQueue()
         self.board = Board(ranks)
+        self._dismissed, self._dismissal = multiprocessing.Pipe(duplex=False)
+
+    def dismiss(self) -> None:
+        """In the agent: ranks that have told their failure may end."""
+        self._dismissal.send_bytes(b"")
+
+    def await_dismissal(self) -> None:
+        """In a rank that has told its failure, whose end would break the others' collectives.
+
+        Until the agent has seen where they are, there would only be "Connection closed by peer".
+        """
+        wait([self._dismissed])  # nobody takes the word out, so it is there for all

@@ -240,6 +240,7 @@ class Worker:
         )
         payload.write(self._place.memfd, remote)
         self._say(kind, consequence=any(words in remote.message for words in _CONSEQUENCES))
+        self._place.answers.await_dismissal()
 
     def _say(self, kind: Kind, *, consequence: bool = False) -> None:
         self._place.answers.queue.put(Answer(self._place.local_rank, kind, consequence))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +242,25 @@ def test_the_cause_is_told_from_its_consequences(how: str) -> None:
         report = caught.value if isinstance(caught.value, LaunchError) else caught.value.__cause__
         assert isinstance(report, LaunchError)
         assert report.failures[0].rank == culprit
+
+
+def test_no_collective_breaks_before_its_ranks_are_stopped(tmp_path: Path) -> None:
+    """The failed rank stays until then: its end would be "Connection closed by peer" to the others."""
+
+    @launcher(n_gpus=4, device_type="cpu")
+    def work() -> None:
+        if dist.get_rank() == 2:
+            raise ValueError("the cause")
+        try:
+            dist.barrier()
+        except RuntimeError:
+            (tmp_path / str(dist.get_rank())).touch()
+            raise
+
+    for _ in range(10):
+        with pytest.raises(ValueError, match="the cause"):
+            work()
+    assert not list(tmp_path.iterdir())
 
 
 def test_finished_ranks_results_are_in_the_error() -> None:

@@ -133,7 +133,7 @@ class World:
         for writer in (*self._writers.values(), *self._stacks.values()):
             os.close(writer)
         self.answers.board.close()
-        for end in (self.ours, self.parent, self.parent_end):
+        for end in (self.ours, self.parent, self.parent_end, self.answers._dismissed, self.answers._dismissal):
             end.close()
         self.answers.queue.close()
 
