@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,8 +35,12 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
     if spec.command is None or spec.command.error_dir:
         yield spec
         return
-    with tempfile.TemporaryDirectory(prefix="mlaunch-run-", ignore_cleanup_errors=True) as path:
+    # No TemporaryDirectory: each rank, forked in here, would remove it in its exit handlers.
+    path = tempfile.mkdtemp(prefix="mlaunch-run-")
+    try:
         yield dataclasses.replace(spec, command=dataclasses.replace(spec.command, error_dir=path))
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def keep(path: str, crash_fd: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mlaunch.cli import main
 from tests.processes import alive, descendants
-from tests.system.commands import run, start, write
+from tests.system.commands import MLAUNCH, run, start, write
 
 pytestmark = pytest.mark.slow
 PAIR = ("--nproc-per-node", "2")
@@ -91,8 +91,14 @@ def test_a_program(tmp_path: Path) -> None:
 
 def test_a_program_that_hangs_is_stopped_without_being_asked(tmp_path: Path) -> None:
     """The signal that asks Python for its stacks would kill it."""
-    text = 'trap "echo ended; exit 1" TERM; if [ $RANK = 1 ]; then exit 4; fi; while :; do read -t 1 x < fifo; done'
-    os.mkfifo(tmp_path / "fifo")
+    text = """
+if [ $RANK = 1 ]; then read x < ready; exit 4; fi
+trap "echo ended; exit 1" TERM
+echo > ready
+while :; do read x < nothing; done
+"""
+    os.mkfifo(tmp_path / "ready")
+    os.mkfifo(tmp_path / "nothing")
     done = run(tmp_path, *PAIR, "--no-python", "bash", "-c", text)
     assert (done.returncode, done.stdout) == (4, "ended\n"), done.stderr
 
@@ -310,6 +316,20 @@ main()
     assert "ValueError: recorded" in noted["message"]["extraInfo"]["py_callstack"]
 
 
+def test_a_rank_that_is_done_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    """Where the others may note their errors is still there."""
+    os.mkfifo(tmp_path / "first")
+    done = run(tmp_path, *PAIR, write(tmp_path, """
+import os
+if os.environ["RANK"] == "0":
+    os.open("first", os.O_WRONLY)  # open until this process is gone
+else:
+    open("first").read()
+    print(os.path.isdir(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])))
+"""))  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
 def test_inside_a_rank(tmp_path: Path) -> None:
     """A decorated function joins, comm works, and what a rank starts is no rank."""
     done = run(tmp_path, *PAIR, write(tmp_path, """
@@ -319,6 +339,54 @@ def train(): return comm.get_rank(), comm.all_gather(comm.get_rank()), comm.get_
 print(train())
 """))  # fmt: skip
     assert told(done.stdout) == ["[(0, [0, 1], 2)]", "[(1, [0, 1], 2)]"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["job:nowhere"], "AttributeError: module 'job' has no attribute 'nowhere'"),
+        (["wrong.py"], "SyntaxError: "),
+        (["-m", "nowhere"], "No module named nowhere"),
+    ],
+)
+def test_a_target_that_cannot_be_run(tmp_path: Path, args: list[str], words: str) -> None:
+    write(tmp_path, "", "job.py")
+    write(tmp_path, "def f(:", "wrong.py")
+    done = run(tmp_path, *args)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "mlaunch/runtime" not in done.stderr
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    for command in (["mlaunch", "run"], ["mlaunch.run"]):
+        done = run(
+            tmp_path, write(tmp_path, ""), command=[sys.executable, "-m", *command], PYTHON_EXEC="/nowhere/python"
+        )
+        said = "mlaunch: [Errno 2] No such file or directory: '/nowhere/python'\n"
+        assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    script = tmp_path / write(tmp_path, "")
+    command = [sys.executable, *MLAUNCH[1:], str(script)]
+    code = f"import os; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, {command!r})"
+    done = run(tmp_path / "gone", "-c", code, command=[sys.executable])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "mlaunch: the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+    )
+
+
+def test_binding_to_numa_nodes_is_torchs(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("what it does on this machine's devices is torch's business")
+    done = run(tmp_path, "--numa-binding", "node", write(tmp_path, ""))
+    assert done.returncode == 1
+    assert "torch/numa/binding.py" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -337,6 +405,7 @@ print(train())
         (["--token-file", "nowhere", "x.py"], "--token-file nowhere: [Errno 2] No such file or directory: 'nowhere'\n"),
         (["--signals-to-handle", "SIGKILL", "x.py"], "--signals-to-handle SIGKILL: no signal of this name can be "
          "handled\n"),
+        (["--numa-binding", "near", "x.py"], "--numa-binding near: allowed: node, socket, exclusive, core-complex\n"),
         (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, or one of them for each of some local "
          "ranks: 0:3,1:2\n"),
         (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: it is for one machine\n"),
