@@ -152,7 +152,7 @@ def _check_integer(name: str, value: object, lowest: int, highest: int | None = 
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise TypeError(f"{name}={value!r}: allowed: a number of seconds")
 
 

@@ -58,7 +58,7 @@ def _devices(job: Job, environ: Mapping[str, str]) -> str:
 def _threads(size: int, environ: Mapping[str, str]) -> str:
     if "OMP_NUM_THREADS" in environ:
         return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
-    return f"{max(1, device.usable_cpus() // size)} for each rank"
+    return f"{device.threads_of(size)} for each rank"
 
 
 def _deadline(job: Job) -> str:
@@ -74,7 +74,7 @@ def _shared(job: Job, size: int, environ: Mapping[str, str]) -> dict[str, object
         "ROLE_NAME": job.role,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": job.port if job.nodes == 1 and job.port else "(chosen at the start)",
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", max(1, device.usable_cpus() // size)),
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", device.threads_of(size)),
         "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
         "TORCHELASTIC_RUN_ID": job.run_id or "(chosen at the start)",
     }

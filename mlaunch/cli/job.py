@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mlaunch.cli.values import UsageError, at_least, grace_period_of, numbers, optional, seconds_of, signals_of
 from mlaunch.options import Options
+from mlaunch.runtime.planning import working_directory
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -116,9 +117,10 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
 def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
     """Kind, target, and the ranks' sys.path, whose first entry is what a fresh interpreter would put there."""
     target: str = args.training_script
+    here = working_directory()
     base = tuple(sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:])
     safe = len(base) == len(sys.path)
-    first = () if safe else (os.getcwd(),)
+    first = () if safe else (here,)
     if args.module and args.no_python:
         raise UsageError("--module and --no-python: a module is Python; give one of the two")
     if args.no_python and not args.run_path:
@@ -183,7 +185,7 @@ def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> t
     if args.rdzv_backend not in _BACKENDS:
         raise UsageError(f"--rdzv-backend {args.rdzv_backend} is not supported: allowed: {', '.join(_BACKENDS)}")
     host, port = _endpoint(args.rdzv_endpoint)
-    host = host or args.master_addr or ("localhost" if nodes == 1 else "127.0.0.1")
+    host = host or (args.master_addr or "").strip("[]") or ("localhost" if nodes == 1 else "127.0.0.1")
     port = port if port is not None else args.master_port
     if port is None:
         port = 0 if nodes == 1 else _STATIC_PORT

@@ -24,7 +24,7 @@ from mlaunch.output.relay import Plan, Relay
 from mlaunch.runtime import device, recorded
 from mlaunch.runtime.collecting import Launch, StopSignal
 from mlaunch.runtime.history import History
-from mlaunch.runtime.planning import plan
+from mlaunch.runtime.planning import plan, working_directory
 from mlaunch.runtime.restarting import with_restarts
 from mlaunch.runtime.spec import Command, Context
 from mlaunch.runtime.starting import ForkServer, Interpreter, start_interpreter
@@ -44,6 +44,9 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         return _run(job_of(args, os.environ), wishes_of(args), dry=args.dry_run)
     except UsageError as error:
         parser.exit(_USAGE, f"{prog}: {error}\n")
+    except OSError as error:
+        _say(str(error))
+        return _RAISED
     except StopSignal as stop:
         _say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
         return _SIGNALLED + stop.number
@@ -99,7 +102,7 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
 def _launch_command(
     job: Job, size: int, server: ForkServer, environ: Mapping[str, str], command: Command, output: Plan
 ) -> None:
-    context = Context(environ, os.getcwd(), job.path, (job.target, *job.args), None, None, os.getpid())
+    context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
 
     def attempt(deadline: float | None, restart_count: int) -> None:
         options = job.options(size).replaced({"deadline": deadline})
@@ -125,7 +128,10 @@ def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[
     if job.devices is not None:
         if not ready.accelerator:
             raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
-        environ |= device.shown(ready.accelerator, job.devices, count, environ)
+        try:
+            environ |= device.shown(ready.accelerator, job.devices, count, environ)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
         count = len(job.devices)
     if isinstance(job.size, int):
         return job.size, environ
@@ -161,8 +167,8 @@ def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
 
 def _say_threads(size: int, environ: Mapping[str, str]) -> None:
     if size > 1 and "OMP_NUM_THREADS" not in environ:
-        cpus = device.usable_cpus()
-        _say(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {max(1, cpus // size)} of {cpus} CPUs")
+        share, cpus = device.threads_of(size), device.usable_cpus()
+        _say(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {share} of {cpus} CPUs")
 
 
 def _say(text: str) -> None:

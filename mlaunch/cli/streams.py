@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import string
 import tempfile
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlaunch.cli.values import UsageError, numbers
+from mlaunch.output import files
 from mlaunch.output.relay import STREAMS, Plan, Policy
 
 _PREFIX = "[${role_name}${rank}]:"  # torchrun's
@@ -63,9 +63,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
     if wishes.log_dir is None and not any(policy.kept for policy in wishes.policies(size).values()):
         return None
     try:
-        base = os.path.abspath(wishes.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"))
-        os.makedirs(base, exist_ok=True)
-        return tempfile.mkdtemp(prefix=f"{run_id.replace(os.sep, '-')}_", dir=base)
+        return files.new_directory(wishes.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
     except OSError as error:
         raise UsageError(f"--log-dir {wishes.log_dir}: {error.strerror}") from None
 

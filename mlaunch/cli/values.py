@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping
 
-SHUTDOWN_TIMEOUT = 30.0  # seconds, torchrun's: enough to save a checkpoint
+SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
 
 
 class UsageError(ValueError):
@@ -30,23 +31,30 @@ def at_least(lowest: int, name: str, value: int) -> int:
 
 
 def seconds_of(name: str, value: float | str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
+    seconds = _number(value)
     if not seconds > 0:
         raise UsageError(f"{name} {value}: allowed: seconds, more than 0")
     return seconds
 
 
 def grace_period_of(given: float | None, environ: Mapping[str, str]) -> float:
-    name, value = "--shutdown-timeout", given
-    if value is None:
+    name, value = "--shutdown-timeout", str(given)
+    if given is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-        value = float(environ.get(name, SHUTDOWN_TIMEOUT))
-    if not value >= 0:
+        value = environ.get(name, SHUTDOWN_TIMEOUT)
+    seconds = _number(value)
+    if not seconds >= 0:
         raise UsageError(f"{name} {value}: allowed: seconds, 0 or more")
-    return value
+    return seconds
+
+
+def _number(value: float | str) -> float:
+    """NaN, which is in no range, for what is no finite number."""
+    try:
+        number = float(value)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def signals_of(text: str) -> tuple[int, ...]:

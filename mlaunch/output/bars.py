@@ -11,23 +11,23 @@ from mlaunch.runtime.board import Board, Loop
 _WIDEST = 100  # characters
 
 
-def loops(board: Board | None, size: int) -> list[str]:
+def loops(board: Board | None, rank_start: int, size: int) -> list[str]:
     """The line of the latest loop that a rank has come to; none before the first."""
     if board is None:
         return []
     found = [board.loop(local_rank) for local_rank in range(size)]
     latest = max(loop.number for loop in found)
-    return [line(found, latest)] if latest else []
+    return [line(found, latest, rank_start)] if latest else []
 
 
-def line(found: list[Loop], number: int) -> str:
+def line(found: list[Loop], number: int, rank_start: int) -> str:
     """The bar of one loop, of which some ranks may be through, and others before it."""
     there = [loop for loop in found if loop.number == number]
     total = max(loop.total for loop in there)
     done = [loop.done if loop.number == number else 0 for loop in found]
     slowest = min(range(len(done)), key=done.__getitem__)
     spread = max(done) - done[slowest]
-    behind = f"rank {slowest} is {spread} behind" if spread else ""
+    behind = f"rank {rank_start + slowest} is {spread} behind" if spread else ""
     through = all(loop.done == loop.total for loop in found)
     now = max(loop.at for loop in there) if through else time.monotonic()
     elapsed = max(now - min(loop.start for loop in there), 1e-6)

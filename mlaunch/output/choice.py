@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import tempfile
 from collections.abc import Callable, Sequence
 
 from mlaunch.options import Options
+from mlaunch.output import files
 from mlaunch.output.display import area
 from mlaunch.output.relay import STREAMS, Plan, Policy
 from mlaunch.runtime.spec import LaunchSpec
@@ -18,10 +17,8 @@ def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | No
     """A directory of this call's own in ``log_dir``. OSError where there can be none."""
     if log_dir is None:
         return None
-    base = os.path.abspath(os.fspath(log_dir))
     try:
-        os.makedirs(base, exist_ok=True)
-        return tempfile.mkdtemp(prefix=re.sub(r"[^\w.-]+", "-", name).strip("-") + "_", dir=base)
+        return files.new_directory(log_dir, name)
     except OSError as error:
         raise OSError(error.errno, f"log_dir={log_dir!r}: {error.strerror}") from None
 

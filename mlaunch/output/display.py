@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import uuid
 from typing import Any, Protocol
 
@@ -97,7 +98,12 @@ def area() -> Area | None:
 
 
 class Display:
-    """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock."""
+    """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock.
+
+    Of launches at the same time, in several threads, the first that is drawn has the place.
+    """
+
+    _taken = threading.Lock()
 
     def __init__(self, place: Area | None, start: float) -> None:
         self._area = place
@@ -105,10 +111,10 @@ class Display:
         self.due = None if place is None else start + _PATIENCE
 
     def draw(self, lines: list[str], now: float) -> None:
-        if self._area is not None:
-            self._area.show("\n".join(lines))
+        self.due = now + _PERIOD
+        if self._area is not None and (self._shown or self._taken.acquire(blocking=False)):
             self._shown = True
-            self.due = now + _PERIOD
+            self._area.show("\n".join(lines))
 
     def make_room(self) -> None:
         """Something is about to be printed."""
@@ -118,4 +124,5 @@ class Display:
     def close(self, lines: list[str]) -> None:
         if self._area is not None and self._shown:
             self._area.close(lines)
+            self._taken.release()
         self._area = self.due = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -38,6 +40,13 @@ class LogFile:
     def _give_up(self, error: OSError) -> None:
         self._complain(f"{self.path} cannot be written ({error.strerror}): what this rank prints now is not kept there")
         self.close()
+
+
+def new_directory(base: str | os.PathLike[str], name: str) -> str:
+    """A directory for one launch in ``base``, whose name starts with ``name``. OSError where there can be none."""
+    base = os.path.abspath(os.fspath(base))
+    os.makedirs(base, exist_ok=True)
+    return tempfile.mkdtemp(prefix=re.sub(r"[^\w.-]+", "-", name).strip("-") + "_", dir=base)
 
 
 def directory_of(directory: str, attempt: int, rank: int) -> str:

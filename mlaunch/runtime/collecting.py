@@ -101,13 +101,12 @@ class Launch:
             phase = "running" if phases <= RUNNING else "starting"
         line = f"{self.spec.name}  {in_minutes(time.monotonic() - history.begun)}  {phase}"
         done = f", {gone} of {size} ranks done" if 0 < gone < size else ""
-        return [line + done, *loops(history.board, size)]
+        return [line + done, *loops(history.board, self.spec.rank_start, size)]
 
     def _wait(self) -> None:
         try:
             while self._hear():
                 pass
-            self.relay.finish()
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
             self.relay.finish()
@@ -115,6 +114,7 @@ class Launch:
                 doing = "; ".join(self.outcome.doing())
                 note(interrupt, f"{self.spec.name} was ended by this; {doing}")
             raise
+        self.relay.finish()
 
     def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""

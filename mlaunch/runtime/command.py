@@ -22,10 +22,10 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
-from mlaunch.runtime import device, recorded
+from mlaunch.runtime import device, fresh, recorded
 from mlaunch.runtime.messages import Phase
 from mlaunch.runtime.spec import Command
-from mlaunch.runtime.worker import Place, Worker, below_ours, reset_process
+from mlaunch.runtime.worker import Place, Worker, below_ours
 
 _STREAMS = ("stdin", "stdout", "stderr")
 
@@ -45,14 +45,13 @@ class CommandWorker(Worker):
             _RUN[self._command.kind](self._command.target)
             code = 0
         except SystemExit as leaving:
-            code = _exit_code(leaving)
-        except KeyboardInterrupt:
+            code = fresh.exit_code(leaving)
+        except KeyboardInterrupt as interrupt:
+            self._show(interrupt)
             code = -signal.SIGINT
         except BaseException as error:
             self._report(error)
-            # The launcher's report shows it; a hook of the script's own, or a log, gets it too.
-            if 2 in self._spec.streams(self._place.local_rank) or not _is_default(sys.excepthook):
-                _show(error)
+            self._show(error)
             code = 1
         if code == 0:
             self._enter(Phase.LEAVING)
@@ -63,7 +62,7 @@ class CommandWorker(Worker):
         return code
 
     def _start(self) -> None:
-        reset_process(of_a_function=False)
+        fresh.reset_process(of_a_function=False)
         _open_streams()
         place, command = self._place, self._command
         environ = device.environment(self._spec, place.local_rank, *place.rendezvous)
@@ -78,6 +77,13 @@ class CommandWorker(Worker):
         if command.numa_binding is not None:
             _bind_to_numa_node(place.local_rank, command.numa_binding)
         _seed_afresh()
+
+    def _show(self, error: BaseException) -> None:
+        """To a hook of the script's own, or a log. The launcher tells it to everybody else."""
+        if 2 in self._spec.streams(self._place.local_rank) or not _is_default(sys.excepthook):
+            error = below_ours(error)
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _seed_afresh() -> None:
@@ -182,25 +188,12 @@ def _stream(fd: int, like: TextIO | None) -> TextIO:
     return stream
 
 
-def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None or isinstance(leaving.code, int):
-        return (leaving.code or 0) & 0xFF
-    print(leaving.code, file=sys.stderr)
-    return 1
-
-
 def _is_default(hook: Any) -> bool:
     """Whether it only prints. torch puts one of its own, which adds the rank, around what it finds."""
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         cells = [cell.cell_contents for cell in hook.__closure__ or ()]
         return all(_is_default(held) for held in cells if callable(held))
     return hook is sys.__excepthook__
-
-
-def _show(error: BaseException) -> None:
-    error = below_ours(error)
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _finish() -> None:

@@ -50,6 +50,11 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def threads_of(ranks: int) -> int:
+    """Each rank's share of those CPUs, for parallel operations."""
+    return max(1, usable_cpus() // ranks)
+
+
 def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> Placement:
     if devices is not None:
         raise ValueError(
@@ -147,7 +152,7 @@ def share_cores(spec: LaunchSpec) -> None:
     import torch
 
     if "OMP_NUM_THREADS" not in spec.context.environ:
-        threads = max(1, usable_cpus() // spec.local_size)
+        threads = threads_of(spec.local_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the rank itself starts
         torch.set_num_threads(threads)
 

@@ -110,7 +110,8 @@ def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:
     try:
         return listen(port=port)
     except OSError as error:
-        launcher.tell(Refused(f"the rendezvous cannot listen at 127.0.0.1, port {port}: {error.strerror}"))
+        why = f"{os.strerror(error.errno or 0)}; give another port, or none for any that is free"
+        launcher.tell(Refused(f"the rendezvous cannot listen at 127.0.0.1, port {port}: {why}"))
         raise NoLaunchError from error
 
 

@@ -74,17 +74,22 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Cluster
 
 
 def _context(environ: Mapping[str, str]) -> Context:
-    try:
-        cwd = os.getcwd()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            "the working directory of this process no longer exists, so ranks cannot start in it; os.chdir() first"
-        ) from error
+    cwd = working_directory()
     main = sys.modules.get("__main__")
     main_file = getattr(main, "__file__", None)
     main_name = getattr(getattr(main, "__spec__", None), "name", None)
     argv = tuple(getattr(sys, "argv", ()))
     return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid())
+
+
+def working_directory() -> str:
+    """FileNotFoundError, with what to do, if somebody has removed it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+        ) from error
 
 
 def _place(options: Options, server: ForkServer, environ: Mapping[str, str]) -> device.Placement:

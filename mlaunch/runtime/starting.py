@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.errors import LaunchError, describe_exit, warn_caller
-from mlaunch.runtime import forkserver, linux, payload
+from mlaunch.runtime import forkserver, fresh, linux, payload
 from mlaunch.runtime.channel import Channel
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import Cancel, CountDevices, DeviceCount, Launch, NotReady, Ready, Retire
@@ -203,12 +203,10 @@ def start_fork(call: Call) -> ForkServer:
 
 
 def _become_server(ours: Channel, theirs: Channel, caller: int, call: Call) -> None:
-    from mlaunch.runtime import worker
-
     try:
         ours.close()
         os.setsid()
-        worker.reset_process()
+        fresh.reset_process()
     except BaseException:
         os._exit(1)
     forkserver.serve(theirs, caller, call)

@@ -10,13 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
-import io
-import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
-import signal
 import socket
 import sys
 import threading
@@ -24,10 +20,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch import nesting, progressing, seeding
-from mlaunch.runtime import device, explain, functions, linux, payload, stacks
+from mlaunch.runtime import device, explain, fresh, functions, linux, payload, stacks
 from mlaunch.runtime.answers import Answers
 from mlaunch.runtime.functions import Call
 from mlaunch.runtime.messages import Answer, Kind, Phase, RemoteError
@@ -39,8 +35,8 @@ if TYPE_CHECKING:
 # What torch says in a rank whose peer has died. Such an error is the other rank's doing.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
                  "remote process exited", "NCCL communicator was aborted", "Socket closed")  # fmt: skip
-_INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
+_COMMAND = os.path.join(os.path.dirname(__file__), "command.py")
 _OURS = (os.path.dirname(__file__) + os.sep, "<frozen runpy>")
 
 # Groups that were destroyed but must not be destructed: that waits for gloo's threads, 10 to 20 ms, which the
@@ -71,7 +67,7 @@ def run(place: Place) -> NoReturn:
     except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
         traceback.print_exc()
     finally:
-        _flush()
+        fresh.flush()
         os._exit(code)
 
 
@@ -103,7 +99,8 @@ class Worker:
             self._enter(Phase.LEAVING)
             self._leave()
         except SystemExit as leaving:
-            return self._exit_as(leaving)
+            atexit._run_exitfuncs()
+            return fresh.exit_code(leaving)
         except BaseException as error:
             self._report(error)
             atexit._run_exitfuncs()
@@ -116,7 +113,7 @@ class Worker:
     def _start(self) -> None:
         import torch
 
-        reset_process()
+        fresh.reset_process()
         self._take_surroundings(device.environment(self._spec, self._place.local_rank, *self._place.rendezvous))
         spec = self._spec
         rank = spec.rank(self._place.local_rank)
@@ -131,7 +128,7 @@ class Worker:
         faulthandler.enable(self._place.crash_fd)
         stacks.answer_requests(self._place.stack_fd)
         context = self._spec.context
-        _set_environ(environ)
+        fresh.set_environ(environ)
         os.chdir(context.cwd)
         # Where its children look for a script with a relative path.
         multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
@@ -216,14 +213,6 @@ class Worker:
         atexit._run_exitfuncs()
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
 
-    def _exit_as(self, leaving: SystemExit) -> int:
-        """The exit code that an interpreter would give for sys.exit(...)."""
-        atexit._run_exitfuncs()
-        if leaving.code is None or isinstance(leaving.code, int):
-            return (leaving.code or 0) & 0xFF
-        print(leaving.code, file=sys.stderr)
-        return 1
-
     def _report(self, error: BaseException) -> None:
         kind = Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR
         phase = self._place.answers.board[self._place.local_rank]
@@ -258,51 +247,13 @@ def _message(error: BaseException) -> str:
 
 
 def below_ours(error: BaseException) -> BaseException:
-    """The exception with the frames of the runtime taken off the top of its traceback."""
+    """The exception with the frames of the runtime taken off the top of its traceback.
+
+    The last stays, lest a fault of ours has no place; but in what runs a command it is always the user's.
+    """
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and (file := trace.tb_frame.f_code.co_filename).startswith(_OURS):
+        if trace.tb_next is None and file != _COMMAND:
+            break
         trace = trace.tb_next
     return error.with_traceback(trace)
-
-
-def reset_process(*, of_a_function: bool = True) -> None:
-    """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them.
-
-    A command keeps the exit handlers of the modules that were imported for it, and chooses its streams.
-    """
-    signal.set_wakeup_fd(-1)
-    for number in _INHERITED_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    if of_a_function:
-        atexit._clear()
-        atexit.register(logging.shutdown)
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
-        sys.stdout, sys.stderr = _stream(1), _stream(2)
-    gc.enable()
-
-
-def _set_environ(wanted: dict[str, str]) -> None:
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    for name, value in wanted.items():
-        if os.environ.get(name) != value:  # each change is a call of putenv
-            os.environ[name] = value
-
-
-def _stream(fd: int) -> TextIO:
-    # By lines, so that lines of several ranks do not mix and a killed rank's last ones are not lost.
-    return io.TextIOWrapper(
-        open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # None, a full disk, closed: nobody is left to hear of it
-            continue
-    linux.flush_c_streams()

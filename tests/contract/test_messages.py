@@ -109,7 +109,7 @@ def test_a_refused_prctl() -> None:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        words = f"was not started: the rendezvous cannot listen at 127.0.0.1, port {port}: Address already in use"
+        words = f"was not started: the rendezvous cannot listen at 127.0.0.1, port {port}: Address already in use; give"
         with pytest.raises(LaunchError, match=words):
             launcher(lambda: 1, 1, port=port)()
 

@@ -105,6 +105,13 @@ def test_a_redirected_rank_has_its_traceback_in_its_file(tmp_path: Path) -> None
     assert f"\n  its output is in {folder}/attempt_1/0\n" in done.stderr
 
 
+def test_an_interrupted_rank_says_so_in_its_file(tmp_path: Path) -> None:
+    done = run(tmp_path, "--redirects", "2", "--log-dir", "logs", write(tmp_path, "raise KeyboardInterrupt"))
+    assert done.returncode == 128 + signal.SIGINT
+    (file,) = (tmp_path / "logs").rglob("stderr.log")
+    assert file.read_text().endswith("KeyboardInterrupt\n")
+
+
 def test_a_killed_rank_loses_nothing(tmp_path: Path) -> None:
     script = write(tmp_path, """
 import os, sys

@@ -12,7 +12,9 @@ from mlaunch.cli import flags, run
 from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
 from mlaunch.cli.streams import plan_of, wishes_of
+from mlaunch.cli.values import UsageError
 from mlaunch.output.relay import Policy
+from mlaunch.runtime.messages import Ready
 
 
 def parse(*args: str, **environ: str) -> argparse.Namespace:
@@ -76,6 +78,7 @@ def test_a_bad_variable(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nnodes", "2", "--node-rank", "1", "--master-addr", "h1"], "h1", 29500, 1),
         (["--nnodes", "2:2", "--rdzv-endpoint", "h1:1234", "--rdzv-conf", "rank=1"], "h1", 1234, 1),
         (["--nnodes", "2", "--rdzv-endpoint", "[::1]:1234"], "::1", 1234, 0),
+        (["--nnodes", "2", "--master-addr", "[::1]"], "::1", 29500, 0),
         (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:1234"], "127.0.0.1", 1234, 0),
         (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1"], "192.0.2.1", 29500, 1),
         (["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=1"], "127.0.0.1", 29500, 0),
@@ -93,6 +96,41 @@ def test_the_grace_period_is_torchruns() -> None:
     assert job(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").grace_period == 7
     assert job("--shutdown-timeout", "0").grace_period == 0
     assert job("--grace-period", "2.5").grace_period == 2.5
+
+
+def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("soon", "nan", "inf", "-1"):
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
+        with pytest.raises(SystemExit):
+            run.main([__file__])
+        said = f"mlaunch run: TORCH_ELASTIC_SHUTDOWN_TIMEOUT {value}: allowed: seconds, 0 or more\n"
+        assert capsys.readouterr().err == said
+
+
+def test_what_changes_nothing() -> None:
+    assert job("--monitor-interval", "5", "--run-path") == job()
+
+
+class FakeServer:
+    """On a machine with two devices."""
+
+    def ready(self) -> Ready:
+        return Ready("2.13", "cuda", ("gloo", "nccl"))
+
+    def count_devices(self, _environ: object) -> int:
+        return 2
+
+
+def test_devices() -> None:
+    def placed(*args: str, **environ: str) -> tuple[int, dict[str, str]]:
+        return run._on_devices(job(*args), FakeServer(), environ)  # type: ignore[arg-type]
+
+    assert placed("--devices", "1") == (1, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert placed("--devices", "1,0", CUDA_VISIBLE_DEVICES="5,7") == (2, {"CUDA_VISIBLE_DEVICES": "7,5"})
+    assert placed("--nproc-per-node", "gpu") == placed("--nproc-per-node", "auto") == (2, {})
+    assert placed("--nproc-per-node", "8", "--devices", "0")[0] == 8
+    with pytest.raises(UsageError, match=r"--devices=\[0, 9\]: \[9\] do not exist; the 2 visible cuda device"):
+        placed("--devices", "0,9")
 
 
 def policies(size: int, *args: str) -> dict[tuple[int, int], Policy]:

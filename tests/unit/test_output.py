@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.output.bars import line
+from mlaunch.output.display import Display
 from mlaunch.output.lines import LINE_LIMIT, Splitter
 from mlaunch.output.merging import WINDOW, Merger
 from mlaunch.output.relay import Plan, Policy, Relay
+from mlaunch.runtime.board import Loop
 
 
 def test_lines_come_whole() -> None:
@@ -85,6 +88,43 @@ def test_a_flood_does_not_wait() -> None:
     for number in range(5000):
         merger.add(0, 1, b"%d" % number, 0.0)
     assert len(lines(merger, 0.0)) == 4000
+
+
+def test_the_bar_of_all_ranks_names_the_slowest() -> None:
+    """By its global rank."""
+    found = [Loop(2, done, 5.0, 10, 1.0, "epoch") for done in (4, 6)]
+    text = line([*found, Loop(1, 10, 5.0, 10, 0.0, "before")], 2, rank_start=8)
+    assert "epoch:   0%" in text
+    assert "rank 10 is 6 behind" in text
+
+
+class Place:
+    """Where lines are replaced."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.left: list[str] | None = None
+
+    def show(self, text: str) -> None:
+        self.shown.append(text)
+
+    def hide(self) -> None:
+        pass
+
+    def close(self, lines: list[str]) -> None:
+        self.left = lines
+
+
+def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
+    first, second = Place(), Place()
+    displays = [Display(place, 0.0) for place in (first, second)]
+    for display in displays:
+        display.draw(["line"], 1.0)
+    assert (first.shown, second.shown) == (["line"], [])
+    displays[0].close(["last"])
+    displays[1].draw(["line"], 2.0)
+    displays[1].close(["last"])
+    assert (first.left, second.shown, second.left) == (["last"], ["line"], ["last"])
 
 
 class Pipes:
