@@ -48,8 +48,8 @@ class Channel:
         """The next record and its file descriptors, which the receiver owns; EOFError when the other end is gone."""
         try:
             data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
-        except ConnectionResetError:
-            data, fds, flags = b"", [], 0
+        except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
+            data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
         if not data:
             raise EOFError("the other end of the channel is closed")
         if flags & socket.MSG_CTRUNC:
