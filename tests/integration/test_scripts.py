@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_libraries import needs
-from tests.system.commands import LAUNCHERS, run, write
+from tests.system.commands import LAUNCHERS, at_once, run, write
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TELL = """
@@ -166,14 +166,12 @@ def numbers(cwd: Path, launcher: list[str], *args: str) -> list[list[float]]:
 def test_the_same_numbers(tmp_path: Path, text: str, libraries: list[str]) -> None:
     needs(*libraries)
     script = write(tmp_path, TELL + text)
-    ours, theirs = (numbers(tmp_path, launcher, script) for launcher in LAUNCHERS.values())
+    ours, theirs = at_once(lambda launcher: numbers(tmp_path, launcher, script), LAUNCHERS.values())
     assert ours == theirs
 
 
 def test_a_script_that_takes_its_local_rank(tmp_path: Path) -> None:
     script = write(tmp_path, TELL + LOCAL_RANK)
-    ours, theirs = (
-        numbers(tmp_path, [sys.executable, "-m", f"{name}.launch"], script, "--lr", "0.5")
-        for name in ("mlaunch", "torch.distributed")
-    )
+    launchers = [[sys.executable, "-m", f"{name}.launch"] for name in ("mlaunch", "torch.distributed")]
+    ours, theirs = at_once(lambda launcher: numbers(tmp_path, launcher, script, "--lr", "0.5"), launchers)
     assert ours == theirs

@@ -1,4 +1,7 @@
-"""Run by tests on each of several hosts: one machine's part in a launch. Options and behaviour come as JSON."""
+"""Run by tests on each of several hosts: one machine's part in launches. Each line of its input asks for one, as JSON.
+
+It stays for the next, as a notebook does, so that not every test waits for torch to be imported.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import json
 import os
 import signal
 import sys
-import time
 import warnings
 from typing import Any
 
-from mlaunch import launcher
+from mlaunch import launcher, warm_up
 
 
 def train(how: dict[str, Any]) -> Any:
@@ -46,9 +48,7 @@ def other(_how: dict[str, Any]) -> None:
     """Another function than the others call."""
 
 
-def main() -> None:
-    options, how = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-    warnings.simplefilter("ignore")
+def answer(options: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
     ours = launcher(other if how.get("other") else train, device_type="cpu", **options)
     said: dict[str, Any] = {}
     for _ in range(how.get("calls", 1)):
@@ -59,8 +59,20 @@ def main() -> None:
             cause = error.__cause__
             said = {"type": type(error).__name__, "text": str(error), "cause": str(cause) if cause else "",
                     "notes": getattr(error, "__notes__", [])}  # fmt: skip
-    said["at"] = time.monotonic()
-    print(json.dumps(said), flush=True)
+    return said
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    warm_up()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        options, how, environ = json.loads(line)
+        os.environ.update(environ)
+        print(json.dumps(answer(options, how)), flush=True)
+        print("over", file=sys.stderr, flush=True)
+        for name in environ:
+            del os.environ[name]
 
 
 main()

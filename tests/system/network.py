@@ -7,30 +7,72 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.processes import descendants, wait_gone
+
+MACHINE = str(ROOT / "tests" / "system" / "machine.py")
 
 
 class Host:
-    """``name``, ``address``; ``start`` runs Python there."""
+    """``name``, ``address``; ``start`` runs Python there. ``idle``: a calling process that waits for orders."""
 
     def __init__(self, name: str, address: str, prefix: list[str], runtime: str) -> None:
         self.name, self.address = name, address
         self._prefix, self._runtime = prefix, runtime
+        self.idle: subprocess.Popen[str] | None = None
 
     def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*self._prefix, sys.executable, *args],
             env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": self._runtime, **environ},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
 
+    def take(self) -> subprocess.Popen[str]:
+        """A calling process of its own."""
+        process, self.idle = self.idle or _ready(self.start(MACHINE)), None
+        return process
 
-class Loopback:
+
+def _ready(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    return process
+
+
+def end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Kills them, and waits until nothing that they started is there any more."""
+    family = [pid for process in processes for pid in (process.pid, *descendants(process.pid))]
+    for process in processes:
+        process.kill()
+        process.communicate()
+    wait_gone(family)
+
+
+class Network:
+    """``real``: its hosts have networks of their own."""
+
+    real: bool
+    hosts: list[Host]
+
+    def warm(self) -> None:
+        """Gives each host an idle process, as it had at the beginning."""
+        started = [(host, host.start(MACHINE)) for host in self.hosts if host.idle is None]
+        for host, process in started:
+            host.idle = _ready(process)
+
+    def close(self) -> None:
+        end([host.idle for host in self.hosts if host.idle is not None])
+
+
+class Loopback(Network):
     """All hosts are this machine."""
 
     real = False
@@ -40,10 +82,11 @@ class Loopback:
         self.hosts = [Host(os.uname().nodename, "127.0.0.1", [], self._runtime) for _ in range(size)]
 
     def close(self) -> None:
+        super().close()
         shutil.rmtree(self._runtime)
 
 
-class Namespaces:
+class Namespaces(Network):
     """Needs root, iproute2 and network namespaces."""
 
     real = True
@@ -89,7 +132,14 @@ class Namespaces:
         chain = f"add chain inet mlt c {{ type filter hook {hook} priority 0; }}"
         self._in(self._names[index], "nft", f"add table inet mlt; {chain}; add rule inet mlt c {rule}")
 
+    def heal(self) -> None:
+        """All cables in, no rules."""
+        for index, name in enumerate(self._names):
+            self.cable(index, "up")
+            self._in(name, "nft", "flush", "ruleset")
+
     def close(self) -> None:
+        super().close()
         shutil.rmtree(self._runtime, ignore_errors=True)
         for name in (*self._names, self._switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.system.commands import LAUNCHERS, run, write
+from tests.system.commands import LAUNCHERS, at_once, run, write
 
 pytestmark = pytest.mark.slow
 PROBE = str(ROOT / "tests" / "system" / "probe.py")
@@ -64,7 +64,7 @@ def ranks(cwd: Path, launcher: str, *flags: str, **environ: str) -> list[dict[st
 
 
 def test_what_a_script_sees(tmp_path: Path) -> None:
-    ours, theirs = ranks(tmp_path, "mlaunch"), ranks(tmp_path, "torchrun")
+    ours, theirs = at_once(lambda name: ranks(tmp_path, name), LAUNCHERS)
     found = {path for pair in zip(ours, theirs, strict=True) for path in differences(*pair)}
     assert found - RANDOM <= DIFFERENT.keys()
     for path in found - RANDOM:
@@ -78,7 +78,7 @@ def test_what_a_script_sees(tmp_path: Path) -> None:
 
 def test_what_a_script_sees_of_virtual_local_ranks(tmp_path: Path) -> None:
     flags = {"CUDA_VISIBLE_DEVICES": "5,3"}
-    ours, theirs = (ranks(tmp_path, name, "--virtual-local-rank", **flags) for name in LAUNCHERS)
+    ours, theirs = at_once(lambda name: ranks(tmp_path, name, "--virtual-local-rank", **flags), LAUNCHERS)
     for mine, their in zip(ours, theirs, strict=True):
         for name in ("LOCAL_RANK", "RANK", "CUDA_VISIBLE_DEVICES"):
             assert mine["environ"][name] == their["environ"][name]
@@ -100,7 +100,7 @@ ENDS = {
 def test_how_a_script_ends(tmp_path: Path, how: str) -> None:
     """torchrun's own status is always 1; which code the rank had, it tells in its report."""
     write(tmp_path, ENDS[how])
-    ours, theirs = (run(tmp_path, "train.py", command=command) for command in LAUNCHERS.values())
+    ours, theirs = at_once(lambda command: run(tmp_path, "train.py", command=command), LAUNCHERS.values())
     assert ours.stdout == theirs.stdout
     assert bool(ours.returncode) == bool(theirs.returncode)
     code = ours.returncode if ours.returncode <= 128 else 128 - ours.returncode

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -19,113 +18,55 @@ import pytest
 
 from mlaunch.rendezvous import address as address_module
 from tests.conftest import ROOT
-from tests.processes import children, descendants, wait_gone
-from tests.system.network import Host, Loopback, Namespaces, why_no_namespaces
+from tests.processes import children, descendants
+from tests.system.machines import PORT, launched
+from tests.system.network import Loopback, Namespaces, Network, why_no_namespaces
 
-MACHINE = str(ROOT / "tests" / "system" / "machine.py")
 pytestmark = pytest.mark.slow
 WHY_NOT = why_no_namespaces()
-PORT = 29533
-Network = Loopback | Namespaces
+
+
+@pytest.fixture(scope="module", autouse=True)
+def networks() -> Iterator[dict[str, Network]]:
+    """There before anything is counted, and for all tests."""
+    made: dict[str, Network] = {}
+    try:
+        made["loopback"] = Loopback(3)
+        if not WHY_NOT:
+            made["namespaces"] = Namespaces(3)
+        for network in made.values():
+            network.warm()
+        yield made
+    finally:
+        for network in made.values():
+            network.close()
 
 
 @pytest.fixture
-def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+def network(request: pytest.FixtureRequest, networks: dict[str, Network]) -> Network:
     """Namespaces where they can be made, else loopback; tests marked ``both`` run on both."""
     kind = getattr(request, "param", "loopback" if WHY_NOT else "namespaces")
-    if kind == "namespaces" and WHY_NOT:
+    if kind not in networks:
         pytest.skip(WHY_NOT)
-    made: Network = Loopback(3) if kind == "loopback" else Namespaces(3)
-    try:
-        yield made
-    finally:
-        made.close()
+    return networks[kind]
 
 
 both = pytest.mark.parametrize("network", ["loopback", "namespaces"], indirect=True)
 
 
 @pytest.fixture
-def namespaces() -> Iterator[Namespaces]:
-    if WHY_NOT:
+def loopback(networks: dict[str, Network]) -> Network:
+    return networks["loopback"]
+
+
+@pytest.fixture
+def namespaces(networks: dict[str, Network]) -> Iterator[Namespaces]:
+    """Hosts whose cables may be pulled."""
+    made = networks.get("namespaces")
+    if not isinstance(made, Namespaces):
         pytest.skip(WHY_NOT)
-    made = Namespaces(2)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-class Machines:
-    """The processes of one launch, in the order of their machines."""
-
-    def __init__(self, network: Network, sizes: tuple[int, ...], **options: Any) -> None:
-        self._network = network
-        self._sizes = sizes
-        self._options = {"join_timeout": 60, "grace_period": 1, **options}
-        self.processes: dict[int, subprocess.Popen[str]] = {}
-
-    def host(self, index: int) -> Host:
-        return self._network.hosts[index]
-
-    def start(self, index: int, how: dict[str, Any] | None = None, **options: Any) -> subprocess.Popen[str]:
-        asked = {
-            "n_gpus": self._sizes[index],
-            "world_size": sum(self._sizes),
-            "rank_start": sum(self._sizes[:index]),
-            "master_ip": self.host(0).address,
-            "port": PORT,
-            **self._options,
-            **options,
-        }
-        process = self.host(index).start(MACHINE, json.dumps(asked), json.dumps(how or {}))
-        self.processes[index] = process
-        return process
-
-    def start_all(self, how: dict[str, Any] | None = None, **options: Any) -> None:
-        for index in range(len(self._sizes)):
-            self.start(index, how, **options)
-
-    def until(self, index: int, word: str) -> None:
-        """Waits until a machine's ranks have printed a word."""
-        stdout = self.processes[index].stdout
-        assert stdout is not None
-        for line in stdout:
-            if re.fullmatch(rf"\[{self.host(index).name}:[\d,-]+\] {word}\n", line):
-                return
-        raise AssertionError(f"machine {index} ended without {word!r}: {self.processes[index].communicate()[1]}")
-
-    def until_waiting(self, index: int) -> str:
-        """Waits for the line that says what a machine waits for."""
-        stderr = self.processes[index].stderr
-        assert stderr is not None
-        for line in stderr:
-            if "waits for its other machines" in line:
-                return line
-        raise AssertionError(f"machine {index} ended without waiting")
-
-    def end(self, index: int) -> dict[str, Any]:
-        out, err = self.processes[index].communicate(timeout=90)
-        said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        assert said, err
-        return {**said[-1], "stderr": err}
-
-    def ends(self) -> list[dict[str, Any]]:
-        return [self.end(index) for index in sorted(self.processes)]
-
-
-@contextlib.contextmanager
-def launched(network: Network, *sizes: int, **options: Any) -> Iterator[Machines]:
-    machines = Machines(network, sizes, **options)
-    family: list[int] = []
-    try:
-        yield machines
-    finally:
-        for process in machines.processes.values():
-            family += [process.pid, *descendants(process.pid)]
-            process.kill()
-            process.communicate()
-        wait_gone(family)
+    yield made
+    made.heal()
 
 
 @both
@@ -324,14 +265,10 @@ def test_a_host_name(namespaces: Namespaces) -> None:
         assert [end["values"][0][:2] for end in machines.ends()] == [[0, 2.0], [1, 2.0]]
 
 
-def test_ipv6() -> None:
-    network = Loopback(2)
-    try:
-        with launched(network, 1, 1, master_ip="::1", token="hush") as machines:
-            machines.start_all()
-            assert [end["values"][0][:2] for end in machines.ends()] == [[0, 2.0], [1, 2.0]]
-    finally:
-        network.close()
+def test_ipv6(loopback: Network) -> None:
+    with launched(loopback, 1, 1, master_ip="::1", token="hush") as machines:
+        machines.start_all()
+        assert [end["values"][0][:2] for end in machines.ends()] == [[0, 2.0], [1, 2.0]]
 
 
 async def delaying_proxy(listener: socket.socket, port: int, over: threading.Event) -> None:
@@ -354,14 +291,14 @@ async def delaying_proxy(listener: socket.socket, port: int, over: threading.Eve
     server.close()
 
 
-def test_a_slow_network() -> None:
+def test_a_slow_network(loopback: Network) -> None:
     """Control and store connections are delayed; the joining machine knows the proxy's port alone."""
-    network, over, listener = Loopback(2), threading.Event(), address_module.listen()
+    over, listener = threading.Event(), address_module.listen()
     port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(delaying_proxy(listener, PORT, over)))
     thread.start()
     try:
-        with launched(network, 1, 2, token="hush", gather="all") as machines:
+        with launched(loopback, 1, 2, token="hush", gather="all") as machines:
             machines.start(0)
             machines.start(1, port=port)
             ends = machines.ends()
@@ -369,7 +306,6 @@ def test_a_slow_network() -> None:
     finally:
         over.set()
         thread.join()
-        network.close()
 
 
 def link_of(process: subprocess.Popen[str], *, master: bool) -> int:
@@ -445,10 +381,9 @@ def test_a_machine_with_another_token(network: Network, tokens: tuple[Any, Any],
         assert [len(end["values"]) for end in machines.ends()] == [1, 1]
 
 
-def test_a_token_from_the_environment(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLAUNCH_TOKEN", "hush")
+def test_a_token_from_the_environment(network: Network) -> None:
     with launched(network, 1, 1) as machines:
-        machines.start(0)
+        machines.start(0, environ={"MLAUNCH_TOKEN": "hush"})
         machines.start(1, token="hush")
         for end in machines.ends():
             assert len(end["values"]) == 1

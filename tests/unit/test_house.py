@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from tests.conftest import ROOT
 
@@ -20,20 +21,47 @@ NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("client", "hosted", "w
 NEEDS_TORCH |= {f"mlaunch.runtime.{name}" for name in ("agent", "launching", "others")}
 
 
-def pulled_in(module: str) -> set[str]:
-    code = f"import sys; before = set(sys.modules); import {module}; print(*(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    return set(done.stdout.split())
+SURVEY = """
+import json, os, sys
+found = {}
+for name in sys.argv[1:]:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        before = set(sys.modules)
+        try:
+            __import__(name)
+            told = sorted(set(sys.modules) - before)
+        except ModuleNotFoundError as error:
+            told = error.name.partition(".")[0]
+        with open(writer, "w") as pipe:
+            json.dump(told, pipe)
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        found[name] = json.load(pipe)
+    os.wait()
+print(json.dumps(found))
+"""
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_each_module_alone(module: str) -> None:
-    modules = pulled_in(module)
-    assert ("torch" in modules) == (module in NEEDS_TORCH)
-    if module.startswith(("mlaunch.runtime", "mlaunch.rendezvous")):
-        assert "mlaunch.decorator" not in modules
-    if module == "mlaunch":
-        assert {name for name in modules if name.startswith("mlaunch")} == {"mlaunch", "mlaunch._version"}
+def survey(beginning: str, modules: Iterable[str]) -> dict[str, Any]:
+    """What importing each module, and no other, pulls in; or the package that it lacks."""
+    command = [sys.executable, "-c", beginning + SURVEY, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_who_needs_torch() -> None:
+    found = survey("import sys; sys.modules['torch'] = None", MODULES)
+    assert {module for module in MODULES if found[module] == "torch"} == NEEDS_TORCH
+    assert [name for name in found["mlaunch"] if name.startswith("mlaunch")] == ["mlaunch", "mlaunch._version"]
+
+
+def test_the_runtime_knows_nothing_of_the_decorator() -> None:
+    below = [module for module in MODULES if module.startswith(("mlaunch.runtime", "mlaunch.rendezvous"))]
+    found = survey("import torch, torch.distributed", below)
+    assert not [module for module in below if "mlaunch.decorator" in found[module]]
 
 
 def functions_of(path: Path) -> list[tuple[str, int]]:

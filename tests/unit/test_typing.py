@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.slow
 def test_typed_uses() -> None:
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file", "setup.cfg"]
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "setup.cfg"]
     done = subprocess.run(
         [*command, "-p", "mlaunch", "-m", "tests.unit.typed"], capture_output=True, text=True, cwd=ROOT, check=False
     )
