@@ -5,8 +5,6 @@ The leak fixture looks at what each cell leaves, and its own launch shows that t
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
 import random
 import re
@@ -23,24 +21,12 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
 from tests.conftest import ROOT
+from tests.contract.crashes import HOW, PLACES, call_at, limits
 from tests.processes import alive, wait_gone
 
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
 
-def raise_error() -> None:
-    raise ValueError("no such luck")
-
-
-HOW: dict[str, Callable[[], object]] = {
-    "exception": raise_error,
-    "sys.exit": lambda: sys.exit(3),
-    "os._exit": lambda: os._exit(4),
-    "segfault": lambda: ctypes.string_at(1),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "caller dies": lambda: (os.kill(int(os.environ["CALLER"]), signal.SIGKILL), signal.pause()),
-}
 WORDS = {
     "sys.exit": "exited with code 3 (sys.exit or os._exit)",
     "os._exit": "exited with code 4 (sys.exit or os._exit)",
@@ -49,71 +35,13 @@ WORDS = {
 }
 
 
-def crash(how: str) -> None:
-    """In rank 1 alone."""
-    if os.environ.get("RANK") == "1":
-        HOW[how]()
-
-
-class Fuse:
-    """Burns when it is pickled; ``late``: when it is unpickled; ``anywhere``: not in rank 1 alone."""
-
-    def __init__(self, how: str, *, late: bool = False, anywhere: bool = False) -> None:
-        self.how, self.late, self.anywhere = how, late, anywhere
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.late:
-            return crash, (self.how,)
-        (HOW[self.how] if self.anywhere else lambda: crash(self.how))()
-        return int, ()
-
-
-# Each place: what the ranks run, with which argument.
-
-
-def in_the_function(how: str) -> None:
-    crash(how)
-    dist.barrier()
-
-
-def in_a_collective(how: str) -> None:
-    dist.all_gather_object([None] * dist.get_world_size(), Fuse(how))
-
-
-def pickling_the_result(how: str) -> object:
-    return Fuse(how)
-
-
-def after_return(how: str) -> int:
-    atexit.register(crash, how)
-    return 5
-
-
-def unpickling(_fuse: object) -> None:
-    dist.barrier()
-
-
 def importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
     name = f"module_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(
-        f"from tests.contract.test_matrix import crash\ncrash({how!r})\ndef train():\n    return 1\n"
+        f"from tests.contract.crashes import crash\ncrash({how!r})\ndef train():\n    return 1\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     return launcher(__import__(name).train, 2, **limits(how))
-
-
-def limits(how: str) -> dict[str, Any]:
-    return {"deadline": 0.7, "grace_period": 0.1} if how == "SIGSTOP" else {}
-
-
-PLACES = {place.__name__: place for place in (in_the_function, in_a_collective, pickling_the_result, after_return)}
-
-
-def call_at(where: str, how: str, start_method: str) -> Callable[[], object]:
-    options = {"start_method": start_method, **limits(how)}
-    if where in PLACES:
-        return lambda: launcher(PLACES[where], 2, **options)(how)
-    return lambda: launcher(unpickling, 2, **options)(Fuse(how, late=where == "unpickling", anywhere=True))
 
 
 def check(where: str, how: str, call: Callable[[], object]) -> None:
@@ -167,7 +95,7 @@ def test_the_caller_dies(where: str, start_method: str) -> None:
         pytest.skip("nothing is pickled where the ranks inherit the call")
     mark = uuid.uuid4().hex
     code = (
-        f"import os\nos.environ['CALLER'] = str(os.getpid())\nfrom tests.contract.test_matrix import call_at\n"
+        f"import os\nos.environ['CALLER'] = str(os.getpid())\nfrom tests.contract.crashes import call_at\n"
         f"call_at({where!r}, 'caller dies', {start_method!r})()"
     )
     done = subprocess.run(

@@ -15,9 +15,9 @@ from tests.processes import descendants, wait_gone
 SCRIPT = """
 import os, signal, sys
 from mlaunch import launcher
-import torch.distributed as dist
 
 def train():
+    import torch.distributed as dist
     dist.barrier()
     if dist.get_rank() == 0:
         print("running", flush=True)
