@@ -116,7 +116,7 @@ class Gate:
         self._refusal = self._refusal or machines.conflict(joined, member.join)
         self._members.append(member)
         if self._refusal:
-            await self._tell_all({"refused": self._refusal})
+            self._start(self._tell_master_last({"refused": self._refusal}))
         elif machines.missing([*joined, member.join]):
             await self._tell_all({"waiting": machines.describe([*joined, member.join])})
         else:
@@ -184,16 +184,20 @@ class Gate:
             self._start(self._end())
 
     async def _end(self) -> None:
-        """Closes the port before anyone is told, since a next launch may use it at once; the master is told last."""
+        """Closes the port before anyone is told, since a next launch may use it at once."""
         if self._server is not None:
             self._server.close()
+        await self._tell_master_last({"over": 1})
+
+    async def _tell_master_last(self, record: wire.Record) -> None:
+        """Its agent ends this process when it hears, and what the others have not read by then may be lost."""
         master = min(self._members, key=lambda member: member.join.rank_start)
-        await self._tell_all({"over": 1}, besides=master)
         others = [member.gone.wait() for member in self._members if member is not master]
+        await self._tell_all(record, besides=master)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*others), _FAREWELL)
         with contextlib.suppress(OSError):
-            await wire.send(master.writer, {"over": 1})
+            await wire.send(master.writer, record)
 
     async def _tell_all(self, record: wire.Record, besides: _Member | None = None) -> None:
         for member in self._members:

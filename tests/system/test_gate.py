@@ -120,6 +120,32 @@ def test_who_comes_after_a_failure_is_not_refused(gate: HostedServer) -> None:
     assert b"refused" not in asyncio.run(come_back())
 
 
+def test_the_master_hears_of_a_refusal_when_the_others_have(gate: HostedServer) -> None:
+    """It ends the gate, and another that had not read it would wait for its join_timeout."""
+    heard: list[str] = []
+
+    async def machine(name: str, *at: int) -> None:
+        reader, writer = await enter(gate.port)
+        await wire.send(writer, {"join": join(*at).as_record()})
+        if name in joined:
+            await next_of(reader, "waiting")
+            joined[name].set()
+        await next_of(reader, "refused")
+        heard.append(name)
+        writer.close()
+
+    async def all_machines() -> None:
+        first = asyncio.ensure_future(machine("master", 0, 1, 3))
+        second = asyncio.ensure_future(machine("second", 1, 1, 3))
+        await asyncio.gather(*(event.wait() for event in joined.values()))
+        await asyncio.gather(first, second, machine("third", 2, 1, 4))
+
+    joined = {name: asyncio.Event() for name in ("master", "second")}
+    asyncio.run(all_machines())
+    assert sorted(heard[:2]) == ["second", "third"]
+    assert heard[2:] == ["master"]
+
+
 def test_a_failure_from_another_machine_is_not_trusted() -> None:
     told = failure_of_record({"what": 7, "rank": "x", "pid": True, "host": "h", "final": 1, "hints": [1], "odd": 2})
     assert told == RankFailure(None, 0, "failed", host="h", hints=("1",))
