@@ -159,9 +159,11 @@ def test_a_master_that_dies_whole(network: Network) -> None:
     with launched(network, 1, 1) as machines:
         machines.start_all({"wait": True})
         machines.until(0, "running")
-        for pid in [machines.processes[0].pid, *descendants(machines.processes[0].pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        whole = [machines.processes[0].pid, *descendants(machines.processes[0].pid)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none may tell of another's end
+            for pid in whole:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         end = machines.end(1)
         assert (
             f"the master at {machines.host(0).address}, port {PORT}, of train() was lost: its connection was"
