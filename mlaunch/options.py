@@ -152,8 +152,10 @@ def _check_integer(name: str, value: object, lowest: int, highest: int | None = 
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: allowed: a number of seconds")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r}: allowed: a finite number of seconds")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
 def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
     handled = ",".join(signal.Signals(number).name for number in job.signals)
     environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
-    executable = environ.get("PYTHON_EXEC", sys.executable)
+    executable = _interpreter(environ)
     with _stopping_at(job.signals):
         if dry and isinstance(job.size, int) and job.devices is None:
             print(describe(job, job.size, environ))
@@ -79,6 +80,14 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
         finally:
             server.close()
     return 0
+
+
+def _interpreter(environ: Mapping[str, str]) -> str:
+    """The one that runs the ranks; torchrun's variable."""
+    executable = environ.get("PYTHON_EXEC", sys.executable)
+    if shutil.which(executable) is None:
+        raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
+    return executable
 
 
 def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> None:

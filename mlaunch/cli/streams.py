@@ -65,7 +65,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
     try:
         return files.new_directory(wishes.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
     except OSError as error:
-        raise UsageError(f"--log-dir {wishes.log_dir}: {error.strerror}") from None
+        raise UsageError(f"--log-dir {wishes.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
 
 
 def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> Plan:

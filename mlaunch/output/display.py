@@ -123,6 +123,8 @@ class Display:
 
     def close(self, lines: list[str]) -> None:
         if self._area is not None and self._shown:
-            self._area.close(lines)
-            self._taken.release()
+            try:
+                self._area.close(lines)
+            finally:  # a closed terminal must not keep the place from later launches
+                self._taken.release()
         self._area = self.due = None

@@ -191,7 +191,9 @@ class Gate:
 
     async def _tell_master_last(self, record: wire.Record) -> None:
         """Its agent ends this process when it hears, and what the others have not read by then may be lost."""
-        master = min(self._members, key=lambda member: member.join.rank_start)
+        master = min(self._members, key=lambda member: member.join.rank_start, default=None)
+        if master is None:  # refused, and gone before it was told
+            return
         others = [member.gone.wait() for member in self._members if member is not master]
         await self._tell_all(record, besides=master)
         with contextlib.suppress(asyncio.TimeoutError):

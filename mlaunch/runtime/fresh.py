@@ -37,6 +37,7 @@ def reset_process(*, of_a_function: bool = True) -> None:
 
 
 def set_environ(wanted: dict[str, str]) -> None:
+    """Makes it the whole environment."""
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     for name, value in wanted.items():
@@ -52,6 +53,7 @@ def _stream(fd: int) -> TextIO:
 
 
 def flush() -> None:
+    """The standard streams, Python's and C's."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

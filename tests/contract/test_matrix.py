@@ -1,6 +1,6 @@
 """The crash matrix: where in its life a rank (or the caller) ends, by how it ends, under every start method.
 
-The leak fixture looks at what each cell leaves, and its own launch shows that the next call works.
+The fixtures look at what each cell leaves, and whether the next call works.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from mlaunch.errors import RankFailure
 from mlaunch.rendezvous import wire
 from mlaunch.rendezvous.address import listen
+from mlaunch.rendezvous.gate import Gate
 from mlaunch.rendezvous.hosted import Front, HostedServer
 from mlaunch.rendezvous.machines import Join, conflict, describe, failure_of_record, missing, shortened
 from mlaunch.runtime import linux
@@ -144,6 +145,10 @@ def test_the_master_hears_of_a_refusal_when_the_others_have(gate: HostedServer) 
     asyncio.run(all_machines())
     assert sorted(heard[:2]) == ["second", "third"]
     assert heard[2:] == ["master"]
+
+
+def test_a_refused_machine_may_be_gone_before_it_is_told() -> None:
+    asyncio.run(Gate(0, "launch", None, 60.0)._tell_master_last({"refused": "why"}))
 
 
 def test_a_failure_from_another_machine_is_not_trusted() -> None:

@@ -359,12 +359,11 @@ def test_a_target_that_cannot_be_run(tmp_path: Path, args: list[str], words: str
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
-    for command in (["mlaunch", "run"], ["mlaunch.run"]):
-        done = run(
-            tmp_path, write(tmp_path, ""), command=[sys.executable, "-m", *command], PYTHON_EXEC="/nowhere/python"
-        )
-        said = "mlaunch: [Errno 2] No such file or directory: '/nowhere/python'\n"
-        assert (done.returncode, done.stderr) == (1, said)
+    script = write(tmp_path, "")
+    for name, module in (("mlaunch run", ["mlaunch", "run"]), ("python -m mlaunch.run", ["mlaunch.run"])):
+        done = run(tmp_path, script, command=[sys.executable, "-m", *module], PYTHON_EXEC="/nowhere/python")
+        said = f"{name}: PYTHON_EXEC /nowhere/python: no such program, or it is not executable\n"
+        assert (done.returncode, done.stderr) == (2, said)
 
 
 def test_a_directory_that_is_gone(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"deadline": 0}, ValueError, "deadline=0: allowed: seconds, more than 0, or None for no limit"),
     ({"max_restarts": -1}, ValueError, "max_restarts=-1: allowed: whole numbers from 0"),
     ({"grace_period": -1}, ValueError, "grace_period=-1: allowed: seconds, 0 or more"),
-    ({"deadline": float("inf")}, TypeError, "deadline=inf: allowed: a number of seconds"),
-    ({"grace_period": float("nan")}, TypeError, "grace_period=nan: allowed: a number of seconds"),
+    ({"deadline": float("inf")}, ValueError, "deadline=inf: allowed: a finite number of seconds"),
+    ({"grace_period": float("nan")}, ValueError, "grace_period=nan: allowed: a finite number of seconds"),
     ({"env": {"A": 1}}, TypeError, "env={'A': 1}: allowed: names and values that are strings"),
     ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; it has: backend, deadline, device_type"),
 ]

@@ -127,6 +127,22 @@ def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
     assert (first.left, second.shown, second.left) == (["last"], ["line"], ["last"])
 
 
+def test_a_place_that_breaks_is_free_again() -> None:
+    class Broken(Place):
+        def close(self, lines: list[str]) -> None:
+            super().close(lines)
+            raise BrokenPipeError
+
+    display, place = Display(Broken(), 0.0), Place()
+    display.draw(["line"], 1.0)
+    with pytest.raises(BrokenPipeError):
+        display.close([])
+    later = Display(place, 0.0)
+    later.draw(["line"], 2.0)
+    later.close([])
+    assert place.shown == ["line"]
+
+
 class Pipes:
     """A relay with a pipe for each stream of each rank."""
 

@@ -1,0 +1,15 @@
+"""After whatever a test did to a launch, the next one works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlaunch import launcher
+
+
+@pytest.fixture(autouse=True)
+def the_next_call_works() -> Iterator[None]:
+    yield
+    assert launcher(lambda: 7, n_gpus=1)() == [7]
