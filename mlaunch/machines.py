@@ -73,6 +73,8 @@ def make(per_machine: int | None) -> None:
     ranks = _by_place() if per_machine is None else _by_number(per_machine)
     enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch leaves it untyped
     made, _ = enumerate_groups(ranks)
+    # gloo lets a rank go while others still greet it; one that ended then would break their group.
+    exchange.gather_everywhere(None, None, "create_local_process_group()")
     _made[:] = [_Made(exchange.world(), made)]
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "stop")
+PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "wait", "stop")
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Span:
 
     "import": the fork server imports torch, once for all ranks and calls; "start": from there to the rank's own first
     step; "rendezvous": it binds its device and joins the group; "receive": it reads function and arguments; "run";
-    "send": it pickles its value, or its exception; "stop": it shuts down, until it was reaped.
+    "send": it pickles its value, or its exception; "wait": for the others to return; "stop": it shuts down, until
+    it was reaped.
     """
 
     phase: str

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's, which people who see few colours can tell apart; "run" is the one that matters.
 COLOURS = {
     "import": "#999999", "start": "#56B4E9", "rendezvous": "#E69F00", "receive": "#F0E442", "run": "#009E73",
-    "send": "#0072B2", "stop": "#CC79A7",
+    "send": "#0072B2", "wait": "#CCCCCC", "stop": "#CC79A7",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 760, 70, 20, 34, 18, 6  # pixels
 _SHOWN = 64  # ranks: more would be a wall

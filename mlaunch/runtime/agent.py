@@ -117,6 +117,8 @@ class Agent:
             self._asked.read(ready)
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
+            if not any(rank.working for rank in self._ranks.values()):
+                self._answers.dismiss()
             for fd in ready & self._listening:
                 self._hear(fd)
             self._hear_others(ready)

@@ -46,14 +46,17 @@ class Answers:
         self.queue = ResultQueue()
         self.board = Board(ranks)
         self._dismissed, self._dismissal = multiprocessing.Pipe(duplex=False)
+        self._said = False
 
     def dismiss(self) -> None:
-        """In the agent: ranks that have told their failure may end."""
-        self._dismissal.send_bytes(b"")
+        """In the agent: ranks that have answered may end."""
+        if not self._said:
+            self._said = True
+            self._dismissal.send_bytes(b"")
 
     def await_dismissal(self) -> None:
-        """In a rank that has told its failure, whose end would break the others' collectives.
+        """In a rank that has answered, whose end would break what the others are in: a collective, a new group.
 
-        Until the agent has seen where they are, there would only be "Connection closed by peer".
+        Until all have answered, or the agent has seen where they are, there would only be "Connection closed by peer".
         """
         wait([self._dismissed])  # nobody takes the word out, so it is there for all

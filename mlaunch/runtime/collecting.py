@@ -41,7 +41,7 @@ from mlaunch.runtime.outcome import Outcome, note
 from mlaunch.runtime.spec import LaunchSpec
 from mlaunch.runtime.starting import ForkServer
 
-RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.LEAVING}
+RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
 _RUNTIME = os.path.dirname(__file__) + os.sep
 
 

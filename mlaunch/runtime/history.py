@@ -21,6 +21,7 @@ _NAMES = {
     Phase.COMMANDED: "run",
     Phase.ANSWERING: "send",
     Phase.FAILING: "send",
+    Phase.RETURNED: "wait",
     Phase.LEAVING: "stop",
 }
 

@@ -80,6 +80,7 @@ class Phase(enum.Enum):
     COMMANDED = "running the command"
     ANSWERING = "sending its value"
     FAILING = "reporting an exception"
+    RETURNED = "waiting for the others to return"
     LEAVING = "shutting down"
 
 

@@ -1,6 +1,7 @@
 """One rank, from fork to exit: receive the call, run it, answer.
 
-starting -> binding its device -> joining the process group -> receiving -> running -> sending its value -> leaving
+starting -> binding its device -> joining the process group -> receiving -> running -> sending its value
+-> waiting for the others to return -> leaving
 
 The answer goes through the result queue, its content through the rank's memfd. Everything here runs in the child.
 """
@@ -96,6 +97,8 @@ class Worker:
             self._enter(Phase.RUNNING)
             value = function(*call.args, **call.kwargs)
             self._answer(value)
+            self._enter(Phase.RETURNED)
+            self._place.answers.await_dismissal()
             self._enter(Phase.LEAVING)
             self._leave()
         except SystemExit as leaving:

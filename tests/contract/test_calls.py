@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import launcher
+from mlaunch import launcher, progressing
+from mlaunch.runtime.messages import Phase
 from mlaunch.runtime.warm import warm_server
 from tests.conftest import ROOT
 from tests.contract import functions
@@ -33,6 +35,21 @@ def test_ranks_that_return_at_once_do_not_break_the_group_of_slower_ones() -> No
     train = launcher(lambda: None, 8)
     for _ in range(10):
         assert train() == [None] * 8
+
+
+def test_a_rank_that_returned_stays_until_all_have() -> None:
+    """Its end would break a group that others are still making."""
+
+    def train() -> str:
+        place = progressing.slot
+        if dist.get_rank() == 1 or place is None:
+            return ""
+        deadline = time.monotonic() + 60
+        while place.board[1] not in {Phase.RETURNED, Phase.LEAVING} and time.monotonic() < deadline:
+            os.sched_yield()
+        return place.board[1].value
+
+    assert launcher(train, 2)() == ["waiting for the others to return", ""]
 
 
 def test_a_group_of_one() -> None:

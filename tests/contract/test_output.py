@@ -192,7 +192,7 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
         (1, "cpu", "returned"),
     ]
     for rank in report.ranks:
-        assert [span.phase for span in rank.spans] == ["start", "rendezvous", "receive", "run", "send", "stop"]
+        assert [span.phase for span in rank.spans] == ["start", "rendezvous", "receive", "run", "send", "wait", "stop"]
         assert all(before.end == after.start for before, after in zip(rank.spans, rank.spans[1:], strict=False))
         assert 0 <= rank.spans[0].start <= rank.spans[-1].end <= report.seconds
         assert rank.peak_memory > 1 << 20
@@ -200,7 +200,7 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
         assert rank.returned > 5000
     title, head, *rows = str(report).splitlines()
     assert title.startswith("test_the_report_of_a_call.<locals>.train()  2 ranks on ")
-    assert " ".join(head.split()) == "rank pid device start rendezvous receive run send stop peak memory value end"
+    assert " ".join(head.split()) == "rank pid device start rendezvous receive run send wait stop peak memory value end"
     assert [row.split()[0] for row in rows] == ["0", "1"]
     ElementTree.fromstring(report.to_svg())
     assert "<table>" in report._repr_html_()

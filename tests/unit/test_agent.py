@@ -157,6 +157,21 @@ def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) 
     assert all(end.answered and not end.stopped and end.exitcode == 0 for end in gone(told).values())
 
 
+def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
+    may_end: list[bool] = []
+
+    def then(act: Callable[[int], None], rank: int) -> Callable[[], None]:
+        def step() -> None:
+            may_end.append(world.answers._dismissed.poll())
+            act(rank)
+
+        return step
+
+    world.run(then(world.answer, 0), then(world.end, 2), then(world.answer, 1), then(world.end, 0), then(world.end, 1))
+    assert may_end == [False, False, False, True, True]
+    assert world.signals == []
+
+
 def test_the_first_error_stops_the_others_at_once(world: World) -> None:
     told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
     assert world.signals == [(0, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
