@@ -293,7 +293,12 @@ class Agent:
         self._answers.dismiss()
 
     def _working(self) -> list[RankProcess]:
-        return [rank for rank in self._ranks.values() if rank.working or (rank.alive and not self._spare_leaving)]
+        return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]
+
+    def _is_late(self, rank: RankProcess) -> bool:
+        """It has answered, but does not end. One that only waits to be dismissed has had no time to."""
+        waits = self._answers.board[rank.local_rank] is Phase.RETURNED
+        return rank.alive and not waits and not self._spare_leaving
 
     def _kill(self) -> None:
         """Forces."""

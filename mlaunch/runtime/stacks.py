@@ -25,6 +25,8 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)
 _RUNPY = "<frozen runpy>"
 _CUT = "  ..."  # below its hundredth frame
 _WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
+# torch wraps its collectives in a function that writes their exceptions to a log.
+_ERROR_LOGGER, _LOGGING = f"{os.sep}c10d_logger.py", os.path.join("logging", "__init__.py")
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
 
@@ -122,9 +124,20 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
     """Where a stack, innermost frame first, stands in user code: "in all_reduce at train.py:88"."""
     place = next((i for i, (file, _, _) in enumerate(frames) if not _is_library(file)), len(frames) - 1)
     file, line, name = frames[place]
-    # Frames come innermost first; those before the user's are what it called.
-    called = [inner for _, _, inner in reversed(frames[:place]) if inner not in _WRAPPERS]
-    return f"in {called[0] if called else name} at {os.path.basename(file)}:{line}"
+    return f"in {_called(frames[:place]) or name} at {os.path.basename(file)}:{line}"
+
+
+def _called(frames: Sequence[tuple[str, str, str]]) -> str:
+    """What user code had called, of the frames below it; "" if it was in no library."""
+    within = ""  # the file of the wrapper
+    for file, _, name in reversed(frames):
+        if name in _WRAPPERS:
+            within = file
+        elif within.endswith(_ERROR_LOGGER) and file.endswith((_ERROR_LOGGER, _LOGGING)):
+            return "a failed call of torch.distributed"
+        else:
+            return name
+    return ""
 
 
 def _is_library(file: str) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.runtime.evidence import Evidence
 from mlaunch.runtime.messages import Phase, RankStacks
-from mlaunch.runtime.stacks import name_ranks, summarise
+from mlaunch.runtime.stacks import in_words, name_ranks, summarise
 
 HERE = os.path.basename(__file__)
 METHODS = ("forkserver", "fork", "spawn")
@@ -295,6 +295,21 @@ def test_both_versions_of_cgroups(tmp_path: Path, line: str, counter: str, text:
 def test_ranks_in_few_words() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([7, 0, 1, 2, 4]) == "ranks 0-2, 4, 7"
+
+
+@pytest.mark.parametrize(
+    ("below", "words"),
+    [
+        (["barrier torch/distributed/distributed_c10d.py"], "barrier"),
+        (["_get_msg_dict torch/distributed/c10d_logger.py"], "a failed call of torch.distributed"),
+        (["debug logging/__init__.py", "isEnabledFor logging/__init__.py"], "a failed call of torch.distributed"),
+        ([], "train"),
+    ],
+)
+def test_a_collective_is_named_and_not_what_torch_wraps_it_in(below: list[str], words: str) -> None:
+    outer = ["wrapper torch/distributed/c10d_logger.py", *below]
+    frames = [(f"/x/site-packages/{file}", "1", name) for name, file in map(str.split, reversed(outer))]
+    assert in_words([*frames, ("/home/train.py", "8", "train")]) == f"in {words} at train.py:8"
 
 
 def test_what_is_not_running_is_told_by_its_phase() -> None:

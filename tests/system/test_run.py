@@ -136,9 +136,9 @@ def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
     if status:
         assert lines[said] == f"mlaunch: {words}"
         assert re.fullmatch(r"  host \S+, pid \d+, while running the command", lines[said + 1])
-        # A rank that ends closes its connections first, so another may already be telling of that.
-        waiting, telling = r"was in barrier at train\.py:\d+", r"was reporting an .*|raised RuntimeError: .*"
-        assert re.fullmatch(f"  rank 0 ({waiting if how == 'raise' else f'{waiting}|{telling}'})", lines[-1])
+        # A rank that ends closes its connections first, so another may be anywhere on the way of telling of that.
+        waiting, telling = r"was in barrier at train\.py:\d+", r"was .* at train\.py:\d+|was reporting an .*|raised .*"
+        assert re.fullmatch(f"  rank 0 ({waiting if how == 'raise' else telling})", lines[-1])
     else:
         assert done.stderr == ""
     if how in {"raise", "segfault"}:
