@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaunch.errors import LaunchError, LaunchTimeout, RankFailure, Report, in_order, meanwhile, warn_caller
 from mlaunch.output import files
-from mlaunch.runtime import payload, stacks
+from mlaunch.runtime import cells, payload, stacks
 from mlaunch.runtime.messages import RankStacks, Refused, RemoteError
 from mlaunch.runtime.spec import LaunchSpec
 
@@ -106,7 +106,7 @@ class Outcome:
         return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
 
     def _raise(self) -> None:
-        self.failures = in_order(self.failures)
+        self.failures = [_completed(failure) for failure in in_order(self.failures)]
         cause = self.failures[0] = self._with_output(self.failures[0])
         text = Report(self.spec.name, self.failures, self.doing())
         report = self._error(LaunchError, str(text))
@@ -119,6 +119,10 @@ class Outcome:
             raise report from None
         note(error, f"raised by {cause.who} of {self.spec.name} ({cause.place})")
         raise error from report
+
+
+def _completed(failure: RankFailure) -> RankFailure:
+    return dataclasses.replace(failure, traceback=cells.complete(failure.traceback))
 
 
 def note(error: BaseException, text: str) -> None:

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from mlaunch.runtime import cells
 from mlaunch.runtime.messages import Phase, RankStacks
 
 STACK_SIGNAL = signal.SIGRTMAX - 1  # a real-time signal, which programs hardly ever use
@@ -121,10 +122,10 @@ def _in_words(dump: RankStacks) -> str:
 
 
 def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Where a stack, innermost frame first, stands in user code: "in all_reduce at train.py:88"."""
+    """Where a stack, innermost frame first, stands in user code: "in all_reduce at train.py:88", or "at In[3]:8"."""
     place = next((i for i, (file, _, _) in enumerate(frames) if not _is_library(file)), len(frames) - 1)
     file, line, name = frames[place]
-    return f"in {_called(frames[:place]) or name} at {os.path.basename(file)}:{line}"
+    return f"in {_called(frames[:place]) or name} at {cells.short_name(file)}:{line}"
 
 
 def _called(frames: Sequence[tuple[str, str, str]]) -> str:

@@ -102,7 +102,9 @@ def test_the_tour(tmp_path: Path) -> None:
     (failed,) = [output for output in outputs(tour, "fail()") if output["output_type"] == "error"]
     assert (failed["ename"], failed["evalue"].splitlines()[0]) == ("ValueError", "rank 2 has no data")
     assert "rank 2 of fail() raised ValueError: rank 2 has no data" in plain(failed)
-    assert "ranks 0-1, 3 were in barrier at" in plain(failed), plain(failed)
+    assert re.search(r"ranks 0-1, 3 were in barrier at In\[\d+\]:\d+\n", plain(failed) + "\n"), plain(failed)
+    shown = r'Cell In\[\d+\], line 5, in fail\n +raise ValueError\("rank 2 has no data"\)\n'
+    assert re.search(shown, plain(failed)), plain(failed)
     stopped = outputs(tour, "wait_for_ever()")
     assert stopped[-1]["ename"] == "KeyboardInterrupt"
     said_at_the_end = plain(stopped[-1]) + text(stopped, "stderr")

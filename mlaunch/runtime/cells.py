@@ -1,0 +1,39 @@
+"""Code of a notebook's cells is in no file: ranks know its lines by number alone, their caller has names and text."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+
+# As tracebacks write it, those of groups too, and faulthandler, which has no comma.
+_FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>,? in .*)')
+
+
+def short_name(file: str) -> str:
+    """What to call a file in few words: "train.py"; a cell of this process's notebook "In[3]"."""
+    return _cell(file) or os.path.basename(file)
+
+
+def complete(traceback: str) -> str:
+    """The traceback with the names of cells instead of their files', and with their lines."""
+    rows = []
+    for row in traceback.splitlines():
+        frame = _FRAME.fullmatch(row)
+        cell = _cell(frame["file"]) if frame is not None else ""
+        if frame is None or not cell:
+            rows.append(row)
+            continue
+        rows.append(f"{frame['margin']}Cell {cell}, line {frame['line']}{frame['name']}")
+        source = linecache.getline(frame["file"], int(frame["line"])).strip()
+        rows += [f"{frame['margin']}  {source}"] if source else []
+    return "\n".join(rows)
+
+
+def _cell(file: str) -> str:
+    """ "In[3]" if the file stands for a cell that this process has run, else ""."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _file: None)
+    _, name = describe(file) or ("", "")
+    return str(name)
