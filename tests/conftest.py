@@ -61,8 +61,14 @@ def _what_is_there() -> dict[str, object]:
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
         "cwd": os.getcwd(),
         "runtime files": [str(path) for path in directory.home(os.environ).glob("*")],
-        "shared memory": [name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "mlaunch"))],
+        "shared memory": [name for name in os.listdir("/dev/shm") if _is_left(name)],
     }
+
+
+def _is_left(name: str) -> bool:
+    """torch names its segments after the process that made them, which may be one of another test session."""
+    maker = re.match(r"torch_(\d+)_", name)
+    return maker is not None and (int(maker[1]) == os.getpid() or not alive(int(maker[1])))
 
 
 def _open_files() -> list[str]:

@@ -117,7 +117,7 @@ def test_many_launches_of_which_a_third_fail() -> None:
     chance = random.Random(os.environ.get("MLAUNCH_SOAK_SEED", "3"))
     hows = [how for how in HOW if how != "caller dies"]
     failed = 0
-    for _ in range(int(os.environ.get("MLAUNCH_SOAK", "120"))):
+    for _ in range(int(os.environ.get("MLAUNCH_SOAK", "250"))):
         if chance.randrange(3) == 0:
             where, how = chance.choice([*PLACES, "unpickling"]), chance.choice(hows)
             check(where, how, call_at(where, how, "forkserver"))
