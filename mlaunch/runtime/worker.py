@@ -95,8 +95,8 @@ class Worker:
             self._join()
             function, call = self._receive()
             self._enter(Phase.RUNNING)
-            value = function(*call.args, **call.kwargs)
-            self._answer(value)
+            self._answer(function(*call.args, **call.kwargs))
+            del function, call  # and with them what memory they hold, which the others may need
             self._enter(Phase.RETURNED)
             self._place.answers.await_dismissal()
             self._enter(Phase.LEAVING)
