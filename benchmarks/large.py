@@ -38,7 +38,7 @@ def _returned() -> float:
 
 
 def _queued() -> float:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of this process, in which torch has worked, may hang
     queue, barrier, done = context.Queue(), context.Barrier(2), context.Event()
     processes = [context.Process(target=_put, args=(queue, barrier, done)) for _ in range(2)]
     for process in processes:
