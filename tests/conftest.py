@@ -66,9 +66,12 @@ def _what_is_there() -> dict[str, object]:
 
 
 def _is_left(name: str) -> bool:
-    """torch names its segments after the process that made them, which may be one of another test session."""
+    """torch names its segments after the process that made them, which may belong to another test session."""
     maker = re.match(r"torch_(\d+)_", name)
-    return maker is not None and (int(maker[1]) == os.getpid() or not alive(int(maker[1])))
+    if maker is None:
+        return name.startswith(("torch_", "mlaunch"))
+    pid = int(maker[1])
+    return not alive(pid) or pid == os.getpid() or pid in descendants(os.getpid())
 
 
 def _open_files() -> list[str]:

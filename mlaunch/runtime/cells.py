@@ -18,17 +18,19 @@ def short_name(file: str) -> str:
 
 def complete(traceback: str) -> str:
     """The traceback with the names of cells instead of their files', and with their lines."""
-    rows = []
-    for row in traceback.splitlines():
+    rows = traceback.splitlines()
+    told: list[str] = []
+    for row, following in zip(rows, [*rows[1:], ""], strict=True):
         frame = _FRAME.fullmatch(row)
         cell = _cell(frame["file"]) if frame is not None else ""
         if frame is None or not cell:
-            rows.append(row)
+            told.append(row)
             continue
-        rows.append(f"{frame['margin']}Cell {cell}, line {frame['line']}{frame['name']}")
+        told.append(f"{frame['margin']}Cell {cell}, line {frame['line']}{frame['name']}")
         source = linecache.getline(frame["file"], int(frame["line"])).strip()
-        rows += [f"{frame['margin']}  {source}"] if source else []
-    return "\n".join(rows)
+        if source and not following.startswith(f"{frame['margin']}  "):  # a rank that inherited the lines knew them
+            told.append(f"{frame['margin']}  {source}")
+    return "\n".join(told)
 
 
 def _cell(file: str) -> str:

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,19 @@ def test_a_rank_that_returned_stays_until_all_have() -> None:
         return place.board[1].value
 
     assert launcher(train, 2)() == ["waiting for the others to return", ""]
+
+
+def test_a_rank_that_waits_for_the_others_has_let_go_of_its_value() -> None:
+    def train() -> set[int]:
+        store = dist.distributed_c10d._get_default_store()
+        value = {dist.get_rank()}
+        if dist.get_rank() == 1:
+            weakref.finalize(value, store.set, "let go", "")
+        else:
+            store.wait(["let go"], timedelta(seconds=60))
+        return value
+
+    assert launcher(train, 2)() == [{0}, {1}]
 
 
 def test_a_group_of_one() -> None:

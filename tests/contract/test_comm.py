@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import comm, launcher
+from mlaunch import comm, exchange, launcher
 from tests.contract.functions import error_of
 
 
@@ -303,6 +303,36 @@ def test_a_launcher_that_does_not_say_who_shares_a_machine() -> None:
         "LOCAL_WORLD_SIZE; have all ranks call create_local_process_group() first"
     )
     assert on(2, train) == [(unknown, 0), (unknown, 1)]
+
+
+def test_none_leaves_while_others_still_make_their_local_group() -> None:
+    """gloo would let it, and its end would break their group."""
+
+    def train() -> bool | None:
+        store = dist.distributed_c10d._get_default_store()
+        first = dist.get_rank() == 0
+        gather, make = exchange.gather_everywhere, dist.new_subgroups_by_enumeration
+
+        def gather_and_tell(*args: Any) -> Any:
+            if first:
+                store.set("moved", "waits")
+            return gather(*args)
+
+        def make_and_look(*args: Any) -> Any:
+            made = make(*args)
+            if not first:
+                seen.append(store.get("moved") == b"left")
+            return made
+
+        seen: list[bool] = []
+        exchange.gather_everywhere = gather_and_tell
+        dist.new_subgroups_by_enumeration = make_and_look
+        comm.create_local_process_group(1)
+        if first:
+            store.set("moved", "left")
+        return None if first else seen[0]
+
+    assert on(2, train) == [None, False]
 
 
 def test_a_local_group_that_was_not_made() -> None:

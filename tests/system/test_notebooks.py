@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
+patient = "from mlaunch.output import merging; merging.WINDOW = 60.0"  # on a busy machine ranks come late
+notebook.cells.insert(0, nbformat.v4.new_code_cell(patient))
 resources = {"metadata": {"path": sys.argv[2]}}
 nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
 print(nbformat.writes(notebook))
@@ -85,21 +87,12 @@ def plain(output: Any) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output["traceback"]))
 
 
-def speakers(printed: str, line: str) -> list[int]:
-    """The ranks before a line: "[0-1,3] line"."""
-    ranks: list[int] = []
-    for part in ",".join(re.findall(rf"\[([\d,-]+)\] {line}\n", printed)).split(","):
-        first, _, last = part.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return sorted(ranks)
-
-
 def test_the_tour(tmp_path: Path) -> None:
     path = ROOT / "examples" / "tour.ipynb"
     assert not any(cell.get("outputs") for cell in nbformat.read(path, 4).cells)
     tour = nbformat.reads(run(tmp_path, EXECUTE, str(path), str(tmp_path)), 4)
     said = outputs(tour, "measure(10)")
-    assert speakers(text(said), "all ranks say this") == [0, 1, 2, 3]  # as one, unless the machine is busy
+    assert "[0-3] all ranks say this\n" in text(said)
     assert "[2] my part is [20.0, 20.0, 20.0]\n" in text(said)
     assert ast.literal_eval(next(data(said[-1:], "text/plain"))) == [[60.0, 60.0, 60.0]] * 4
     (picture,) = data(outputs(tour, "measure.last"), "text/html")

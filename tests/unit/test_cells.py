@@ -1,0 +1,43 @@
+"""What a report calls a notebook's cells, with IPython's own compiler and linecache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import IPython
+import pytest
+from IPython.core.compilerop import CachingCompiler
+
+from mlaunch.runtime import cells
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file that stands for a cell with the number 3."""
+    compiler = CachingCompiler()
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(compile=compiler))
+    return compiler.cache("def train():\n    raise ValueError('no')\n", 3)
+
+
+def test_short_names(cell: str) -> None:
+    assert cells.short_name(cell) == "In[3]"
+    assert cells.short_name("/home/user/train.py") == "train.py"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("  File {}, line 2, in train\nValueError: no",
+         "  Cell In[3], line 2, in train\n    raise ValueError('no')\nValueError: no"),
+        ("  | File {}, line 2, in train\n  | ValueError: no",
+         "  | Cell In[3], line 2, in train\n  |   raise ValueError('no')\n  | ValueError: no"),
+        # faulthandler's
+        ("  File {}, line 2 in train", "  Cell In[3], line 2 in train\n    raise ValueError('no')"),
+        # a rank that was forked from the notebook has the lines itself
+        ("  File {}, line 2, in train\n    raise ValueError('no')\n    ^^^^\nValueError: no",
+         "  Cell In[3], line 2, in train\n    raise ValueError('no')\n    ^^^^\nValueError: no"),
+        ('  File "/home/train.py", line 2, in train\n    go()', '  File "/home/train.py", line 2, in train\n    go()'),
+    ],
+)  # fmt: skip
+def test_tracebacks(cell: str, given: str, shown: str) -> None:
+    assert cells.complete(given.replace("{}", f'"{cell}"')) == shown
