@@ -20,7 +20,7 @@ def complete(traceback: str) -> str:
     """The traceback with the names of cells instead of their files', and with their lines."""
     rows = traceback.splitlines()
     told: list[str] = []
-    for row, following in zip(rows, [*rows[1:], ""], strict=True):
+    for row, following in zip(rows, [*rows, ""][1:], strict=True):
         frame = _FRAME.fullmatch(row)
         cell = _cell(frame["file"]) if frame is not None else ""
         if frame is None or not cell:

@@ -54,17 +54,18 @@ def test_a_rank_that_returned_stays_until_all_have() -> None:
     assert launcher(train, 2)() == ["waiting for the others to return", ""]
 
 
-def test_a_rank_that_waits_for_the_others_has_let_go_of_its_value() -> None:
-    def train() -> set[int]:
+def test_a_rank_that_waits_for_the_others_has_let_go_of_value_and_arguments() -> None:
+    def train(given: set[int]) -> set[int]:
         store = dist.distributed_c10d._get_default_store()
         value = {dist.get_rank()}
         if dist.get_rank() == 1:
-            weakref.finalize(value, store.set, "let go", "")
+            weakref.finalize(value, store.set, "value", "")
+            weakref.finalize(given, store.set, "argument", "")
         else:
-            store.wait(["let go"], timedelta(seconds=60))
+            store.wait(["value", "argument"], timedelta(seconds=60))
         return value
 
-    assert launcher(train, 2)() == [{0}, {1}]
+    assert launcher(train, 2)({7}) == [{0}, {1}]
 
 
 def test_a_group_of_one() -> None:

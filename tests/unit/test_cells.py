@@ -27,6 +27,7 @@ def test_short_names(cell: str) -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
+        ("", ""),
         ("  File {}, line 2, in train\nValueError: no",
          "  Cell In[3], line 2, in train\n    raise ValueError('no')\nValueError: no"),
         ("  | File {}, line 2, in train\n  | ValueError: no",
