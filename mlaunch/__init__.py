@@ -12,10 +12,12 @@ from mlaunch._version import __version__
 
 if TYPE_CHECKING:
     from mlaunch import comm
-    from mlaunch.decorator import launcher
-    from mlaunch.errors import LaunchError, LaunchTimeout, RankFailure
-    from mlaunch.function_form import launch
-    from mlaunch.groups import (
+    from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure
+    from mlaunch.caller.launch import launch
+    from mlaunch.caller.launcher import launcher
+    from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
+    from mlaunch.caller.warm_up import warm_up
+    from mlaunch.collectives.groups import (
         WORLD,
         Group,
         bcast_list_,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
         override_backend,
         synchronized,
     )
-    from mlaunch.joining import (
+    from mlaunch.rank.join import (
         init_process_group,
         join,
         join_from_env,
@@ -40,26 +42,24 @@ if TYPE_CHECKING:
         join_from_slurm,
         join_from_torch,
     )
-    from mlaunch.logs import RankZeroFilter
-    from mlaunch.progressing import progress
+    from mlaunch.rank.logs import RankZeroFilter
+    from mlaunch.rank.progress import progress
     from mlaunch.rendezvous.client import Client
     from mlaunch.rendezvous.server import Server
-    from mlaunch.report import LaunchReport, RankReport, Span
-    from mlaunch.warm import warm_up
 
 _NAMES = {
-    "mlaunch.decorator": "launcher",
+    "mlaunch.caller.launcher": "launcher",
     "mlaunch.errors": "LaunchError LaunchTimeout RankFailure",
-    "mlaunch.function_form": "launch",
-    "mlaunch.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id get_py_server_addr get_rank "
+    "mlaunch.caller.launch": "launch",
+    "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id get_py_server_addr get_rank "
     "get_world_size group_barrier is_distributed make_allreduce_cb new_group override_backend synchronized",
-    "mlaunch.joining": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
-    "mlaunch.logs": "RankZeroFilter",
-    "mlaunch.progressing": "progress",
+    "mlaunch.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
+    "mlaunch.rank.logs": "RankZeroFilter",
+    "mlaunch.rank.progress": "progress",
     "mlaunch.rendezvous.client": "Client",
     "mlaunch.rendezvous.server": "Server",
-    "mlaunch.report": "LaunchReport RankReport Span",
-    "mlaunch.warm": "warm_up",
+    "mlaunch.caller.report.launch_report": "LaunchReport RankReport Span",
+    "mlaunch.caller.warm_up": "warm_up",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

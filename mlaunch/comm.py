@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch import exchange, machines, reduction
+from mlaunch.collectives import exchange, local_group, reduction
 from mlaunch.rendezvous import waiting
 
 T = TypeVar("T")
@@ -40,12 +40,12 @@ def get_local_rank() -> int:
     Raises:
         RuntimeError: The launcher did not say (no ``LOCAL_RANK``), and ``create_local_process_group`` was not called.
     """
-    return machines.local_rank() if _grouped() else 0
+    return local_group.local_rank() if _grouped() else 0
 
 
 def get_local_size() -> int:
     """The number of ranks on this machine; 1 without a process group. Not collective. Raises as ``get_local_rank``."""
-    return machines.local().size if _grouped() else 1
+    return local_group.local().size if _grouped() else 1
 
 
 def is_main_process() -> bool:
@@ -66,7 +66,7 @@ def create_local_process_group(num_workers_per_machine: int | None = None) -> No
         ValueError: The world size is not a multiple of ``num_workers_per_machine``. On every rank.
     """
     if _grouped():
-        machines.make(num_workers_per_machine)
+        local_group.make(num_workers_per_machine)
 
 
 def get_local_process_group() -> dist.ProcessGroup:
@@ -75,7 +75,7 @@ def get_local_process_group() -> dist.ProcessGroup:
     Raises:
         RuntimeError: It was not made (``create_local_process_group``), and the ranks are not all on one machine.
     """
-    return machines.group()
+    return local_group.group()
 
 
 def synchronize(timeout: float | None = None) -> None:
@@ -194,7 +194,7 @@ def once_per_machine() -> Iterator[bool]:
     Raises:
         RuntimeError: The block failed on the machine's first rank; or as ``get_local_process_group``.
     """
-    with _first_in(machines.group() if _grouped() else _NOBODY, "once_per_machine()") as first:
+    with _first_in(local_group.group() if _grouped() else _NOBODY, "once_per_machine()") as first:
         yield first
 
 

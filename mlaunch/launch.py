@@ -10,6 +10,6 @@ if __name__ == "__main__":
 
     sys.exit(main(sys.argv[1:], prog="python -m mlaunch.launch", of_launch=True))
 
-from mlaunch import function_form
+from mlaunch.caller import launch
 
-sys.modules[__name__] = function_form.launch  # type: ignore[assignment]
+sys.modules[__name__] = launch.launch  # type: ignore[assignment]

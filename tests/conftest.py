@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import mlaunch
-from mlaunch.runtime import directory
-from mlaunch.runtime.warm import warm_server
+from mlaunch.caller.warm import warm_server
+from mlaunch.protocol import registry
 from tests.processes import alive, descendants, session_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +60,7 @@ def _what_is_there() -> dict[str, object]:
         "fds": _open_files(),
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
         "cwd": os.getcwd(),
-        "runtime files": [str(path) for path in directory.home(os.environ).glob("*")],
+        "runtime files": [str(path) for path in registry.home(os.environ).glob("*")],
         "shared memory": [name for name in os.listdir("/dev/shm") if _is_left(name)],
     }
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import doctor, live
+from mlaunch.cli import doctor, inspect
 
 _EXAMPLES = """\
 examples:
@@ -50,6 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mlaunch {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False)
-    live.add_commands(commands)
+    inspect.add_commands(commands)
     doctor.add_command(commands)
     return parser

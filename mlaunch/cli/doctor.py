@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
-from mlaunch.runtime import directory
-from mlaunch.runtime.evidence import in_units
+from mlaunch.agent.evidence import in_units
+from mlaunch.protocol import registry
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -108,12 +108,12 @@ def _open_files() -> Finding:
 
 def _runtime_directory() -> Finding:
     try:
-        directory.listen(os.environ, f"doctor-{os.getpid()}").close()
+        registry.listen(os.environ, f"doctor-{os.getpid()}").close()
     except OSError as error:
         return Finding("mlaunch ps", NOTE, f"cannot see launches: {error}")
     finally:
-        directory.remove(os.environ, f"doctor-{os.getpid()}")
-    return Finding("mlaunch ps", OK, f"launches are listed in {directory.home(os.environ)}")
+        registry.remove(os.environ, f"doctor-{os.getpid()}")
+    return Finding("mlaunch ps", OK, f"launches are listed in {registry.home(os.environ)}")
 
 
 def _network() -> Finding:
@@ -131,7 +131,7 @@ def _network() -> Finding:
 
 def _launches() -> Iterator[Finding]:
     """Starts the fork server and two ranks, which tell what torch offers."""
-    from mlaunch.decorator import launcher
+    from mlaunch.caller.launcher import launcher
 
     look: Callable[[], dict[str, Any]] = _look_around
     start = time.monotonic()
@@ -164,7 +164,7 @@ def _look_around() -> dict[str, Any]:
     """In a rank: it may wake the driver."""
     import torch
 
-    from mlaunch.runtime import device
+    from mlaunch.rank import device
 
     offered = device.offered()
     found: dict[str, Any] = {

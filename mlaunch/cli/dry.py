@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 
 from mlaunch.cli.job import Job
-from mlaunch.runtime import device
+from mlaunch.rank import device
 
 
 def describe(job: Job, size: int, environ: Mapping[str, str]) -> str:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlaunch.cli.values import UsageError, at_least, grace_period_of, numbers, optional, seconds_of, signals_of
-from mlaunch.options import Options
-from mlaunch.runtime.planning import working_directory
+from mlaunch.caller.options import Options
+from mlaunch.caller.plan import working_directory
+from mlaunch.cli.checks import UsageError, at_least, grace_period_of, numbers, optional, seconds_of, signals_of
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0

@@ -15,20 +15,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
+from mlaunch.base.errors import LaunchError, LaunchTimeout
+from mlaunch.caller.fork_server import ForkServer, Interpreter, start_interpreter
+from mlaunch.caller.handle import Launch, StopSignal
+from mlaunch.caller.output.relay import Plan, Relay
+from mlaunch.caller.plan import plan, working_directory
+from mlaunch.caller.report.history import History
+from mlaunch.caller.restarts import with_restarts
 from mlaunch.cli import flags
+from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.streams import Wishes, directory_of, plan_of, wishes_of
-from mlaunch.cli.values import UsageError
-from mlaunch.errors import LaunchError, LaunchTimeout
-from mlaunch.output.relay import Plan, Relay
-from mlaunch.runtime import device, recorded
-from mlaunch.runtime.collecting import Launch, StopSignal
-from mlaunch.runtime.history import History
-from mlaunch.runtime.planning import plan, working_directory
-from mlaunch.runtime.restarting import with_restarts
-from mlaunch.runtime.spec import Command, Context
-from mlaunch.runtime.starting import ForkServer, Interpreter, start_interpreter
+from mlaunch.cli.output import Wishes, directory_of, plan_of, wishes_of
+from mlaunch.protocol import error_file
+from mlaunch.protocol.spec import Command, Context
+from mlaunch.rank import device
 
 _RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses
 
@@ -198,12 +199,12 @@ def _let_go_of_streams() -> None:
 
 def _record(error: LaunchError) -> None:
     """For what started this command and asked, as torchrun does."""
-    path = os.environ.get(recorded.VARIABLE)
+    path = os.environ.get(error_file.VARIABLE)
     if path and error.failures:
         try:
-            recorded.write(path, str(error).partition("\n")[0], error.failures[0].traceback or str(error))
+            error_file.write(path, str(error).partition("\n")[0], error.failures[0].traceback or str(error))
         except OSError as problem:
-            _say(f"{recorded.VARIABLE}={path}: {problem}")
+            _say(f"{error_file.VARIABLE}={path}: {problem}")
 
 
 def _status(error: LaunchError) -> int:

@@ -1,1 +1,1 @@
-"""How ranks find each other."""
+"""How ranks and machines find each other. Runs in processes of its own beside the agent, and in clients."""

@@ -17,9 +17,9 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.rendezvous import machines, values, wire
-from mlaunch.rendezvous.machines import Join
-from mlaunch.runtime.messages import CAUSE_PATIENCE
+from mlaunch.protocol.messages import CAUSE_PATIENCE
+from mlaunch.rendezvous import membership, values, wire
+from mlaunch.rendezvous.membership import Join
 
 _STRANGERS = 512  # connections at a time that have not proved themselves
 _FAREWELL = 1.0  # seconds for the others to close when all is over
@@ -113,12 +113,12 @@ class Gate:
             await wire.send(member.writer, {"refused": text})
             return False
         joined = [other.join for other in self._members]
-        self._refusal = self._refusal or machines.conflict(joined, member.join)
+        self._refusal = self._refusal or membership.conflict(joined, member.join)
         self._members.append(member)
         if self._refusal:
             self._start(self._tell_master_last({"refused": self._refusal}))
-        elif machines.missing([*joined, member.join]):
-            await self._tell_all({"waiting": machines.describe([*joined, member.join])})
+        elif membership.missing([*joined, member.join]):
+            await self._tell_all({"waiting": membership.describe([*joined, member.join])})
         else:
             self._begin()
         return True
@@ -145,7 +145,7 @@ class Gate:
         if not self._begun:
             self._members.remove(member)  # it may come back
             if self._members and not self._refusal:
-                await self._tell_all({"waiting": machines.describe([other.join for other in self._members])})
+                await self._tell_all({"waiting": membership.describe([other.join for other in self._members])})
         elif not member.done:
             lost = {"subject": member.join.who, "host": member.join.host, "what": f"was lost: {why}"}
             await self._fail(lost, source=member)

@@ -17,15 +17,15 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-from mlaunch.errors import RankFailure
+from mlaunch.base import linux
+from mlaunch.base.errors import RankFailure
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate import BEATS
-from mlaunch.rendezvous.machines import Join, failure_of_record, shortened
-from mlaunch.runtime import linux
-from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Done, Over, Planned, Refused, Value, Waiting
-from mlaunch.runtime.spec import Cluster
+from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
 
 _QUIET = 2.0  # seconds before the first word on what is waited for
 _REMIND = 30.0  # seconds between words that say the same

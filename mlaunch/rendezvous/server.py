@@ -63,7 +63,7 @@ class Server:
 
 def serve_until_end_of_input(fd: int) -> None:
     """The life of a server's process."""
-    from mlaunch.rendezvous.hosted import serve
+    from mlaunch.rendezvous.store import serve
 
     store = serve(socket.socket(fileno=fd))
     while store is not None and sys.stdin.buffer.read(1):
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="default: chosen by the system, and printed")
     parser.add_argument("--address", default=LOOPBACK, help="default: %(default)s, for this machine alone")
     args = parser.parse_args(argv)
-    from mlaunch.rendezvous.hosted import serve
+    from mlaunch.rendezvous.store import serve
 
     listener = listen(args.address, args.port)
     address, port = listener.getsockname()[:2]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mlaunch.runtime.stacks import name_ranks
+from mlaunch.protocol.stack_dump import name_ranks
 
 _rounds = itertools.count()
 

@@ -40,7 +40,7 @@ def test_a_launch_from_a_signal_handler_during_the_first_is_refused(run_script: 
     done = run_script(
         "import os, signal, threading\n"
         "from mlaunch import launcher\n"
-        "from mlaunch.runtime.channel import Channel\n"
+        "from mlaunch.protocol.channel import Channel\n"
         "train = launcher(lambda: 1, 1)\n"
         "receive = Channel.receive\n"
         "def interrupted(self):\n"

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import launcher, progressing
-from mlaunch.runtime.messages import Phase
-from mlaunch.runtime.warm import warm_server
+from mlaunch import launcher
+from mlaunch.caller.warm import warm_server
+from mlaunch.protocol.messages import Phase
+from mlaunch.rank import progress
 from tests.conftest import ROOT
 from tests.contract import functions
 
@@ -43,7 +44,7 @@ def test_a_rank_that_returned_stays_until_all_have() -> None:
     """Its end would break a group that others are still making."""
 
     def train() -> str:
-        place = progressing.slot
+        place = progress.slot
         if dist.get_rank() == 1 or place is None:
             return ""
         deadline = time.monotonic() + 60
@@ -306,7 +307,7 @@ def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:
     if pid == 0:
         try:
             os.write(writer, repr(functions.launched(2)).encode())
-            from mlaunch.runtime.warm import warm_server
+            from mlaunch.caller.warm import warm_server
 
             warm_server.close()
         finally:

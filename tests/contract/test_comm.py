@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import comm, exchange, launcher
+from mlaunch import comm, launcher
+from mlaunch.collectives import exchange
 from tests.contract.functions import error_of
 
 
@@ -129,7 +130,7 @@ def test_a_group_that_cannot_carry_cpu_tensors_gets_a_twin() -> None:
     """A group for accelerators alone; no accelerator is touched, since objects take the twin."""
 
     def train() -> Any:
-        from mlaunch import exchange
+        from mlaunch.collectives import exchange
 
         group = dist.new_group([0, 1], backend="cuda:gloo")
         twin = exchange.cpu_group(group)

@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, launcher
-from mlaunch.runtime import forkserver
-from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Reaped
+from mlaunch.forkserver import main
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Reaped
 from tests.contract import functions
 from tests.processes import wait_gone
 
@@ -396,7 +396,7 @@ def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     ours, theirs = Channel.pair()
-    server = forkserver._ForkServer(theirs, os.getpid(), None)
+    server = main._ForkServer(theirs, os.getpid(), None)
     monkeypatch.setattr(os, "fork", refused)
     assert server._fork(os.dup(theirs.fileno())) is None
     failed, _ = ours.receive()

@@ -15,13 +15,14 @@ import pytest
 
 import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.errors import RankFailure, Report, describe_exit
-from mlaunch.options import Options
+from mlaunch.base import linux
+from mlaunch.base.errors import RankFailure, Report, describe_exit
+from mlaunch.caller import fork_server as fork_server_module
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.options import Options
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import DeviceCount, Reaped
 from mlaunch.rendezvous import values, wire
-from mlaunch.runtime import linux, starting
-from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import DeviceCount, Reaped
-from mlaunch.runtime.starting import ForkServer
 
 
 def fork_server(told: Callable[[Channel], None]) -> ForkServer:
@@ -74,7 +75,7 @@ def test_devices_that_cannot_be_counted(answer: object, words: str) -> None:
 
 
 def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = starting.start_interpreter
+    start = fork_server.start_interpreter
 
     def start_and_kill(environ: dict[str, str]) -> ForkServer:
         server = start(environ)
@@ -84,7 +85,7 @@ def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.M
             os.sched_yield()
         return server
 
-    monkeypatch.setattr(starting, "start_interpreter", start_and_kill)
+    monkeypatch.setattr(fork_server_module, "start_interpreter", start_and_kill)
     with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL before it could start .*<lambda>"):
         launcher(lambda: 1, 1, start_method="spawn")()
 

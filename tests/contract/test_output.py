@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
-from mlaunch.output import choice, display, merging
+from mlaunch.caller.output import display, merging, options
 from tests.conftest import ROOT
 
 Capture = pytest.CaptureFixture[str]
@@ -299,7 +299,7 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self, lines: list[str]) -> None:
             pass
 
-    monkeypatch.setattr(choice, "area", Place)
+    monkeypatch.setattr(options, "area", Place)
     monkeypatch.setattr(display, "_PATIENCE", 0.0)
     launcher(lambda: 1, 1, progress=False)()
     assert shown == []

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
-from mlaunch.runtime.evidence import Evidence
-from mlaunch.runtime.messages import Phase, RankStacks
-from mlaunch.runtime.stacks import in_words, name_ranks, summarise
+from mlaunch.agent.evidence import Evidence
+from mlaunch.protocol.messages import Phase, RankStacks
+from mlaunch.protocol.stack_dump import in_words, name_ranks, summarise
 
 HERE = os.path.basename(__file__)
 METHODS = ("forkserver", "fork", "spawn")
@@ -65,7 +65,7 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     def train() -> None:
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            from mlaunch.runtime.stacks import state_of
+            from mlaunch.protocol.stack_dump import state_of
 
             peer = int(store.get("pid"))
             while state_of(peer) != "T":

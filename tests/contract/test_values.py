@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlaunch import LaunchError, launcher
-from mlaunch.runtime import payload
+from mlaunch.protocol import payload
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

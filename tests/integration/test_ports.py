@@ -20,7 +20,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import mlaunch.comm as comm          # was: import detectron2.utils.comm as comm
-from mlaunch import launch           # was: from detectron2.engine import launch
+from mlaunch import launch# was: from detectron2.engine import launch
 
 logger = logging.getLogger("plain_train")
 

@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.errors import RankFailure
+from mlaunch.base import linux
+from mlaunch.base.errors import RankFailure
 from mlaunch.rendezvous import wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
-from mlaunch.rendezvous.hosted import Front, HostedServer
-from mlaunch.rendezvous.machines import Join, conflict, describe, failure_of_record, missing, shortened
-from mlaunch.runtime import linux
+from mlaunch.rendezvous.membership import Join, conflict, describe, failure_of_record, missing, shortened
+from mlaunch.rendezvous.store import Front, HostedServer
 
 TOKEN = "hush"
 

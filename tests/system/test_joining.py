@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import mlaunch
-from mlaunch import recognition
-from mlaunch.options import Options
+from mlaunch.caller.options import Options
+from mlaunch.rank import recognise
 from tests.conftest import ROOT
 
 JOINER = str(ROOT / "tests" / "system" / "joiner.py")
@@ -136,23 +136,23 @@ OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_
 
 
 def test_recognition() -> None:
-    place = recognition.recognise(TORCH)
-    assert place == recognition.Place("torchrun", 1, 4, "h", 9, 1, None)
-    place = recognition.recognise({**SLURM, "MASTER_PORT": "9"})
-    assert place == recognition.Place("srun", 3, 4, "h", 9, 1, 2)
-    place = recognition.recognise(OPENMPI)
+    place = recognise.recognise(TORCH)
+    assert place == recognise.Place("torchrun", 1, 4, "h", 9, 1, None)
+    place = recognise.recognise({**SLURM, "MASTER_PORT": "9"})
+    assert place == recognise.Place("srun", 3, 4, "h", 9, 1, 2)
+    place = recognise.recognise(OPENMPI)
     assert place is not None
     assert (place.launcher, place.host, place.rank, place.local_size) == ("mpirun", "127.0.0.1", 1, 2)
     assert 15000 <= place.port < 25000
-    assert recognition.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
+    assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
 
 
 def test_what_is_not_recognised() -> None:
     batch_script = {name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")}
-    assert recognition.recognise({}) is None
-    assert recognition.recognise(batch_script) is None
-    assert recognition.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
-    assert recognition.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
+    assert recognise.recognise({}) is None
+    assert recognise.recognise(batch_script) is None
+    assert recognise.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
+    assert recognise.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_what_is_not_recognised() -> None:
         (lambda: mlaunch.join_from_openmpi("h", 1), "OMPI_COMM_WORLD_RANK is not set: was this process started by"),
         (mlaunch.join_from_env, "this process was not started by torchrun, srun or mpirun, as far as its environment "
                                 "tells (MLAUNCH_JOIN=unset); start it so, or call mlaunch.join()"),
-        (lambda: recognition.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
-        (lambda: recognition.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
+        (lambda: recognise.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
+        (lambda: recognise.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
          "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),
     ],
 )  # fmt: skip

@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, launcher
-from mlaunch.cli import live, main
-from mlaunch.runtime import directory
+from mlaunch.cli import inspect, main
+from mlaunch.protocol import registry
 from tests.conftest import ROOT
 
 HERE = os.path.basename(__file__)
@@ -50,7 +50,7 @@ def running(tmp_path: Path, **options: Any) -> Iterator[dict[str, Any]]:
     thread = threading.Thread(target=lambda: seen.update(returned=ours()))
     thread.start()
     there.read_text()
-    seen["status"] = live.ask(b"status")[0]
+    seen["status"] = inspect.ask(b"status")[0]
     try:
         yield seen
     finally:
@@ -87,7 +87,7 @@ def test_ps_lists_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tmp_path) as seen:
-        live.ask(b"stacks")  # once for a machine that must read pages from disk to answer
+        inspect.ask(b"stacks")  # once for a machine that must read pages from disk to answer
         for _ in range(3):
             assert main(["stacks", seen["status"]["id"][:4]]) == 0
         told = capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_the_state_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with running(tmp_path) as seen:
         held = seen["status"]["ranks"][0]["pid"]
         os.kill(held, signal.SIGSTOP)
-        while "(it was stopped by a signal)" not in live.ask(b"status")[0]["ranks"][0]["state"]:
+        while "(it was stopped by a signal)" not in inspect.ask(b"status")[0]["ranks"][0]["state"]:
             os.sched_yield()
         assert main(["stacks"]) == 0
         told = capsys.readouterr().out
@@ -135,9 +135,9 @@ def test_help_needs_no_torch() -> None:
 
 def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    directory.listen(os.environ, "dead").close()
+    registry.listen(os.environ, "dead").close()
     assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
-    assert live.ask(b"status") == []
+    assert inspect.ask(b"status") == []
     assert os.listdir(tmp_path / "mlaunch") == []
 
 
@@ -180,16 +180,16 @@ def test_a_strangers_directory_elsewhere_hides_nothing(monkeypatch: pytest.Monke
     strange = tmp_path / "strange"
     strange.mkdir(mode=0o777)
     strange.chmod(0o777)
-    own = directory.candidates(os.environ)
-    monkeypatch.setattr(directory, "candidates", lambda _environ: [own[0], strange, *own[1:]])
+    own = registry.candidates(os.environ)
+    monkeypatch.setattr(registry, "candidates", lambda _environ: [own[0], strange, *own[1:]])
     with running(tmp_path) as seen:
-        assert [status["id"] for status in live.ask(b"status")] == [seen["status"]["id"]]
+        assert [status["id"] for status in inspect.ask(b"status")] == [seen["status"]["id"]]
 
 
 def test_visitors_that_misbehave(tmp_path: Path) -> None:
     """Silent ones, those that leave at once, those that speak nonsense, those that do not listen."""
     with running(tmp_path) as seen:
-        path = str(directory.home(os.environ) / f"{seen['status']['id']}.sock")
+        path = str(registry.home(os.environ) / f"{seen['status']['id']}.sock")
         silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(40)]
         for visitor, word in zip(silent, [b"", b"x" * 5000, b"stacks", b"status"] * 10, strict=True):
             visitor.connect(path)
@@ -197,7 +197,7 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
                 visitor.send(word)
         for visitor in silent[::2]:
             visitor.close()
-        assert live.ask(b"status")[0]["id"] == seen["status"]["id"]
+        assert inspect.ask(b"status")[0]["id"] == seen["status"]["id"]
         for visitor in silent[1::2]:
             visitor.close()
 
@@ -206,4 +206,4 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
     ("seconds", "words"), [(0.4, "0 s"), (64, "1 min 4 s"), (7500, "2 h 5 min"), (90_000, "1 d 1 h")]
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert live._duration(seconds) == words
+    assert inspect._duration(seconds) == words

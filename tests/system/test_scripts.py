@@ -41,11 +41,11 @@ def test_the_tour(page: str) -> None:
 
 
 def test_the_docstrings() -> None:
-    import mlaunch.decorator
+    import mlaunch.caller.launcher
 
     globs = {"launcher": launcher}
     runner = doctest.DocTestRunner()
-    for test in doctest.DocTestFinder(recurse=False).find(mlaunch.decorator.launcher, "launcher", globs=globs):
+    for test in doctest.DocTestFinder(recurse=False).find(mlaunch.caller.launcher.launcher, "launcher", globs=globs):
         runner.run(test)
     assert runner.summarize().failed == 0
 
@@ -157,7 +157,7 @@ def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) ->
 
 @pytest.mark.slow
 def test_five_hundred_calls_leave_nothing_more() -> None:
-    from mlaunch.runtime.warm import warm_server
+    from mlaunch.caller.warm import warm_server
 
     train = launcher(lambda: None, 2)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mlaunch.runtime import agent as agent_module
-from mlaunch.runtime.agent import CAUSE_PATIENCE, Agent, Limits, System
-from mlaunch.runtime.answers import Answers
-from mlaunch.runtime.channel import Channel
-from mlaunch.runtime.messages import Answer, Cancel, DeadlinePassed, Kind, RankAnswered, RankGone, RankStacks
-from mlaunch.runtime.ranks import RankProcess
-from mlaunch.runtime.stacks import PATIENCE
+from mlaunch.agent import supervisor as agent_module
+from mlaunch.agent.ranks import RankProcess
+from mlaunch.agent.supervisor import CAUSE_PATIENCE, Agent, Limits, System
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Answer, Cancel, DeadlinePassed, Kind, RankAnswered, RankGone, RankStacks
+from mlaunch.protocol.results import Answers
+from mlaunch.protocol.stack_dump import PATIENCE
 
 OURS = agent_module.__file__
 

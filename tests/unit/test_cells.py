@@ -8,7 +8,7 @@ import IPython
 import pytest
 from IPython.core.compilerop import CachingCompiler
 
-from mlaunch.runtime import cells
+from mlaunch.caller import notebook
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_short_names(cell: str) -> None:
-    assert cells.short_name(cell) == "In[3]"
-    assert cells.short_name("/home/user/train.py") == "train.py"
+    assert notebook.short_name(cell) == "In[3]"
+    assert notebook.short_name("/home/user/train.py") == "train.py"
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_short_names(cell: str) -> None:
     ],
 )  # fmt: skip
 def test_tracebacks(cell: str, given: str, shown: str) -> None:
-    assert cells.complete(given.replace("{}", f'"{cell}"')) == shown
+    assert notebook.complete(given.replace("{}", f'"{cell}"')) == shown

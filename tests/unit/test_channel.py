@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlaunch.runtime.channel import Channel
+from mlaunch.protocol.channel import Channel
 
 
 def test_what_was_said_before_the_end_is_heard() -> None:

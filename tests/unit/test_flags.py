@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from mlaunch.caller.output.relay import Policy
 from mlaunch.cli import flags, run
+from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.streams import plan_of, wishes_of
-from mlaunch.cli.values import UsageError
-from mlaunch.output.relay import Policy
-from mlaunch.runtime.messages import Ready
+from mlaunch.cli.output import plan_of, wishes_of
+from mlaunch.protocol.messages import Ready
 
 
 def parse(*args: str, **environ: str) -> argparse.Namespace:

@@ -61,7 +61,7 @@ def test_who_needs_torch() -> None:
 def test_the_runtime_knows_nothing_of_the_decorator() -> None:
     below = [module for module in MODULES if module.startswith(("mlaunch.runtime", "mlaunch.rendezvous"))]
     found = survey("import torch, torch.distributed", below)
-    assert not [module for module in below if "mlaunch.decorator" in found[module]]
+    assert not [module for module in below if "mlaunch.caller.launcher" in found[module]]
 
 
 def functions_of(path: Path) -> list[tuple[str, int]]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlaunch import launcher
-from mlaunch.runtime import device
-from mlaunch.runtime.messages import Ready
+from mlaunch.protocol.messages import Ready
+from mlaunch.rank import device
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"n_gpus": 0}, ValueError, "n_gpus=0: allowed: whole numbers from 1, or None"),

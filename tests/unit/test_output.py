@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.output.bars import line
-from mlaunch.output.display import Display
-from mlaunch.output.lines import LINE_LIMIT, Splitter
-from mlaunch.output.merging import WINDOW, Merger
-from mlaunch.output.relay import Plan, Policy, Relay
-from mlaunch.runtime.board import Loop
+from mlaunch.caller.output.bars import line
+from mlaunch.caller.output.display import Display
+from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
+from mlaunch.caller.output.merging import WINDOW, Merger
+from mlaunch.caller.output.relay import Plan, Policy, Relay
+from mlaunch.protocol.board import Loop
 
 
 def test_lines_come_whole() -> None:

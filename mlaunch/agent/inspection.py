@@ -1,0 +1,133 @@
+"""Answers to those who ask a running launch what it is doing (``mlaunch ps``, ``mlaunch stacks``).
+
+A visitor sends one word and receives a memfd with one JSON object. Nothing that a visitor does, or fails to do, holds
+up the launch; stacks come from signals to the ranks, which go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from mlaunch.agent.ranks import RankProcess, StackRequests
+from mlaunch.protocol import registry, stack_dump
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.spec import LaunchSpec
+
+STATUS, STACKS = b"status", b"stacks"
+_WORD_LIMIT = 64
+
+
+class Inspection:
+    """The listening end of one launch. ``clock`` gives monotonic seconds."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        ranks: Sequence[RankProcess],
+        board: Board,
+        clock: Callable[[], float],
+    ) -> None:
+        self._spec = spec
+        self._ranks = ranks
+        self._board = board
+        self._clock = clock
+        self._start = clock()
+        self._visitors: dict[int, socket.socket] = {}
+        self._curious: list[socket.socket] = []  # those who wait for stacks
+        self.due: float | None = None  # when they get what there is
+        self._listener: socket.socket | None = None
+        with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
+            self._listener = registry.listen(spec.context.environ, spec.launch_id)
+
+    def fds(self) -> list[int]:
+        listener = [] if self._listener is None else [self._listener.fileno()]
+        return [*listener, *self._visitors]
+
+    def serve(self, ready: Collection[int], requests: StackRequests) -> None:
+        if self._listener is not None and self._listener.fileno() in ready:
+            self._welcome(self._listener)
+        for fd in self._visitors.keys() & set(ready):
+            self._hear(self._visitors.pop(fd), requests)
+        if self.due is not None and (not requests or self._clock() >= self.due):
+            for visitor in self._curious:
+                self._answer(visitor, self._status(with_stacks=True))
+            self._curious, self.due = [], None
+
+    def close(self) -> None:
+        if self._listener is not None:
+            registry.remove(self._spec.context.environ, self._spec.launch_id)
+
+    def _welcome(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            visitor, _ = listener.accept()
+            visitor.setblocking(False)
+            self._visitors[visitor.fileno()] = visitor
+
+    def _hear(self, visitor: socket.socket, requests: StackRequests) -> None:
+        try:
+            word = visitor.recv(_WORD_LIMIT)
+        except OSError:
+            word = b""
+        if word == STATUS:
+            self._answer(visitor, self._status(with_stacks=False))
+        elif word == STACKS:
+            for rank in self._ranks:
+                if rank.alive:
+                    requests.ask(rank, self._board[rank.local_rank])
+            self._curious.append(visitor)
+            self.due = self._clock() + stack_dump.PATIENCE
+        else:
+            visitor.close()
+
+    def _answer(self, visitor: socket.socket, status: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError), visitor:
+            memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
+            with open(memfd, "w") as file:
+                json.dump(status, file)
+                file.flush()
+                socket.send_fds(visitor, [b"."], [memfd])
+
+    def _status(self, *, with_stacks: bool) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "id": spec.launch_id,
+            "function": spec.name,
+            "age": round(self._clock() - self._start, 3),
+            "caller": spec.context.caller,
+            "agent": os.getpid(),
+            "cwd": spec.context.cwd,
+            "argv": list(spec.context.argv),
+            "world_size": spec.world_size,
+            "restart_count": spec.restart_count,
+            "ranks": [self._of_rank(rank, with_stacks=with_stacks) for rank in self._ranks],
+        }
+
+    def _of_rank(self, rank: RankProcess, *, with_stacks: bool) -> dict[str, Any]:
+        phase = self._board[rank.local_rank]
+        status: dict[str, Any] = {
+            "rank": rank.rank,
+            "pid": rank.pid,
+            "device": self._spec.device(rank.local_rank) or "-",
+            "state": _state(rank, phase),
+        }
+        if with_stacks:
+            status["stacks"] = rank.stacks if rank.alive else ""
+            status["frames"] = stack_dump.main_frames(rank.stacks) if rank.alive else []
+        return status
+
+
+def _state(rank: RankProcess, phase: Phase) -> str:
+    if rank.gone:
+        return f"ended (it {rank.answer.value})" if rank.answer else "ended"
+    if rank.answer is not None:
+        return f"{phase.value} (it {rank.answer.value})"
+    if rank.stopped:
+        return "being stopped"
+    held = stack_dump.STATES.get(stack_dump.state_of(rank.pid))
+    return f"{phase.value} ({held})" if held else phase.value

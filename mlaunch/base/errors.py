@@ -1,0 +1,165 @@
+"""What a failed launch raises, and the words in which it says why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_SHORTENED = 150  # characters of a consequence's message
+_CONSEQUENCES_SHOWN = 8
+_CONTEXTLIB = contextlib.__file__
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: Global rank; None for a process of the launch that is no rank.
+        pid: Its process.
+        what: "raised ValueError: boom", "was killed by SIGKILL", "exited with code 3".
+        phase: What it was doing, as far as known: "running the function".
+        host: Host name, empty if the rank could not say.
+        device: "cuda:1", "cpu"; empty if the rank could not say.
+        exitcode: As in multiprocessing, negative for a signal; None for a rank that reported an exception.
+        type_name: The exception's qualified name; empty without one.
+        traceback: The remote traceback; empty without one.
+        consequence: It looks like the consequence of another rank's failure.
+        at: When the agent learned of it, in seconds of its monotonic clock.
+        hints: What the system knows of the reason, a line each.
+        subject: What failed, where that is no rank: another machine, the call there.
+        final: Somebody ended the launch, or its time was over: it is not started again.
+    """
+
+    rank: int | None
+    pid: int
+    what: str
+    phase: str = ""
+    host: str = ""
+    device: str = ""
+    exitcode: int | None = None
+    type_name: str = ""
+    traceback: str = ""
+    consequence: bool = False
+    at: float = 0.0
+    hints: tuple[str, ...] = ()
+    subject: str = ""
+    final: bool = False
+
+    @property
+    def who(self) -> str:
+        if self.subject:
+            return self.subject
+        return "the rendezvous server" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def place(self) -> str:
+        """Where it happened, for people."""
+        host = f"host {self.host}" if self.host else ""
+        while_ = f"while {self.phase}" if self.phase else ""
+        pid = f"pid {self.pid}" if self.pid else ""
+        return ", ".join(part for part in (host, self.device, pid, while_) if part)
+
+
+class LaunchError(RuntimeError):
+    """A launch failed.
+
+    Raised itself where there is no exception of a rank to raise (killed, exited, not picklable); otherwise the
+    ``__cause__`` of that exception.
+
+    Attributes:
+        failures: The cause first, then the others in the order in which they became known. Empty if the launch
+            failed outside its ranks.
+        results: What finished ranks had returned, by global rank.
+        stacks: The Python stacks of the ranks that were still at work, by global rank, as faulthandler writes them.
+        log_dir: Where the ranks' output was written; None where it was not.
+    """
+
+    log_dir: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        failures: Sequence[RankFailure] = (),
+        results: Mapping[int, object] | None = None,
+        stacks: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+        self.results = dict(results or {})
+        self.stacks = dict(stacks or {})
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.failures, self.results, self.stacks)
+
+
+class LaunchTimeout(LaunchError):
+    """The deadline of a call passed before its ranks had finished."""
+
+
+def report_of(error: BaseException) -> LaunchError | None:
+    """The report of a failed launch, for what its call raised; None for an error of another kind."""
+    report = error if isinstance(error, LaunchError) else error.__cause__
+    return report if isinstance(report, LaunchError) else None
+
+
+@dataclass
+class Report:
+    """The text of a failed launch: the cause whole, its consequences shortened."""
+
+    name: str  # "train()", or a command, "train.py"
+    failures: Sequence[RankFailure]
+    meanwhile: Sequence[str] = ()  # what the others were doing
+
+    def __str__(self) -> str:
+        cause, *others = self.failures
+        lines = [f"{cause.who} of {self.name} {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
+        lines += [f"  {hint}" for hint in cause.hints]
+        if cause.traceback:
+            lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
+        if others:
+            lines += ["", "after which:"]
+            lines += [f"  {other.who} {_shortened(other.what)}" for other in others[:_CONSEQUENCES_SHOWN]]
+        if len(others) > _CONSEQUENCES_SHOWN:
+            lines.append(f"  and {len(others) - _CONSEQUENCES_SHOWN} more (see .failures)")
+        return "\n".join([*lines, *meanwhile(self.meanwhile)])
+
+
+def meanwhile(lines: Sequence[str]) -> list[str]:
+    """The section of a report on what ranks were doing; none without lines."""
+    return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """The failures with the cause first: the earliest that does not look like a consequence of another."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
+
+
+def describe_exit(exitcode: int) -> str:
+    """An exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
+    if exitcode >= 0:
+        return f"exited with code {exitcode} (sys.exit or os._exit)"
+    try:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was killed by signal {-exitcode}"
+
+
+def _shortened(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return textwrap.shorten(first, _SHORTENED, placeholder=" ...") + (" ..." if rest else "")
+
+
+def warn_caller(message: str) -> None:
+    """A RuntimeWarning that points at the line which called into this package."""
+    package = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(1), 2  # level 1 is this function
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((package, _CONTEXTLIB)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

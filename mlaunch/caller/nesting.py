@@ -1,0 +1,71 @@
+"""What a call of a decorated function does in a process that is a rank already: join the others, or refuse.
+
+A process that torchrun, srun or mpirun started joins and runs the function itself. A rank of mlaunch's own refuses:
+it would start as many ranks again in each rank, which is hardly ever meant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.base import seeding
+from mlaunch.caller.options import Options
+from mlaunch.rank.recognise import Place, recognise
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The launch whose rank this process is."""
+
+    function: str
+    rank: int
+    secret: str = field(default="", repr=False)  # which this launch's ranks share
+
+
+rank_of: Rank | None = None  # set by the worker
+
+
+def place_to_join(options: Options, name: str) -> Place | None:
+    """Where a call belongs that must not start ranks of its own; None: it starts them.
+
+    Raises:
+        RuntimeError: This process is a rank of mlaunch.
+        ValueError: It is a rank of another launcher, with another world size than the options ask for.
+    """
+    if not options.join:
+        return None
+    if rank_of is not None:
+        raise RuntimeError(
+            f"{name}() is called inside rank {rank_of.rank} of {rank_of.function}, which is launched already. To run "
+            f"it in this rank alone, call {name}.__wrapped__(...); to start new ranks from here, decorate it with "
+            f"@launcher(..., join=False)"
+        )
+    place = recognise(os.environ)
+    if place is not None and place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None  # variables that someone set for a group of one, in a notebook: no launcher of several
+    if place is None or options.world_size in {None, place.world_size}:
+        return place
+    if place.launcher == "srun":  # one task per machine, each of which starts that machine's ranks
+        return None
+    raise ValueError(
+        f"world_size={options.world_size}, but {place.launcher} started this process as rank {place.rank} of "
+        f"{place.world_size}, and {name}() would join those; allowed: {place.world_size}, None, or join=False"
+    )
+
+
+def run_joined(
+    options: Options, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Joins the other ranks, unless an earlier call did, and runs the function here: a list of one value."""
+    import torch.distributed as dist
+
+    from mlaunch.rank.join import enter
+
+    if not dist.is_initialized():
+        enter(place, backend=options.backend, timeout=options.timeout_seconds)
+    if options.seed is not None:
+        seeding.apply(seeding.of_rank(options.seed, place.rank))
+    return [function(*args, **kwargs)]

@@ -1,0 +1,53 @@
+"""The line of ``mlaunch.progress``: one bar for all ranks of this machine, at the pace of the slowest."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import Any
+
+from mlaunch.protocol.board import Board, Loop
+
+_WIDEST = 100  # characters
+
+
+def loops(board: Board | None, rank_start: int, size: int) -> list[str]:
+    """The line of the latest loop that a rank has come to; none before the first."""
+    if board is None:
+        return []
+    found = [board.loop(local_rank) for local_rank in range(size)]
+    latest = max(loop.number for loop in found)
+    return [line(found, latest, rank_start)] if latest else []
+
+
+def line(found: list[Loop], number: int, rank_start: int) -> str:
+    """The bar of one loop, of which some ranks may be through, and others before it."""
+    there = [loop for loop in found if loop.number == number]
+    total = max(loop.total for loop in there)
+    done = [loop.done if loop.number == number else 0 for loop in found]
+    slowest = min(range(len(done)), key=done.__getitem__)
+    spread = max(done) - done[slowest]
+    behind = f"rank {rank_start + slowest} is {spread} behind" if spread else ""
+    through = all(loop.done == loop.total for loop in found)
+    now = max(loop.at for loop in there) if through else time.monotonic()
+    elapsed = max(now - min(loop.start for loop in there), 1e-6)
+    return meter(done[slowest], total, elapsed, there[0].description, behind)
+
+
+def meter(done: int, total: int, elapsed: float, description: str, note: str) -> str:
+    """As tqdm draws it; without tqdm the bare numbers. ``total`` -1: not known."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        text = f"{description}: " * bool(description) + (f"{done}/{total}" if total >= 0 else f"{done}")
+        return f"{text}, {note}" if note else text
+    width = min(_WIDEST, shutil.get_terminal_size().columns - 1)
+    known: Any = total if total >= 0 else None  # None is what tqdm takes for an unknown one
+    return str(tqdm.format_meter(done, known, elapsed, ncols=width, prefix=description, postfix=note))
+
+
+def in_minutes(seconds: float) -> str:
+    """ "0:07", "1:02:03"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,100 @@
+"""From options to a launch that this machine can serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import uuid
+from collections.abc import Mapping
+
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.options import Options
+from mlaunch.protocol.spec import Cluster, Context, LaunchSpec
+from mlaunch.rank import device
+
+_log = logging.getLogger("mlaunch")
+
+
+def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, str], restart_count: int) -> LaunchSpec:
+    """The launch that the options ask for on this machine. ValueError for what it does not have."""
+    ready = server.ready()
+    placement = _place(options, server, environ)
+    world_size = options.world_size or placement.local_size
+    _check_world(options, placement.local_size, world_size)
+    cluster = _cluster(options, environ, name) if world_size > placement.local_size else None
+    return LaunchSpec(
+        launch_id=uuid.uuid4().hex[:12],
+        name=name,
+        local_size=placement.local_size,
+        world_size=world_size,
+        rank_start=options.rank_start,
+        device_type=placement.device_type,
+        visible_devices=placement.visible_devices,
+        backend=device.choose_backend(options.backend, placement.device_type, ready),
+        timeout=options.timeout_seconds,
+        grace_period=options.grace_period,
+        deadline=options.deadline,
+        restart_count=restart_count,
+        max_restarts=options.max_restarts,
+        seed=options.seed,
+        port=options.port,
+        torch_version=ready.torch_version,
+        secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
+        context=_context(environ),
+        cluster=cluster,
+        gather_all=options.gather == "all" and world_size > placement.local_size,
+    )
+
+
+def _check_world(options: Options, local_size: int, world_size: int) -> None:
+    if options.rank_start + local_size > world_size:
+        raise ValueError(
+            f"world_size={world_size} with {local_size} rank(s) on this machine from rank_start={options.rank_start}: "
+            f"allowed: {options.rank_start + local_size} or more, or None for this machine alone"
+        )
+    if world_size > local_size and options.port == 0:
+        raise ValueError(
+            f"world_size={world_size} with {local_size} rank(s) on this machine and port=0: the machines of a launch "
+            f"must agree on the port of the one with rank 0; allowed: 1 to 65535"
+        )
+
+
+def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Cluster:
+    token = options.token if options.token is not None else environ.get("MLAUNCH_TOKEN")
+    if options.gather == "all" and not token:
+        raise ValueError(
+            "gather='all' without a token: values of other machines are unpickled here, so the machines must share a "
+            "secret that signs them; give all of them token= or MLAUNCH_TOKEN, or use gather='local'"
+        )
+    if not token and options.rank_start == 0:
+        _log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
+    return Cluster(options.master_ip, options.port, token or None, options.join_timeout, options.heartbeat_timeout)
+
+
+def _context(environ: Mapping[str, str]) -> Context:
+    cwd = working_directory()
+    main = sys.modules.get("__main__")
+    main_file = getattr(main, "__file__", None)
+    main_name = getattr(getattr(main, "__spec__", None), "name", None)
+    argv = tuple(getattr(sys, "argv", ()))
+    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid())
+
+
+def working_directory() -> str:
+    """FileNotFoundError, with what to do, if somebody has removed it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+        ) from error
+
+
+def _place(options: Options, server: ForkServer, environ: Mapping[str, str]) -> device.Placement:
+    device_type = device.choose_type(options.device_type, server.ready())
+    available = server.count_devices(environ) if device_type != "cpu" else 0
+    if device_type == "cpu" or (options.device_type == "auto" and available == 0):
+        return device.place_on_cpus(options.n_gpus, options.devices)
+    return device.place_on_accelerators(device_type, options.n_gpus, options.devices, available, environ)

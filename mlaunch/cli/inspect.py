@@ -1,0 +1,140 @@
+"""``mlaunch ps`` and ``mlaunch stacks``: what this user's running launches are doing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.agent.inspection import STACKS, STATUS
+from mlaunch.protocol import registry
+from mlaunch.protocol.stack_dump import in_words, name_ranks
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_PATIENCE = 5.0  # seconds for a launch to answer
+_ID_SHOWN = 8
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def add_commands(commands: Commands) -> None:
+    ps = commands.add_parser(
+        "ps", help="list this user's running launches", description="Lists this user's running launches, newest first."
+    )
+    ps.add_argument("--json", action="store_true", help="one JSON list, with the command line and directory of each")
+    ps.set_defaults(run=_ps)
+    stacks = commands.add_parser(
+        "stacks",
+        help="show where the ranks of a running launch are",
+        description="Shows the Python stacks of a running launch, equal ones once. The ranks go on meanwhile.",
+    )
+    stacks.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
+    stacks.add_argument("--all-threads", action="store_true", help="every thread of every rank, not grouped")
+    stacks.set_defaults(run=_stacks)
+
+
+def _ps(args: argparse.Namespace) -> int:
+    launches = sorted(ask(STATUS), key=lambda launch: float(launch["age"]))
+    if args.json:
+        print(json.dumps(launches, indent=2))
+    elif not launches:
+        print(_nothing())
+    else:
+        print("\n\n".join(_entry(launch) for launch in launches))
+    return 0
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    launches = ask(STACKS, args.id)
+    if not launches:
+        others = [launch["id"][:_ID_SHOWN] for launch in ask(STATUS)]
+        running = f"running: {', '.join(others)}" if others else _nothing()
+        raise LookupError(
+            f"no running launch has an ID that starts with {args.id!r}; {running}" if args.id else running
+        )
+    show = _every_thread if args.all_threads else _grouped
+    print("\n\n".join(f"{_title(launch)}\n{show(launch['ranks'])}" for launch in launches))
+    return 0
+
+
+def ask(word: bytes, start: str = "") -> list[dict[str, Any]]:
+    """What the running launches answer whose ID has this start. One that ends meanwhile is left out."""
+    answers = []
+    for launch_id, connection in registry.connections(os.environ):
+        with connection:
+            answers.append(_answer(connection, word) if launch_id.startswith(start) else None)
+    return [answer for answer in answers if answer is not None]
+
+
+def _answer(connection: socket.socket, word: bytes) -> dict[str, Any] | None:
+    connection.settimeout(_PATIENCE)
+    with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
+        connection.send(word)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if fds:
+            with open(fds[0], encoding="utf-8") as file:
+                file.seek(0)
+                status: dict[str, Any] = json.load(file)
+                return status
+    return None  # it ended while we asked
+
+
+def _nothing() -> str:
+    places = ", ".join(str(path) for path in registry.candidates(os.environ))
+    return f"no launch of this user is running here (looked in {places})"
+
+
+def _title(launch: Mapping[str, Any]) -> str:
+    size = len(launch["ranks"])
+    ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
+    again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
+    return (
+        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}  {ranks}, {_duration(launch['age'])} old, "
+        f"called by pid {launch['caller']}{again}"
+    )
+
+
+def _entry(launch: Mapping[str, Any]) -> str:
+    rows = [("RANK", "PID", "DEVICE", "STATE")]
+    rows += [(str(rank["rank"]), str(rank["pid"]), rank["device"], rank["state"]) for rank in launch["ranks"]]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
+    return "\n".join([_title(launch), *(f"  {line}".rstrip() for line in lines)])
+
+
+def _grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for rank in ranks:
+        frames = tuple(tuple(frame) for frame in rank["frames"])
+        groups.setdefault((rank["state"], frames), []).append(rank["rank"])
+    blocks = []
+    for (state, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
+        where = f", {in_words(frames)}" if frames else ""
+        stack = [f'    File "{file}", line {line}, in {name}' for file, line, name in reversed(frames)]
+        blocks.append("\n".join([f"  {name_ranks(members)}: {state}{where}", *stack]))
+    return "\n".join(blocks)
+
+
+def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
+    blocks = []
+    for rank in ranks:
+        rows = [f"    {row}" for row in rank["stacks"].splitlines() if row]
+        blocks.append("\n".join([f"  rank {rank['rank']} (pid {rank['pid']}): {rank['state']}", *rows]))
+    return "\n".join(blocks)
+
+
+def _duration(seconds: float) -> str:
+    """ "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
+    whole = int(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"

@@ -1,0 +1,79 @@
+"""What torchrun's flags ``--redirects``, ``--tee``, ``--local-ranks-filter`` and ``--log-dir`` make of the output."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import string
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlaunch.caller.output import files
+from mlaunch.caller.output.relay import STREAMS, Plan, Policy
+from mlaunch.cli.checks import UsageError, numbers
+
+_PREFIX = "[${role_name}${rank}]:"  # torchrun's
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """``redirects`` and ``tee``: for a local rank, which streams (bits of 1 and 2). ``only``: None shows all ranks."""
+
+    redirects: Callable[[int], int]
+    tee: Callable[[int], int]
+    only: frozenset[int] | None
+    log_dir: str | None
+
+    def policies(self, size: int) -> dict[tuple[int, int], Policy]:
+        """Of those streams that are not simply left to their rank."""
+        found = {}
+        for local_rank in range(size):
+            hidden = self.only is not None and local_rank not in self.only
+            for stream in STREAMS:
+                teed = bool(self.tee(local_rank) & stream)
+                if teed or self.redirects(local_rank) & stream:
+                    found[local_rank, stream] = Policy(shown=teed and not hidden, kept=True)
+                elif hidden:
+                    found[local_rank, stream] = Policy(shown=False)
+        return found
+
+
+def wishes_of(args: argparse.Namespace) -> Wishes:
+    only = None
+    if args.local_ranks_filter:
+        only = frozenset(numbers("--local-ranks-filter", args.local_ranks_filter))
+    return Wishes(_of_rank("--redirects", args.redirects), _of_rank("--tee", args.tee), only, args.log_dir)
+
+
+def _of_rank(name: str, text: str) -> Callable[[int], int]:
+    """For "3" or "0:3,1:2"."""
+    if re.fullmatch("[0-3]", text):
+        return lambda _local_rank: int(text)
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise UsageError(f"{name} {text}: allowed: 0, 1, 2 or 3, or one of them for each of some local ranks: 0:3,1:2")
+    pairs = (pair.split(":") for pair in text.split(","))
+    wanted = {int(local_rank): int(streams) for local_rank, streams in pairs}
+    return lambda local_rank: wanted.get(local_rank, 0)
+
+
+def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
+    """A new directory for the files of this run; None if it writes none. UsageError where there can be none."""
+    if wishes.log_dir is None and not any(policy.kept for policy in wishes.policies(size).values()):
+        return None
+    try:
+        return files.new_directory(wishes.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
+    except OSError as error:
+        raise UsageError(f"--log-dir {wishes.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
+
+
+def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> Plan:
+    policies = wishes.policies(size)
+    template = string.Template(environ.get(_PREFIX_VARIABLE, _PREFIX))
+
+    def prefix(ranks: Sequence[int]) -> str:
+        (rank,) = ranks
+        return template.safe_substitute(role_name=role, rank=rank, local_rank=rank)
+
+    return Plan(policies, prefix, directory, by_local_rank=True, merge=False)

@@ -1,0 +1,231 @@
+"""Objects between ranks: any picklable value, of any size, over the CPU.
+
+torch's own collectives for objects pad what every rank sends to the largest, so one large object among small ones
+costs its size times the number of ranks squared. Here each rank's bytes travel at their own size::
+
+    sizes of all | blobs: pickle stream, small buffers, table | large buffers, one by one, straight from their memory
+
+A value that cannot be pickled is known to all from the sizes, so all raise, and none waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import mmap
+import pickle
+import struct
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlaunch.protocol import payload, pickling
+
+_LARGE = 1024 * 1024  # bytes from which a buffer travels by itself
+_PADDED = 64 * 1024  # bytes up to which blobs are gathered in one step, padded
+_CHUNK = 256 * 1024 * 1024  # bytes per operation
+_FAILED = -1  # instead of a size
+_COUNT = struct.Struct("<QQ")  # size of the stream, number of buffers
+_SIZE = struct.Struct("<Q")
+
+_gloo_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group`` if it can carry CPU tensors, else a gloo group of the same ranks, made at the first use.
+
+    Collective for the group's ranks. ``None``: all ranks.
+    """
+    group = group or world()
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    if group not in _gloo_twins:
+        ranks = dist.get_process_group_ranks(group)
+        _gloo_twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _gloo_twins[group]
+
+
+def world() -> dist.ProcessGroup:
+    group: dist.ProcessGroup | None = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no process group here; call this in a rank, after init_process_group")
+    return group
+
+
+def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+    """Every rank's value, on every rank; one's own is the object itself."""
+    link = _Link(cpu_group(group))
+    mine, sizes = _prepare(value, link, what)
+    if max(sizes) <= _PADDED:
+        blobs = link.gather_padded(mine.blob, sizes)
+    else:
+        blobs = [link.broadcast(mine.blob if link.rank == i else _room(size), i) for i, size in enumerate(sizes)]
+    values = []
+    for i, blob in enumerate(blobs):
+        share = functools.partial(link.broadcast, src=i)
+        if link.rank == i:
+            mine.send(share)
+            values.append(value)
+        else:
+            values.append(_unpack(blob, share))
+    return values
+
+
+def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+    """Every rank's value at rank ``dst`` of the group, [] elsewhere."""
+    link = _Link(cpu_group(group))
+    mine, sizes = _prepare(value, link, what)
+    if link.rank != dst:
+        link.send(mine.blob, dst)
+        mine.send(functools.partial(link.send, dst=dst))
+        return []
+    values = []
+    for i, size in enumerate(sizes):
+        if i == dst:
+            values.append(value)
+            continue
+        receive = functools.partial(link.receive, src=i)
+        values.append(_unpack(receive(_room(size)), receive))
+    return values
+
+
+def broadcast(value: object, src: int, group: dist.ProcessGroup | None, what: str) -> Any:
+    """The value of rank ``src`` of the group, on every rank; there the object itself."""
+    link = _Link(cpu_group(group))
+    packed = _pack(value) if link.rank == src else _Packed()
+    size = _size_tensor(packed)
+    link.broadcast_tensor(size, src)
+    _raise_if_unpicklable([0] * src + [int(size)], packed, link, what)
+    share = functools.partial(link.broadcast, src=src)
+    blob = share(packed.blob if link.rank == src else _room(int(size)))
+    if link.rank == src:
+        packed.send(share)
+        return value
+    return _unpack(blob, share)
+
+
+@dataclass
+class _Packed:
+    """A value ready to travel. ``error``: what pickling it raised, with the culprit's name."""
+
+    blob: bytearray = field(default_factory=bytearray)
+    large: list[pickle.PickleBuffer] = field(default_factory=list)
+    alive: list[object] = field(default_factory=list)  # what the large buffers point into
+    error: Exception | None = None
+    culprit: str = ""
+
+    def send(self, send: Callable[[Any], object]) -> None:
+        """The large buffers."""
+        for buffer in self.large:
+            with buffer.raw() as raw:
+                send(bytearray(raw) if raw.readonly else raw)
+
+
+def _pack(value: object) -> _Packed:
+    file = io.BytesIO()
+    try:
+        parts = payload.pickle_by_name(file, value)
+    except Exception as error:  # whatever a __reduce__ may raise
+        return _Packed(error=error, culprit=pickling.unpicklable(value, "it"))
+    raws = [buffer.raw() for buffer in parts.buffers]
+    blob = bytearray(_COUNT.pack(file.tell(), len(raws)))
+    blob += b"".join(_SIZE.pack(raw.nbytes) for raw in raws)
+    blob += file.getbuffer()
+    for raw in raws:
+        if raw.nbytes < _LARGE:
+            blob += raw
+    large = [buffer for buffer, raw in zip(parts.buffers, raws, strict=True) if raw.nbytes >= _LARGE]
+    return _Packed(blob, large, parts.alive)
+
+
+def _room(size: int) -> Any:
+    """A writable buffer; a large one without the time to fill it with zeros first."""
+    return bytearray(size) if size < _LARGE else mmap.mmap(-1, size)
+
+
+def _unpack(blob: Any, receive: Callable[[Any], Any]) -> Any:
+    view = memoryview(blob)
+    stream_size, count = _COUNT.unpack_from(view)
+    start = _COUNT.size
+    sizes = [size for (size,) in _SIZE.iter_unpack(view[start : start + count * _SIZE.size])]
+    start += count * _SIZE.size
+    stream, at = view[start : start + stream_size], start + stream_size
+    buffers: list[Any] = []
+    for size in sizes:
+        if size >= _LARGE:
+            buffers.append(receive(_room(size)))
+        else:
+            buffers.append(view[at : at + size])
+            at += size
+    return pickle.loads(stream, buffers=buffers)
+
+
+def _prepare(value: object, link: _Link, what: str) -> tuple[_Packed, list[int]]:
+    mine = _pack(value)
+    gathered = torch.empty(link.size, dtype=torch.int64)
+    dist.all_gather(list(gathered.view(link.size, 1)), _size_tensor(mine), group=link.group)
+    sizes: list[int] = gathered.tolist()
+    _raise_if_unpicklable(sizes, mine, link, what)
+    return mine, sizes
+
+
+def _size_tensor(packed: _Packed) -> torch.Tensor:
+    return torch.tensor([_FAILED if packed.error else len(packed.blob)], dtype=torch.int64)
+
+
+def _raise_if_unpicklable(sizes: list[int], mine: _Packed, link: _Link, what: str) -> None:
+    failed = [link.rank_of(i) for i, size in enumerate(sizes) if size == _FAILED]
+    if mine.error is not None:
+        raise TypeError(
+            f"{what}: what this rank passed cannot be pickled: {mine.culprit} ({mine.error})"
+        ) from mine.error
+    if failed:
+        raise TypeError(f"{what}: rank {failed[0]} passed what cannot be pickled (its own error names it)")
+
+
+class _Link:
+    """A CPU group, with ranks counted within it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def rank_of(self, index: int) -> int:
+        return dist.get_global_rank(self.group, index)
+
+    def gather_padded(self, blob: bytearray, sizes: list[int]) -> list[Any]:
+        longest = max(sizes)
+        padded = torch.frombuffer(blob + bytes(longest - len(blob)), dtype=torch.uint8)
+        everything = bytearray(self.size * longest)
+        places = torch.frombuffer(everything, dtype=torch.uint8).view(self.size, longest)
+        dist.all_gather(list(places), padded, group=self.group)
+        return [everything[i * longest : i * longest + size] for i, size in enumerate(sizes)]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, src: int) -> None:
+        dist.broadcast(tensor, self.rank_of(src), group=self.group)
+
+    def broadcast(self, buffer: Any, src: int) -> Any:
+        for chunk in _chunks(buffer):
+            self.broadcast_tensor(chunk, src)
+        return buffer
+
+    def send(self, buffer: Any, dst: int) -> None:
+        for chunk in _chunks(buffer):
+            dist.send(chunk, self.rank_of(dst), group=self.group)
+
+    def receive(self, buffer: Any, src: int) -> Any:
+        for chunk in _chunks(buffer):
+            dist.recv(chunk, self.rank_of(src), group=self.group)
+        return buffer
+
+
+def _chunks(buffer: Any) -> Iterator[torch.Tensor]:
+    """The buffer as tensors that share its memory."""
+    whole = memoryview(buffer).cast("B")
+    for start in range(0, whole.nbytes, _CHUNK):
+        yield torch.frombuffer(whole[start : start + _CHUNK], dtype=torch.uint8)

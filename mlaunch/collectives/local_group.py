@@ -1,0 +1,118 @@
+"""Which ranks share a machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mlaunch.collectives import exchange
+
+
+@dataclass(frozen=True)
+class Local:
+    """A rank's place on its machine."""
+
+    rank: int
+    size: int
+
+
+@dataclass
+class _Made:
+    """The group of this machine's ranks, and the world in which it was made."""
+
+    world: dist.ProcessGroup
+    group: dist.ProcessGroup
+
+
+_made: list[_Made] = []  # one, or none
+
+
+def local() -> Local:
+    """From the group that was made, else from what the launcher said. RuntimeError if neither is there."""
+    made = _current()
+    if made is not None:
+        return Local(dist.get_rank(made), dist.get_world_size(made))
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        return Local(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if dist.get_world_size() == 1:
+        return Local(0, 1)
+    raise RuntimeError(
+        "which ranks share a machine is not known here: the launcher set no LOCAL_RANK and LOCAL_WORLD_SIZE; "
+        "have all ranks call create_local_process_group() first"
+    )
+
+
+def local_rank() -> int:
+    """As ``local().rank``, where the launcher said that alone, too."""
+    said = os.environ.get("LOCAL_RANK")
+    return int(said) if _current() is None and said is not None else local().rank
+
+
+def group() -> dist.ProcessGroup:
+    """The group of this machine's ranks. RuntimeError if there is none yet."""
+    world, made = exchange.world(), _current()
+    if made is not None:
+        return made
+    if local().size == dist.get_world_size():
+        return world
+    raise RuntimeError(
+        f"the group of this machine's {local().size} ranks was not made; "
+        f"have all ranks call create_local_process_group() first"
+    )
+
+
+def make(per_machine: int | None) -> None:
+    """Makes each machine's group. Collective."""
+    if _current() is not None:
+        return
+    ranks = _by_place() if per_machine is None else _by_number(per_machine)
+    enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch leaves it untyped
+    made, _ = enumerate_groups(ranks)
+    # gloo lets a rank go while others still greet it; one that ended then would break their group.
+    exchange.gather_everywhere(None, None, "create_local_process_group()")
+    _made[:] = [_Made(exchange.world(), made)]
+
+
+def together(ranks: list[int]) -> bool:
+    """Whether these ranks, this one among them, are all on this machine."""
+    here = local()
+    if here.size == dist.get_world_size():
+        return True
+    made = _current()
+    if made is not None:
+        return set(ranks) <= set(dist.get_process_group_ranks(made))
+    first = dist.get_rank() - here.rank  # launchers number a machine's ranks in sequence
+    return all(first <= rank < first + here.size for rank in ranks)
+
+
+def _current() -> dist.ProcessGroup | None:
+    """The group, unless the world in which it was made is gone."""
+    return _made[0].group if _made and _made[0].world is dist.group.WORLD else None
+
+
+def _by_number(per_machine: int) -> list[list[int]]:
+    size = dist.get_world_size()
+    if per_machine < 1 or size % per_machine:
+        raise ValueError(
+            f"num_workers_per_machine={per_machine}: the world has {size} ranks, which is no multiple of it; "
+            f"allowed: a divisor, or None to have the ranks find out"
+        )
+    return [list(range(start, start + per_machine)) for start in range(0, size, per_machine)]
+
+
+def _by_place() -> list[list[int]]:
+    places = exchange.gather_everywhere(_place(), None, "create_local_process_group()")
+    return [[rank for rank, place in enumerate(places) if place == here] for here in dict.fromkeys(places)]
+
+
+def _place() -> str:
+    """The same for all processes of a machine, and for no others."""
+    if "GROUP_RANK" in os.environ:  # the launcher counted them
+        return os.environ["GROUP_RANK"]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text() if boot.exists() else "")

@@ -1,0 +1,222 @@
+"""The fork server: imports torch once, then forks an agent per launch and keeps order behind each.
+
+The same code serves as the warm server of a caller, as a fresh interpreter that serves one launch
+(``start_method="spawn"``) and as a fork of the caller that serves one (``"fork"``). It never touches an accelerator,
+runs no user code and has one Python thread, so what is forked from it is clean.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import AgentFailed, CountDevices, DeviceCount, Launch, NotReady, Reaped, Retire
+
+# What the first launch in a new process would otherwise import while its ranks wait for each other.
+_PRELOAD = ("torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main")
+
+_IDLE = 0.02  # seconds after a launch without another
+_SOON_ENOUGH = 3  # launches without such a pause
+
+
+def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
+    """The entry of a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
+    serve(Channel.adopt(control_fd), caller, preload=preload)
+
+
+def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequence[str] = ()) -> NoReturn:
+    """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)  # the terminal's; the caller decides what they mean
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours
+        linux.open_standard_streams()
+        linux.adopt_orphans()
+        if call is None:
+            os.chdir("/")  # a server that stays must not keep a file system busy
+        _ForkServer(control, caller, call, preload).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        linux.kill_children()
+        os._exit(code)
+
+
+@dataclass(frozen=True)
+class _Child:
+    """An agent, or a process that counts devices; both answer on a channel whose last word is ours."""
+
+    pid: int
+    channel: Channel
+    is_agent: bool
+
+
+@dataclass
+class _ForkServer:
+    control: Channel
+    caller: int
+    call: Call | None
+    preload: Sequence[str] = ()
+    children: dict[int, _Child] = field(default_factory=dict)  # by pidfd
+    retiring: bool = False
+    launched: int = 0  # launches that have ended
+    settled: bool = False
+
+    def run(self) -> None:
+        try:
+            caller = os.pidfd_open(self.caller)
+        except ProcessLookupError:
+            return
+        if not self._prepare():
+            return
+        while self.children or not self.retiring:
+            ready = set(linux.wait_readable([caller, self.control.fileno(), *self.children], self._patience()))
+            if not ready:
+                self._settle()
+            for pidfd in ready & set(self.children):
+                self._finish(pidfd)
+            if caller in ready:
+                break
+            if self.control.fileno() in ready and not self._obey(caller):
+                break
+        self._outlive_agents()
+
+    def _prepare(self) -> bool:
+        try:
+            for module in (*_PRELOAD, *self.preload):
+                __import__(module)
+            from mlaunch.rank import device
+
+            self.control.tell(device.offered())
+        except (Exception, SystemExit):
+            self.control.tell(NotReady(traceback.format_exc()))
+            return False
+        if self.call is None:
+            gc.collect()
+        gc.disable()
+        gc.freeze()  # the collector's marks would copy every page that ranks share with us
+        return True
+
+    def _patience(self) -> float | None:
+        """Seconds until we may settle; None once that is done, or nothing was launched yet."""
+        idle = self.launched > 0 and not self.children
+        return _IDLE if idle and not self.settled and self.call is None else None
+
+    def _settle(self) -> None:
+        """Makes later launches faster, for a tenth of a second that a script of one launch need not spend."""
+        linux.use_huge_pages()
+        self.settled = True
+
+    def _obey(self, caller: int) -> bool:
+        """Does what the caller asks; False if it is gone."""
+        try:
+            record, fds = self.control.receive()
+        except EOFError:
+            return False
+        if isinstance(record, Launch):
+            self._launch(fds, caller)
+        elif isinstance(record, CountDevices):
+            self._count(fds)
+        elif isinstance(record, Retire):
+            self.retiring = True
+        return True
+
+    def _launch(self, fds: list[int], caller: int) -> None:
+        from mlaunch.agent import main
+
+        spec_fd, call_fd, launcher_fd, out, err = fds
+        parent = os.getpid()
+        pid = self._fork(launcher_fd)
+        if pid == 0:
+            foreign = self._fds(caller)
+            main.run_agent(main.Order(spec_fd, call_fd, launcher_fd, out, err, parent, foreign, self.call))
+        if pid is not None:
+            self._keep(pid, launcher_fd, is_agent=True)
+        close((spec_fd, call_fd, out, err))
+
+    def _count(self, fds: list[int]) -> None:
+        environ_fd, answer_fd = fds
+        parent = os.getpid()
+        pid = self._fork(answer_fd)
+        if pid == 0:
+            _count_devices(environ_fd, answer_fd, parent)
+        if pid is not None:
+            self._keep(pid, answer_fd, is_agent=False)
+        os.close(environ_fd)
+
+    def _fork(self, channel_fd: int) -> int | None:
+        """As os.fork; None if the system refuses, which is said on the channel: other launches go on."""
+        try:
+            return os.fork()
+        except OSError:
+            channel = Channel.adopt(channel_fd)
+            channel.tell(AgentFailed(traceback.format_exc()))
+            channel.tell(Reaped(1))
+            channel.close()
+            return None
+
+    def _keep(self, pid: int, channel_fd: int, *, is_agent: bool) -> None:
+        self.children[os.pidfd_open(pid)] = _Child(pid, Channel.adopt(channel_fd), is_agent)
+
+    def _fds(self, caller: int) -> list[int]:
+        """What a launch must not hold: a channel is seen to end only when every process has closed it."""
+        channels = [self.control, *(child.channel for child in self.children.values())]
+        return [caller, *self.children, *(channel.fileno() for channel in channels)]
+
+    def _finish(self, pidfd: int) -> None:
+        """Reaps a child and whatever it left, then says its last word."""
+        child = self.children.pop(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(child.pid, 0)
+        linux.kill_children(spare={other.pid for other in self.children.values()})
+        child.channel.tell(Reaped(os.waitstatus_to_exitcode(status)))
+        child.channel.close()
+        self.launched += 1
+        if self.launched == _SOON_ENOUGH and self.call is None and not self.settled:
+            self._settle()
+
+    def _outlive_agents(self) -> None:
+        """The caller is gone. Its launches' channels tell their agents so, once we hold them no longer."""
+        for child in self.children.values():
+            child.channel.close()
+        for pidfd, child in self.children.items():
+            if child.is_agent:  # bounded by its grace period
+                linux.wait_readable([pidfd])
+                os.waitpid(child.pid, 0)
+
+
+def _count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:
+    from mlaunch.protocol import payload
+    from mlaunch.rank import device
+
+    try:
+        linux.die_with(parent)
+        os.environ.clear()
+        os.environ.update(payload.read(environ_fd))
+        answer = DeviceCount(device.count())
+    except BaseException as error:  # whatever a driver may raise
+        answer = DeviceCount(0, f"{type(error).__name__}: {error}")
+    try:
+        Channel.adopt(answer_fd).tell(answer)
+    finally:
+        os._exit(0)
+
+
+def close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

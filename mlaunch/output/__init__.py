@@ -1,1 +1,0 @@
-"""What ranks print, on its way from their pipes to files and to people."""

@@ -1,0 +1,88 @@
+"""Memory that ranks, agent and launcher of one machine share: what each rank is doing, since when, and how far it is.
+
+A rank writes its own row and nobody else does, so there is no lock. It tells what a rank was doing that died without a
+word, and costs a rank nothing to keep.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+from mlaunch.base import linux
+from mlaunch.protocol.messages import Phase
+
+_ROW = 256  # bytes
+_PHASES = tuple(Phase)
+_TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
+_TIMES_AT = 8
+_LOOP = struct.Struct("=QqdqdH")  # number, done, when that was, total, start, length of the description
+_DONE = struct.Struct("=qd")
+_DONE_AT = 8
+_LOOP_AT = 128
+_TEXT_AT = _LOOP_AT + _LOOP.size
+_TEXT_LIMIT = _ROW - _TEXT_AT
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How far a rank is in its latest ``mlaunch.progress``. ``number``: 0 = there was none. ``total``: -1 = unknown.
+
+    ``start`` and ``at``, when it came to ``done``, are in monotonic seconds.
+    """
+
+    number: int
+    done: int
+    at: float
+    total: int
+    start: float
+    description: str
+
+
+class Board:
+    """``board[local_rank]`` is the rank's phase; setting it notes the time."""
+
+    def __init__(self, ranks: int, fd: int | None = None) -> None:
+        """Takes over ``fd``, another process's board; None makes a new one."""
+        if fd is None:
+            fd = linux.above_standard(os.memfd_create("mlaunch-board", os.MFD_CLOEXEC))
+            os.ftruncate(fd, ranks * _ROW)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, ranks * _ROW)
+
+    def __setitem__(self, local_rank: int, phase: Phase) -> None:
+        index = _PHASES.index(phase)
+        row = local_rank * _ROW
+        struct.pack_into("=d", self._memory, row + _TIMES_AT + 8 * index, time.monotonic())
+        self._memory[row] = index
+
+    def __getitem__(self, local_rank: int) -> Phase:
+        return _PHASES[self._memory[local_rank * _ROW]]
+
+    def times(self, local_rank: int) -> dict[Phase, float]:
+        """When the phases began that the rank has come to."""
+        times = _TIMES.unpack_from(self._memory, local_rank * _ROW + _TIMES_AT)
+        return {phase: at for phase, at in zip(_PHASES, times, strict=True) if at}
+
+    def begin_loop(self, local_rank: int, total: int, description: str) -> None:
+        row = local_rank * _ROW
+        text = description.encode()[:_TEXT_LIMIT]
+        self._memory[row + _TEXT_AT : row + _TEXT_AT + len(text)] = text
+        number, now = self.loop(local_rank).number + 1, time.monotonic()
+        _LOOP.pack_into(self._memory, row + _LOOP_AT, number, 0, now, total, now, len(text))
+
+    def count(self, local_rank: int, done: int) -> None:
+        _DONE.pack_into(self._memory, local_rank * _ROW + _LOOP_AT + _DONE_AT, done, time.monotonic())
+
+    def loop(self, local_rank: int) -> Loop:
+        row = local_rank * _ROW
+        number, done, at, total, start, length = _LOOP.unpack_from(self._memory, row + _LOOP_AT)
+        text = self._memory[row + _TEXT_AT : row + _TEXT_AT + length]
+        return Loop(number, done, at, total, start, text.decode(errors="replace"))
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self.fd)

@@ -1,0 +1,111 @@
+"""How a function travels: by reference if the rank can import it, by value otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle.cloudpickle
+
+from mlaunch.protocol.spec import Context
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A function as module, qualified name, and how many ``__wrapped__`` lie above it (decorators, the launcher)."""
+
+    module: str
+    qualname: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank runs."""
+
+    function: Reference | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def portable(function: Reference | Callable[..., Any]) -> Reference | Callable[..., Any]:
+    """``function`` as it should be pickled.
+
+    pickle refuses a function whose name in its module leads to another object, as every decorated one's does, and
+    cloudpickle would then ship a copy of it that no longer shares its module's globals. So an importable function
+    goes by name, and the rank unwraps what it finds there.
+    """
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(qualname, str)) or not _importable(module):
+        return function
+    found: Any = _look_up(module, qualname)
+    depth = 0
+    while found is not None and found is not function:
+        found = getattr(found, "__wrapped__", None)
+        depth += 1
+    return function if found is None else Reference(module, qualname, depth)
+
+
+def _importable(module: str) -> bool:
+    loaded = sys.modules.get(module)
+    by_value = cloudpickle.cloudpickle.list_registry_pickle_by_value()
+    return (
+        module not in {"__main__", "__mp_main__"}
+        and getattr(loaded, "__spec__", None) is not None
+        and not any(module == name or module.startswith(name + ".") for name in by_value)
+    )
+
+
+def _look_up(module: str, qualname: str) -> Any:
+    found: Any = sys.modules[module]
+    for name in qualname.split("."):
+        # Statically, since asking a class for a launcher in the usual way gives one bound to nothing.
+        found = inspect.getattr_static(found, name, None)
+        if found is None:
+            return None
+    return found
+
+
+def resolve(function: Reference | Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, in the rank. Raises ImportError or AttributeError as the import of its module does."""
+    if not isinstance(function, Reference):
+        return function
+    importlib.import_module(function.module)
+    found = _look_up(function.module, function.qualname)
+    for _ in range(function.depth):
+        found = getattr(found, "__wrapped__", None)
+    if not callable(found):
+        raise AttributeError(
+            f"module {function.module!r} in this rank has no function {function.qualname!r}: "
+            f"it differs from the one that the caller imported"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def furnish_main(function: Callable[..., Any], context: Context) -> None:
+    """Makes ``__main__`` of this rank look like the caller's, as far as function and arguments brought it along.
+
+    So that plain pickle (torch.save, all_gather_object) finds the classes that the caller's script defined, values
+    can go back to the caller by name, and multiprocessing finds the script.
+    """
+    main = types.ModuleType("__main__")
+    namespace = getattr(inspect.unwrap(function), "__globals__", {})
+    if namespace.get("__name__") == "__main__":
+        main.__dict__.update(namespace)
+    arrived = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    for kind in list(arrived.values()):
+        if kind.__module__ == "__main__" and "." not in kind.__qualname__:
+            setattr(main, kind.__name__, kind)
+    if context.main_file is not None:
+        main.__file__ = context.main_file
+    if context.main_name is not None:  # python -m
+        main.__spec__ = importlib.machinery.ModuleSpec(context.main_name, None, origin=context.main_file)
+        main.__package__ = context.main_name.rpartition(".")[0]
+    sys.modules["__main__"] = main

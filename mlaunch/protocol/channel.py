@@ -1,0 +1,64 @@
+"""A socket pair that carries whole records and file descriptors between processes of one machine and user."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from mlaunch.base import linux
+
+_RECORD_LIMIT = 65536  # a record is small by design: what can grow travels in a memfd beside it
+_FD_LIMIT = 8
+
+
+class Channel:
+    """One end. SOCK_SEQPACKET keeps records whole, so a reader never sees half of one."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls.adopt(linux.above_standard(ours.detach())), cls.adopt(linux.above_standard(theirs.detach()))
+
+    @classmethod
+    def adopt(cls, fd: int) -> Channel:
+        """Takes over a file descriptor that was inherited or received."""
+        return cls(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, record: object, fds: Sequence[int] = ()) -> None:
+        """Raises BrokenPipeError or ConnectionResetError if the other end is gone."""
+        socket.send_fds(self._socket, [pickle.dumps(record)], fds)
+
+    def tell(self, record: object, fds: Sequence[int] = ()) -> None:
+        """As ``send``, but a lost listener is no error."""
+        with contextlib.suppress(OSError):
+            self.send(record, fds)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next record and its file descriptors, which the receiver owns; EOFError when the other end is gone."""
+        try:
+            data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
+        except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
+            data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
+        if not data:
+            raise EOFError("the other end of the channel is closed")
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise OSError(errno.EMFILE, "no file descriptor is left to receive a rank's answer with (see ulimit -n)")
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        return pickle.loads(data), list(fds)
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,67 @@
+"""The files in which torch's ``record`` decorator notes why a process failed (``TORCHELASTIC_ERROR_FILE``).
+
+They tell what a rank that is no Python script of ours could not: the exception in a program that it became or started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlaunch.protocol.spec import LaunchSpec
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_READ = 1 << 20  # bytes: nobody reads a longer traceback
+
+
+def path_of(spec: LaunchSpec, local_rank: int) -> str:
+    """The file of one rank; "" where the launch has none."""
+    if spec.command is None:
+        return ""
+    return os.path.join(spec.command.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
+
+
+@contextlib.contextmanager
+def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
+    """In the agent, which outlives a killed command: a directory for these files, if the command names none."""
+    if spec.command is None or spec.command.error_dir:
+        yield spec
+        return
+    # No TemporaryDirectory: each rank, forked in here, would remove it in its exit handlers.
+    path = tempfile.mkdtemp(prefix="mlaunch-run-")
+    try:
+        yield dataclasses.replace(spec, command=dataclasses.replace(spec.command, error_dir=path))
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def keep(path: str, crash_fd: int) -> None:
+    """Puts what a rank left in its file to what is known of its crash, where nothing is."""
+    if path and os.fstat(crash_fd).st_size == 0:
+        os.write(crash_fd, _read(path).encode(errors="replace"))
+
+
+def _read(path: str) -> str:
+    """A traceback, or a message; "" if there is nothing that can be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            noted = json.loads(file.read(_READ))
+        message: Any = noted["message"]
+        return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def write(path: str, message: str, traceback: str) -> None:
+    """As torch's ``record`` would, for who started us. OSError if it cannot be written."""
+    extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

@@ -1,0 +1,69 @@
+"""From what a supervisor learns to the record of a failure, for its caller and for the launch's other machines."""
+
+from __future__ import annotations
+
+import os
+
+from mlaunch.base.errors import RankFailure, describe_exit
+from mlaunch.protocol.messages import Kind, RankAnswered, RankGone, RemoteError
+
+
+def of_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
+    """A rank raised, or returned what cannot be pickled."""
+    unpicklable = answered.kind is Kind.UNPICKLABLE
+    return RankFailure(
+        rank=answered.rank,
+        pid=answered.pid,
+        what=f"{answered.kind.value}: {remote.message}" if unpicklable else _raised(remote),
+        phase=remote.phase.value,
+        host=remote.host,
+        device=remote.device,
+        type_name=remote.type_name,
+        traceback="" if unpicklable else remote.traceback,
+        consequence=answered.consequence,
+        at=answered.at,
+    )
+
+
+def _raised(remote: RemoteError) -> str:
+    return f"raised {remote.type_name}: {remote.message}" if remote.message else f"raised {remote.type_name}"
+
+
+def of_end(gone: RankGone, device: str = "", crash: str = "") -> RankFailure:
+    """A rank died. ``crash``: the Python stacks that it left."""
+    what = describe_exit(gone.exitcode)
+    return RankFailure(
+        rank=gone.rank,
+        pid=gone.pid,
+        what=f"returned its value, then {what}" if gone.answered else what,
+        phase=gone.phase.value,
+        host=_host(),
+        device=device,
+        exitcode=gone.exitcode,
+        traceback=crash,
+        at=gone.at,
+        hints=gone.hints,
+    )
+
+
+def of_server(pid: int, exitcode: int, at: float) -> RankFailure:
+    return RankFailure(None, pid, describe_exit(exitcode), exitcode=exitcode, at=at)
+
+
+def of_cancel(by_launcher: bool, *, by_choice: bool) -> RankFailure:
+    """The launcher cancels, or it or the fork server is gone."""
+    if by_choice:
+        return _of_host("the call", "was interrupted", final=True)
+    return _of_host("the calling process" if by_launcher else "the fork server", "is gone", final=False)
+
+
+def of_deadline(seconds: float | None) -> RankFailure:
+    return _of_host("the call", f"passed its deadline of {seconds:g} s", final=True)
+
+
+def _of_host(who: str, what: str, *, final: bool) -> RankFailure:
+    return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}", final=final)
+
+
+def _host() -> str:
+    return os.uname().nodename

@@ -1,0 +1,195 @@
+"""A process that something else started becomes a rank: ColossalAI's ``launch`` functions.
+
+``join`` takes all that a rank must know; the others read it from the environment. All must be called by every rank,
+each in its own process; they return once all have.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+
+from mlaunch.base import seeding
+from mlaunch.rank import device, recognise
+from mlaunch.rank.recognise import Place
+
+_log = logging.getLogger("mlaunch")
+_TIMEOUT = 1800.0
+
+
+def join(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int | str | None = 1024,
+    verbose: bool = True,
+) -> None:
+    """Makes this process a rank: device, process group, environment, seeds. Collective, over all ranks.
+
+    Joining, and each collective, may take half an hour.
+
+    Args:
+        rank: This process's rank, from 0.
+        world_size: How many there are.
+        host: Address or name of rank 0's machine; IPv6 with or without brackets.
+        port: A free port there.
+        backend: None: the device's own (nccl for cuda) plus gloo for CPU tensors. (ColossalAI ignores it.)
+        local_rank: Which device to take. None: ``rank`` modulo the number of devices, as if all machines had as many.
+        seed: For Python's, numpy's and torch's generators. A number: the same on all ranks. "per-rank": 1024 plus the
+            rank; "per-rank:7": 7 plus the rank. None: leave them alone.
+        verbose: Rank 0 logs a line (logger "mlaunch", level INFO; on stderr if logging is not configured).
+
+    Raises:
+        RuntimeError: This process is in a process group already; or not all ranks came.
+        ValueError: A value that is not allowed, or a backend that this torch does not offer.
+    """
+    _check(rank, world_size, port)
+    place = Place("join()", rank, world_size, host.strip("[]"), port, local_rank)
+    enter(place, backend=backend, seed=seed, verbose=verbose)
+
+
+def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
+    """``join`` with what torchrun says (``RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``).
+
+    Raises:
+        RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
+    """
+    enter(recognise.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
+
+
+def join_from_slurm(
+    host: str, port: int, backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True
+) -> None:
+    """``join`` in a task of srun (``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` or ``SLURM_NPROCS``, ``SLURM_LOCALID``).
+
+    Raises:
+        RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
+    """
+    enter(recognise.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
+
+
+def join_from_openmpi(
+    host: str, port: int, backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True
+) -> None:
+    """``join`` in a process of Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``, ``..._SIZE``, ``..._LOCAL_RANK``).
+
+    Raises:
+        RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
+    """
+    enter(recognise.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
+
+
+def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
+    """``join`` under whichever launcher started this process: torchrun, srun, mpirun, looked for in this order.
+
+    Where srun and mpirun do not say where rank 0 is, ``MASTER_ADDR`` does, or on one machine loopback; ``MASTER_PORT``,
+    or a port drawn from the job's name. ``MLAUNCH_JOIN=0`` turns recognition off.
+
+    Raises:
+        RuntimeError: No launcher is recognised, or recognition is off; and as ``join``.
+    """
+    place = recognise.recognise(os.environ)
+    if place is None:
+        raise RuntimeError(
+            f"this process was not started by torchrun, srun or mpirun, as far as its environment tells "
+            f"({recognise.SWITCH}={os.environ.get(recognise.SWITCH, 'unset')}); start it so, or call mlaunch.join()"
+        )
+    enter(place, backend=backend, seed=seed, verbose=verbose)
+
+
+def init_process_group(
+    master_ip: str,
+    port: int,
+    world_size: int,
+    rank: int,
+    device: int,
+    backend: str | None = None,
+) -> None:
+    """``join`` in MegEngine's words: ``device`` is the number of this rank's device. Seeds nothing."""
+    join(rank, world_size, master_ip, port, backend, device, seed=None, verbose=False)
+
+
+def enter(
+    place: Place,
+    *,
+    backend: str | None = None,
+    seed: int | str | None = None,
+    verbose: bool = False,
+    timeout: float | None = _TIMEOUT,
+) -> None:
+    """Becomes the rank at this place. Raises as ``join``."""
+    import torch
+    import torch.distributed as dist
+
+    seeding.check(seed)
+    if dist.is_initialized():
+        raise RuntimeError(f"this process is rank {dist.get_rank()} of a process group already; it can join only one")
+    offered = device.offered()
+    accelerator = offered.accelerator if torch.accelerator.is_available() else None
+    chosen = device.choose_backend(backend, accelerator or "cpu", offered)
+    local_rank = place.rank if place.local_rank is None else place.local_rank
+    bound = None
+    if accelerator is not None:  # before the group is made: NCCL ties itself to the current device
+        bound = torch.device(accelerator, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(bound.index)
+    _furnish(place)
+    address = f"[{place.host}]" if ":" in place.host else place.host
+    torchrun = place.launcher == "torchrun"  # whose agent may host the store
+    dist.init_process_group(
+        chosen,
+        init_method="env://" if torchrun else f"tcp://{address}:{place.port}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=device.limit(timeout),
+        device_id=bound,
+    )
+    atexit.register(_leave)
+    if seed is not None:
+        seeding.apply(seeding.of_rank(seed, place.rank))
+    if verbose and place.rank == 0:
+        _say(f"joined {place.world_size} ranks ({chosen}) at {address}:{place.port}, started by {place.launcher}")
+
+
+def _furnish(place: Place) -> None:
+    """Sets what libraries look for and the launcher left out."""
+    known = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "MASTER_ADDR": place.host,
+        "MASTER_PORT": place.port,
+    }
+    for name, value in known.items():
+        if value is not None:
+            os.environ.setdefault(name, str(value))
+    os.environ.setdefault(recognise.OWNER, str(os.getpid()))
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # another rank died
+            dist.destroy_process_group()
+
+
+def _say(text: str) -> None:
+    if _log.hasHandlers():
+        _log.info(text)
+    else:
+        print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+
+
+def _check(rank: int, world_size: int, port: int) -> None:
+    for name, value, lowest in (("rank", rank, 0), ("world_size", world_size, 1), ("port", port, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+            raise ValueError(f"{name}={value!r}: allowed: whole numbers from {lowest}")
+    if rank >= world_size:
+        raise ValueError(f"rank={rank} with world_size={world_size}: allowed: 0 to {world_size - 1}")

@@ -1,0 +1,70 @@
+"""Makes a forked process like that of a new interpreter, and ends it like one."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import logging
+import multiprocessing.util
+import os
+import signal
+import sys
+from typing import TextIO
+
+from mlaunch.base import linux
+
+_INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+
+def reset_process(*, of_a_function: bool = True) -> None:
+    """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them.
+
+    A command keeps the exit handlers of the modules that were imported for it, and chooses its streams.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in _INHERITED_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    if of_a_function:
+        atexit._clear()
+        atexit.register(logging.shutdown)
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
+    gc.enable()
+
+
+def set_environ(wanted: dict[str, str]) -> None:
+    """Makes it the whole environment."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:  # each change is a call of putenv
+            os.environ[name] = value
+
+
+def _stream(fd: int) -> TextIO:
+    # By lines, so that lines of several ranks do not mix and a killed rank's last ones are not lost.
+    return io.TextIOWrapper(
+        open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def flush() -> None:
+    """The standard streams, Python's and C's."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # None, a full disk, closed: nobody is left to hear of it
+            continue
+    linux.flush_c_streams()
+
+
+def exit_code(leaving: SystemExit) -> int:
+    """What an interpreter would give for sys.exit(...), after printing what it prints."""
+    if leaving.code is None or isinstance(leaving.code, int):
+        return (leaving.code or 0) & 0xFF
+    print(leaving.code, file=sys.stderr)
+    return 1

@@ -1,0 +1,212 @@
+"""A rank that runs a command: a script, a module, a function or a program, each as under a fresh interpreter.
+
+What a fresh interpreter does at its end is done here one by one, short of finalising it: torch's threads make that
+slow, and now and then fatal. docs/command.rst lists what differs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import io
+import os
+import pkgutil
+import runpy
+import signal
+import string
+import sys
+import threading
+import types
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from typing import Any, TextIO
+
+from mlaunch.protocol import error_file
+from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.spec import Command
+from mlaunch.rank import device, process
+from mlaunch.rank.function import Place, Worker, below_ours
+
+_STREAMS = ("stdin", "stdout", "stderr")
+
+
+class CommandWorker(Worker):
+    """Joins no process group: that is the script's own business."""
+
+    def __init__(self, place: Place, command: Command) -> None:
+        super().__init__(place)
+        self._command = command
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        try:
+            self._start()
+            self._enter(Phase.COMMANDED)
+            _RUN[self._command.kind](self._command.target)
+            code = 0
+        except SystemExit as leaving:
+            code = process.exit_code(leaving)
+        except KeyboardInterrupt as interrupt:
+            self._show(interrupt)
+            code = -signal.SIGINT
+        except BaseException as error:
+            self._report(error)
+            self._show(error)
+            code = 1
+        if code == 0:
+            self._enter(Phase.LEAVING)
+        _finish()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        return code
+
+    def _start(self) -> None:
+        process.reset_process(of_a_function=False)
+        _open_streams()
+        place, command = self._place, self._command
+        environ = device.environment(self._spec, place.local_rank, *place.rendezvous)
+        environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id}
+        environ[error_file.VARIABLE] = error_file.path_of(self._spec, place.local_rank)
+        os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
+        if command.virtual_local_rank:
+            environ |= {"LOCAL_RANK": "0", **device.only(place.local_rank, environ, device.offered().accelerator)}
+        self._take_surroundings(environ)
+        arguments = [string.Template(text).safe_substitute(local_rank=place.local_rank) for text in command.args]
+        sys.argv[:] = [command.target, *arguments]
+        if command.numa_binding is not None:
+            _bind_to_numa_node(place.local_rank, command.numa_binding)
+        _seed_afresh()
+
+    def _show(self, error: BaseException) -> None:
+        """To a hook of the script's own, or a log. The launcher tells it to everybody else."""
+        if 2 in self._spec.streams(self._place.local_rank) or not _is_default(sys.excepthook):
+            error = below_ours(error)
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+            sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _seed_afresh() -> None:
+    """The generators that the imported modules seeded once for all ranks. Python's own sees to itself."""
+    import torch
+
+    torch.default_generator.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _bind_to_numa_node(local_rank: int, mode: str) -> None:
+    from torch.numa import binding
+
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    binding._maybe_apply_numa_binding_to_current_process(gpu_index=local_rank, numa_options=options)
+
+
+# What there is to run
+
+
+def _run_file(path: str) -> None:
+    main = _new_main()
+    if pkgutil.get_importer(path) is None:
+        _run_source(main, os.path.abspath(path))
+    else:  # a directory or zip archive that holds a __main__
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+
+
+def _run_source(main: types.ModuleType, path: str) -> None:
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str) -> None:
+    _new_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _run_function(target: str) -> None:
+    _new_main()
+    module_name, _, names = target.partition(":")
+    module = importlib.import_module(module_name)
+    sys.argv[0] = getattr(module, "__file__", None) or module_name
+    function: Any = module
+    for name in names.split("."):
+        function = getattr(function, name)
+    sys.exit(function())
+
+
+def _run_program(name: str) -> None:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(name, sys.argv)
+
+
+_RUN: dict[str, Callable[[str], None]] = {
+    "file": _run_file,
+    "module": _run_module,
+    "function": _run_function,
+    "program": _run_program,
+}
+
+
+def _new_main() -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
+    return main
+
+
+# Beginning and end
+
+
+def _open_streams() -> None:
+    """Standard streams with the encodings of this interpreter, on the descriptors of this rank."""
+    for fd, name in enumerate(_STREAMS):
+        stream = _stream(fd, getattr(sys, f"__{name}__"))
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _stream(fd: int, like: TextIO | None) -> TextIO:
+    encoding, errors = ("utf-8", "strict") if like is None else (like.encoding, like.errors)
+    mode = "r" if fd == 0 else "w"
+    raw = io.FileIO(fd, mode, closefd=False)
+    raw.name = f"<{_STREAMS[fd]}>"  # as the interpreter's own
+    stream = io.TextIOWrapper(
+        io.BufferedReader(raw) if fd == 0 else io.BufferedWriter(raw),
+        encoding=encoding,
+        errors=errors,
+        line_buffering=fd != 0,  # by lines, so that lines of several ranks do not mix
+        write_through=fd != 0 and bool(os.environ.get("PYTHONUNBUFFERED")),
+    )
+    stream.mode = mode  # type: ignore[misc]
+    return stream
+
+
+def _is_default(hook: Any) -> bool:
+    """Whether it only prints. torch puts one of its own, which adds the rank, around what it finds."""
+    if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+        cells = [cell.cell_contents for cell in hook.__closure__ or ()]
+        return all(_is_default(held) for held in cells if callable(held))
+    return hook is sys.__excepthook__
+
+
+def _finish() -> None:
+    """As an interpreter at its end: threads, exit handlers, then what the script still holds."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if threading.active_count() == 1:  # a daemon thread would stumble over what is gone
+        sys.modules.pop("__main__", None)
+        sys.last_type = sys.last_value = sys.last_traceback = None
+        gc.collect()  # it runs all destructors before it takes anything away from them
+    for stream in [held for held in gc.get_objects() if isinstance(held, io.TextIOWrapper | io.BufferedWriter)]:
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # full, closed, detached
+            continue

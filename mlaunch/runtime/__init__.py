@@ -1,1 +1,0 @@
-"""The processes of one machine: fork server, agent, workers."""
