@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure
     from mlaunch.caller.launch import launch
     from mlaunch.caller.launcher import launcher
-    from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
+    from mlaunch.caller.report.launch_report import LaunchReport
+    from mlaunch.caller.report.records import RankReport, Span
     from mlaunch.caller.warm_up import warm_up
     from mlaunch.collectives.groups import (
         WORLD,
@@ -51,14 +52,16 @@ _NAMES = {
     "mlaunch.caller.launcher": "launcher",
     "mlaunch.errors": "LaunchError LaunchTimeout RankFailure",
     "mlaunch.caller.launch": "launch",
-    "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id get_py_server_addr get_rank "
-    "get_world_size group_barrier is_distributed make_allreduce_cb new_group override_backend synchronized",
+    "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
+    "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
+    "override_backend synchronized",
     "mlaunch.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
     "mlaunch.rank.logs": "RankZeroFilter",
     "mlaunch.rank.progress": "progress",
     "mlaunch.rendezvous.client": "Client",
     "mlaunch.rendezvous.server": "Server",
-    "mlaunch.caller.report.launch_report": "LaunchReport RankReport Span",
+    "mlaunch.caller.report.launch_report": "LaunchReport",
+    "mlaunch.caller.report.records": "RankReport Span",
     "mlaunch.caller.warm_up": "warm_up",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+from mlaunch.base.text import in_bytes
+
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -20,10 +22,10 @@ class Evidence:
     def hints(self, exitcode: int, peak: int) -> tuple[str, ...]:
         """Lines for a report. ``peak``: the most memory the rank had resident, in bytes."""
         if exitcode == -signal.SIGKILL:
-            return (*self._out_of_memory(), f"its peak memory was {in_units(peak)}")
+            return (*self._out_of_memory(), f"its peak memory was {in_bytes(peak)}")
         if exitcode == -signal.SIGBUS:
             free = os.statvfs("/dev/shm")
-            return (f"/dev/shm has {in_units(free.f_bavail * free.f_frsize)} free: a full one is a likely reason",)
+            return (f"/dev/shm has {in_bytes(free.f_bavail * free.f_frsize)} free: a full one is a likely reason",)
         return ()
 
     def _out_of_memory(self) -> tuple[str, ...]:
@@ -58,11 +60,3 @@ def _find_counter(own_cgroup: Path, root: Path) -> Path | None:
                 if candidate is not None and candidate.exists():
                     return candidate
     return None
-
-
-def in_units(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

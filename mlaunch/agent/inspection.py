@@ -13,11 +13,13 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from mlaunch.agent.ranks import RankProcess, StackRequests
-from mlaunch.protocol import registry, stack_dump
+from mlaunch.agent.ranks import RankProcess
+from mlaunch.agent.stack_requests import StackRequests, state_of
+from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
 
 STATUS, STACKS = b"status", b"stacks"
 _WORD_LIMIT = 64
@@ -81,7 +83,7 @@ class Inspection:
                 if rank.alive:
                     requests.ask(rank, self._board[rank.local_rank])
             self._curious.append(visitor)
-            self.due = self._clock() + stack_dump.PATIENCE
+            self.due = self._clock() + STACKS_TIMEOUT
         else:
             visitor.close()
 
@@ -118,7 +120,7 @@ class Inspection:
         }
         if with_stacks:
             status["stacks"] = rank.stacks if rank.alive else ""
-            status["frames"] = stack_dump.main_frames(rank.stacks) if rank.alive else []
+            status["frames"] = main_frames(rank.stacks) if rank.alive else []
         return status
 
 
@@ -129,5 +131,5 @@ def _state(rank: RankProcess, phase: Phase) -> str:
         return f"{phase.value} (it {rank.answer.value})"
     if rank.stopped:
         return "being stopped"
-    held = stack_dump.STATES.get(stack_dump.state_of(rank.pid))
+    held = STATES.get(state_of(rank.pid))
     return f"{phase.value} ({held})" if held else phase.value

@@ -108,7 +108,7 @@ def come_together(
     join = Join(
         host=socket.gethostname(),
         rank_start=spec.rank_start,
-        n_gpus=spec.local_size,
+        n_gpus=spec.local_world_size,
         world_size=spec.world_size,
         function=spec.name,
         mlaunch=__version__.rpartition(".")[0],
@@ -122,8 +122,8 @@ def come_together(
         spec,
         launch_id=plan.launch_id,
         restart_count=plan.attempt,
-        group_rank=plan.group_rank,
-        group_size=plan.group_size,
+        node_rank=plan.group_rank,
+        num_nodes=plan.group_size,
         interface=plan.interface,
         deadline=None if spec.deadline is None else max(0.001, spec.deadline - (time.monotonic() - start)),
     )

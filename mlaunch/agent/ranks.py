@@ -1,12 +1,13 @@
-"""What a supervisor knows of its ranks, and how it learns what they are doing."""
+"""What a supervisor knows of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import os
 from dataclasses import dataclass
 
-from mlaunch.protocol import stack_dump
-from mlaunch.protocol.messages import Kind, Phase
+from mlaunch.protocol import payload
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Kind, Release, RunCall
 
 
 @dataclass
@@ -17,12 +18,13 @@ class RankProcess:
     local_rank: int
     pid: int
     pidfd: int
-    memfd: int  # of its answer
+    channel: Channel  # on which it gets its calls
     crash_fd: int  # of its stacks, if it crashes
     stack_fd: int  # the pipe of its stacks, if we ask
     error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
-    answer: Kind | None = None
+    answer_fd: int = -1  # of the present call; -1: there was none
+    answer: Kind | None = None  # to the present call
     stopped: bool = False  # told to stop, or killed, by us
     gone: bool = False  # reaped
 
@@ -36,42 +38,21 @@ class RankProcess:
         """It has not even answered."""
         return self.alive and self.answer is None
 
+    def begin_call(self, number: int, call_fd: int | None) -> None:
+        """Sends it a call, with a memfd for this call's answer alone: a caller may still map the last one's."""
+        if self.answer_fd >= 0:
+            os.close(self.answer_fd)
+        self.answer, self.answer_fd = None, payload.create(f"rank-{self.rank}")
+        fds = [self.answer_fd] if call_fd is None else [self.answer_fd, call_fd]
+        self.channel.try_send(RunCall(number), fds)
 
-class StackRequests:
-    """Ranks that were asked for their stacks and have not answered in full; true while there are any.
+    def release(self) -> None:
+        """Tells it that nothing more comes."""
+        self.channel.try_send(Release())
 
-    ``request`` asks one rank, and is false if that rank cannot answer.
-    """
-
-    def __init__(self, request: Callable[[int, Phase], bool]) -> None:
-        self._request = request
-        self._pending: dict[int, RankProcess] = {}  # by stack_fd
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
-    def fds(self) -> list[int]:
-        return list(self._pending)
-
-    def ask(self, rank: RankProcess, phase: Phase) -> None:
-        if rank.stack_fd in self._pending:
-            return
-        while stack_dump.read_some(rank.stack_fd):  # an earlier answer that came too late
-            pass
-        rank.stacks = ""
-        if self._request(rank.pid, phase):
-            self._pending[rank.stack_fd] = rank
-
-    def read(self, ready: Collection[int]) -> None:
-        for stack_fd in self._pending.keys() & set(ready):
-            rank = self._pending[stack_fd]
-            text = stack_dump.read_some(stack_fd)
-            rank.stacks += text
-            if not text or stack_dump.is_whole(rank.stacks):
-                del self._pending[stack_fd]
-
-    def forget(self, rank: RankProcess) -> None:
-        self._pending.pop(rank.stack_fd, None)
-
-    def clear(self) -> None:
-        self._pending.clear()
+    def close(self) -> None:
+        """Lets go of what is known of it, once it is reaped."""
+        self.gone = True
+        self.channel.close()
+        for fd in (self.pidfd, self.crash_fd, self.stack_fd, *([self.answer_fd] if self.answer_fd >= 0 else [])):
+            os.close(fd)

@@ -1,19 +1,10 @@
-"""What a failed launch raises, and the words in which it says why."""
+"""What a failed launch raises. Its users import the names from ``mlaunch`` or ``mlaunch.errors``."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import sys
-import textwrap
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-_SHORTENED = 150  # characters of a consequence's message
-_CONSEQUENCES_SHOWN = 8
-_CONTEXTLIB = contextlib.__file__
 
 
 @dataclass(frozen=True)
@@ -109,38 +100,6 @@ def report_of(error: BaseException) -> LaunchError | None:
     return report if isinstance(report, LaunchError) else None
 
 
-@dataclass
-class Report:
-    """The text of a failed launch: the cause whole, its consequences shortened."""
-
-    name: str  # "train()", or a command, "train.py"
-    failures: Sequence[RankFailure]
-    meanwhile: Sequence[str] = ()  # what the others were doing
-
-    def __str__(self) -> str:
-        cause, *others = self.failures
-        lines = [f"{cause.who} of {self.name} {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
-        lines += [f"  {hint}" for hint in cause.hints]
-        if cause.traceback:
-            lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
-        if others:
-            lines += ["", "after which:"]
-            lines += [f"  {other.who} {_shortened(other.what)}" for other in others[:_CONSEQUENCES_SHOWN]]
-        if len(others) > _CONSEQUENCES_SHOWN:
-            lines.append(f"  and {len(others) - _CONSEQUENCES_SHOWN} more (see .failures)")
-        return "\n".join([*lines, *meanwhile(self.meanwhile)])
-
-
-def meanwhile(lines: Sequence[str]) -> list[str]:
-    """The section of a report on what ranks were doing; none without lines."""
-    return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
-
-
-def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """The failures with the cause first: the earliest that does not look like a consequence of another."""
-    return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
-
-
 def describe_exit(exitcode: int) -> str:
     """An exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
     if exitcode >= 0:
@@ -151,15 +110,5 @@ def describe_exit(exitcode: int) -> str:
         return f"was killed by signal {-exitcode}"
 
 
-def _shortened(text: str) -> str:
-    first, _, rest = text.partition("\n")
-    return textwrap.shorten(first, _SHORTENED, placeholder=" ...") + (" ..." if rest else "")
-
-
-def warn_caller(message: str) -> None:
-    """A RuntimeWarning that points at the line which called into this package."""
-    package = os.path.dirname(__file__) + os.sep
-    frame, level = sys._getframe(1), 2  # level 1 is this function
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((package, _CONTEXTLIB)):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
+for _kind in (RankFailure, LaunchError, LaunchTimeout):
+    _kind.__module__ = "mlaunch.errors"  # under which tracebacks and pickles name them

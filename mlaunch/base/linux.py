@@ -15,9 +15,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OMP_PAUSE_HARD = 2
 _STDERR = 2
-_MADV_COLLAPSE = 25
 _IOLBF = 1
-_HUGE_PAGE = 2 * 1024 * 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -131,21 +129,6 @@ def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return [fd for fd, _ in poller.poll(None if timeout is None else max(0, timeout) * 1000)]
-
-
-def use_huge_pages() -> None:
-    """Moves this process's heap to huge pages, where the kernel can (6.1 or later): 0.1 s once, to halve a fork.
-
-    A fork copies one page table entry for each page of the heap, and of those torch leaves some 40,000.
-    """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, _, _, inode, *name = line.split(None, 5)
-        if not permissions.startswith("rw") or inode != "0" or (name and name[0] != "[heap]"):
-            continue
-        start, end = (int(address, 16) for address in addresses.split("-"))
-        start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-        if start < end:
-            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
 def look_names_up_in_files_only() -> bool:

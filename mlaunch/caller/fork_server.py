@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base import linux
-from mlaunch.base.errors import LaunchError, describe_exit, warn_caller
+from mlaunch.base.errors import LaunchError, describe_exit
+from mlaunch.caller.warn import warn_caller
 from mlaunch.forkserver import main
 from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Cancel, CountDevices, DeviceCount, Launch, NotReady, Ready, Retire
+from mlaunch.protocol.messages import Cancel, CountDevices, DeviceCount, NotReady, Ready, Retire, StartLaunch
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import process
 
@@ -66,7 +67,7 @@ class ForkServer:
         try:
             record, _ = self._control.receive()
         except EOFError:
-            raise LaunchError(f"{self.epitaph()} before it was ready") from None
+            raise LaunchError(f"{self.describe_end()} before it was ready") from None
         if isinstance(record, NotReady):
             raise LaunchError(
                 f"the fork server (pid {self.pid}) could not import its modules:\n{record.traceback.rstrip()}"
@@ -75,7 +76,7 @@ class ForkServer:
             raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
         return record
 
-    def epitaph(self) -> str:
+    def describe_end(self) -> str:
         """How the server, whose connection was found closed, came to its end."""
         exitcode = self._wait(5.0)
         died = "closed its connection" if exitcode is None else describe_exit(exitcode)
@@ -102,7 +103,7 @@ class ForkServer:
     def launch(self, spec: LaunchSpec, call: Call | None) -> Channel:
         """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory."""
         with _standard_streams() as streams:
-            return self._ask(Launch(), [("spec", spec), ("call", call)], streams)
+            return self._ask(StartLaunch(), [("spec", spec), ("call", call)], streams)
 
     def _ask(self, record: object, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()) -> Channel:
         memfds: list[int] = []
@@ -131,7 +132,7 @@ class ForkServer:
     def close(self, patience: float = 10.0) -> None:
         """Ends the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
         for launch in list(self._launches):
-            launch.tell(Cancel())
+            launch.try_send(Cancel())
         self._control.close()
         self._wait(patience)
 

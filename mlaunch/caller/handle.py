@@ -1,48 +1,24 @@
-"""Hears what a launch says, and carries what its ranks print, until its last process is gone."""
+"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
-import os
 import signal
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mlaunch.base.errors import RankFailure, describe_exit
+from mlaunch.base import linux
 from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.outcome import Outcome, note
-from mlaunch.caller.output.bars import in_minutes, loops
+from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.protocol import failures, payload, registry
-from mlaunch.protocol.board import Board
+from mlaunch.caller.settle import Ended, add_note, settle
+from mlaunch.caller.status import status_lines
+from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import (
-    AgentFailed,
-    Cancel,
-    DeadlinePassed,
-    Kind,
-    Phase,
-    RankAnswered,
-    RankGone,
-    RanksStarting,
-    RankStacks,
-    RankStarted,
-    Reaped,
-    Refused,
-    RemoteError,
-    ServerGone,
-    Value,
-    Waiting,
-)
+from mlaunch.protocol.messages import Cancel, RankStarted, Reaped, Waiting
 from mlaunch.protocol.spec import LaunchSpec
-
-RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
-_RUNTIME = os.path.dirname(__file__) + os.sep
 
 
 class StopSignal(BaseException):
@@ -54,8 +30,12 @@ class StopSignal(BaseException):
 
 
 @dataclass
-class Launch:
-    """A launch as its caller hears it."""
+class LaunchHandle:
+    """A launch that has been sent to its fork server.
+
+    It can be driven from any loop: wait until ``fileno()`` can be read, or ``timeout()`` is over, then ``step()``,
+    until that is False. ``wait()`` is such a loop.
+    """
 
     spec: LaunchSpec
     server: ForkServer
@@ -66,153 +46,85 @@ class Launch:
     waiting: str = ""  # for other machines
 
     def __post_init__(self) -> None:
-        self.outcome = Outcome(self.spec, self.relay.directory)
-        self.relay.status = self._status
+        self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
+        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
+        self.relay.watch(self.agent.fileno())
 
-    def collect(self) -> list[Any]:
-        """Waits for the launch's last process; then its results, or the exception of its first failure."""
-        self._wait()
-        return self.outcome.settle()
+    def fileno(self) -> int:
+        """Returns a descriptor that can be read when ``step`` has something to do."""
+        return self.relay.fileno()
+
+    def timeout(self) -> float | None:
+        """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
+        return self.relay.timeout()
+
+    def step(self) -> bool:
+        """Takes in what has come, without waiting; False after the launch's last word."""
+        return self.agent.fileno() not in self.relay.carry() or self._hear()
+
+    def wait(self) -> Ended:
+        """Waits for the launch's last process. An interrupt ends the launch, and is how it ended."""
+        try:
+            while self.step():
+                linux.wait_readable([self.fileno()], self.timeout())
+        except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
+            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
+            if self.outcome.stacks:
+                doing = "; ".join(self.outcome.doing())
+                add_note(interrupt, f"{self.spec.name} was ended by this; {doing}")
+            self.outcome.interrupt = interrupt
+        self.relay.finish()
+        return settle(self.outcome, self.report())
 
     def report(self) -> LaunchReport:
-        """Of what has happened so far."""
+        """Reports what has happened so far."""
         return self.history.report(self.outcome)
 
     def close(self) -> None:
-        for memfd in self.outcome.values.values():
-            os.close(memfd)
+        self.outcome.close()
         self.agent.close()
         self.relay.close()
-        if self.history.board is not None:
-            self.history.board.close()
-
-    def _status(self) -> list[str]:
-        """The lines that show how far the launch is."""
-        history = self.history
-        size, gone = self.spec.local_size, len(history.gone)
-        if gone == size:
-            phase = "failed" if self.outcome.failures else "stopped" if self.outcome.stopped else "done"
-        elif history.board is None:
-            phase = f"joining, {self.waiting}" if self.waiting else "starting"
-        elif self.outcome.failures or self.outcome.stopped:
-            phase = "stopping"
-        else:
-            phases = {history.board[local_rank] for local_rank in range(size)}
-            phase = "running" if phases <= RUNNING else "starting"
-        line = f"{self.spec.name}  {in_minutes(time.monotonic() - history.begun)}  {phase}"
-        done = f", {gone} of {size} ranks done" if 0 < gone < size else ""
-        return [line + done, *loops(history.board, self.spec.rank_start, size)]
-
-    def _wait(self) -> None:
-        try:
-            while self._hear():
-                pass
-        except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
-            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
-            self.relay.finish()
-            if self.outcome.stacks:
-                doing = "; ".join(self.outcome.doing())
-                note(interrupt, f"{self.spec.name} was ended by this; {doing}")
-            raise
-        self.relay.finish()
+        self.history.close()
 
     def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
         force = over = False
         while not over:
             try:
-                self.agent.tell(Cancel(force, number))
+                self.agent.try_send(Cancel(force, number))
                 self._hear_out()
                 over = True
             except BaseException:
                 force = True
 
     def _hear_out(self) -> None:
-        """To the launch's last word, even if this process is too short of files to take in its answers."""
+        """Hears the launch to its last word, even if this process is too short of files to take in its answers."""
         over = False
         while not over:
             with contextlib.suppress(OSError):
-                over = not self._hear()
+                over = not self.step()
+                if not over:
+                    linux.wait_readable([self.fileno()], self.timeout())
 
     def _hear(self) -> bool:
         """Takes in one record; False after the last."""
-        self.relay.carry_until(self.agent.fileno())
         try:
             record, fds = self.agent.receive()
         except EOFError:
-            self.outcome.broken = self.server.epitaph()
+            self.outcome.broken = self.server.describe_end()
             return False
+        self.history.take(record, fds)
+        self.outcome.take(record, fds)
         if isinstance(record, Reaped):
-            if record.exitcode != 0 and not self.outcome.broken:
-                self.outcome.broken = f"the agent {describe_exit(record.exitcode)}"
+            if record.exitcode != 0:
                 registry.remove(self.spec.context.environ, self.spec.launch_id)
             return False
-        if isinstance(record, RankStarted):
-            self.history.started[record.rank] = record
-            self.relay.adopt(record.rank, record.rank - self.spec.rank_start, fds)
-        elif isinstance(record, RankAnswered):
-            self._take_answer(record, fds[0])
-        elif isinstance(record, RankGone):
-            self.history.gone[record.rank] = record
-            self._take_end(record, fds[0])
-        elif isinstance(record, Value):
-            self.outcome.values.update((record.rank, fd) for fd in fds)
-        elif isinstance(record, RanksStarting):
-            self.history.board = Board(self.spec.local_size, fds[0])
-        else:
-            self._take_news(record)
+        self._show(record, fds)
         return True
 
-    def _take_news(self, record: object) -> None:
-        """Of what is no rank's beginning, answer or end."""
-        if isinstance(record, RankStacks):
-            self.outcome.stacks[record.rank] = record
-        elif isinstance(record, DeadlinePassed):
-            self.outcome.late = not self.outcome.failures
-        elif isinstance(record, ServerGone):
-            self.outcome.failures.append(failures.of_server(record.pid, record.exitcode, record.at))
+    def _show(self, record: object, fds: Sequence[int]) -> None:
+        if isinstance(record, RankStarted):
+            self.relay.adopt(record.rank, record.rank - self.spec.rank_start, fds)
         elif isinstance(record, Waiting):
-            text = f"{self.spec.name} waits for its other machines, {record.text}"
             self.waiting = record.text
-            self.relay.say(text)
-        elif isinstance(record, Refused):
-            self.outcome.refused = record
-        elif isinstance(record, RankFailure):  # of another machine, whose clock is not ours
-            self.outcome.failures.append(dataclasses.replace(record, at=time.monotonic()))
-        elif isinstance(record, AgentFailed):
-            self.outcome.broken = f"the agent failed:\n{record.traceback}"
-
-    def _take_answer(self, record: RankAnswered, memfd: int) -> None:
-        if record.kind is Kind.VALUE:
-            self.outcome.values[record.rank] = memfd
-            return
-        remote: RemoteError = payload.read(memfd)
-        os.close(memfd)
-        self.outcome.raised[record.rank] = remote
-        self.outcome.failures.append(failures.of_answer(record, remote))
-
-    def _take_end(self, record: RankGone, crash_fd: int) -> None:
-        crash = _read_crash(crash_fd)
-        if record.stopped:
-            self.outcome.stopped.append(record.rank)
-        if record.exitcode == 0 and not record.answered:
-            self.outcome.silent.append(record.rank)
-        if record.exitcode == 0 or record.stopped or record.rank in self.outcome.raised:
-            return
-        local_rank = record.rank - self.spec.rank_start
-        kind = self.spec.device_type
-        device = kind if kind in {"cpu", ""} else f"{kind}:{local_rank}"
-        self.outcome.failures.append(failures.of_end(record, device, crash))
-
-
-def _read_crash(fd: int) -> str:
-    """What faulthandler wrote before a rank died, less what lies above the user's code; "" if it did not crash."""
-    with open(fd, encoding="utf-8", errors="replace") as file:
-        file.seek(0)
-        lines = file.read().splitlines()
-    kept: list[str] = []
-    ours = False
-    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), lines):
-        ours = line.startswith("  File") and (ours or _RUNTIME in line)
-        kept += [] if ours else [line]
-    return "\n".join(kept).strip()
+            self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")

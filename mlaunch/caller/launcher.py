@@ -178,16 +178,12 @@ class launcher(Generic[P, R]):
             return nesting.run_joined(self._options, place, self._function, arguments, kwargs)
         from mlaunch.caller.call import call_on_ranks  # here, so that importing the name stays cheap
 
-        try:
-            return call_on_ranks(self._options, self._function, arguments, kwargs, self._remember)
-        except BaseException as error:
-            if report_of(error) is None and not isinstance(error, KeyboardInterrupt):
-                raise
+        ended = call_on_ranks(self._options, self._function, arguments, kwargs)
+        self._reports[:] = [ended.report]
+        if ended.error is not None and report_of(ended.error) is not None:
             # It tells where it comes from; our own frames would only stand between that and the reader's code.
-            raise error.with_traceback(None) from error.__cause__
-
-    def _remember(self, report: LaunchReport) -> None:
-        self._reports[:] = [report]
+            raise ended.error.with_traceback(None) from ended.error.__cause__
+        return ended.result()
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> launcher[P, R]: ...

@@ -1,131 +1,136 @@
-"""How a launch came out, and what its caller gets of that: values or an exception."""
+"""What is known of how a launch comes out; it grows while the launch is heard."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import pickle
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure, Report, in_order, meanwhile, warn_caller
-from mlaunch.caller import notebook
-from mlaunch.caller.output import files
-from mlaunch.protocol import payload, stack_dump
-from mlaunch.protocol.messages import RankStacks, Refused, RemoteError
+from mlaunch.base.errors import RankFailure, describe_exit
+from mlaunch.base.frames import mentions_bottom
+from mlaunch.caller.failure_text import summarise
+from mlaunch.protocol import failures, payload
+from mlaunch.protocol.messages import (
+    AgentFailed,
+    DeadlinePassed,
+    Kind,
+    RankAnswered,
+    RankGone,
+    RankStacks,
+    Reaped,
+    Refused,
+    RemoteError,
+    ServerGone,
+    Value,
+)
 from mlaunch.protocol.spec import LaunchSpec
 
 
 @dataclass
 class Outcome:
-    """Grows while the launch is heard; ``settle`` decides."""
+    """Values and failures of one launch, by global rank."""
 
     spec: LaunchSpec
     log_dir: str | None = None
-    values: dict[int, int] = field(default_factory=dict)  # rank -> memfd
+    values: dict[int, int] = field(default_factory=dict)  # memfds
     failures: list[RankFailure] = field(default_factory=list)
     raised: dict[int, RemoteError] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
+    stopped: list[int] = field(default_factory=list)  # ranks that the agent ended
+    stacks: dict[int, RankStacks] = field(default_factory=dict)
     broken: str = ""  # what ended the launch outside its ranks
     refused: Refused | None = None
-    stopped: list[int] = field(default_factory=list)  # ranks that the agent ended
     late: bool = False  # the deadline passed before any failure
-    stacks: dict[int, RankStacks] = field(default_factory=dict)
+    interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
-    def settle(self) -> list[Any]:
-        """The values; or raises why there are none."""
-        if self.refused is not None:
-            kind = LaunchTimeout if self.refused.late else LaunchError
-            raise kind(f"{self.spec.name} was not started: {self.refused.text}")
-        if self.late and self.stopped:
-            self._raise_timeout()
-        if self.broken and not self.failures:
-            raise self._error(LaunchError, f"{self.spec.name} was ended: {self.broken}")
-        if self.failures:
-            self._raise()
-        return self._return()
+    def take(self, record: object, fds: Sequence[int]) -> None:
+        """Takes in a record of the agent's, with its descriptors if it has a use for them."""
+        taker = _TAKERS.get(type(record))
+        if taker is not None:
+            taker(self, record, fds)
 
     def doing(self) -> list[str]:
-        """What ranks were doing that were stopped."""
-        return stack_dump.summarise(self.stacks.values())
+        """Says what ranks were doing that were stopped."""
+        return summarise(self.stacks.values())
 
-    def _results(self) -> dict[int, Any]:
-        results = {}
-        for rank, memfd in self.values.items():
-            with contextlib.suppress(Exception):  # what a __setstate__ may raise; the failure itself is told
-                results[rank] = payload.read(memfd)
-        return results
+    def close(self) -> None:
+        for memfd in self.values.values():
+            os.close(memfd)
 
-    def _return(self) -> list[Any]:
-        if self.silent and self.spec.command is None:
-            ranks = ", ".join(map(str, sorted(self.silent)))
-            warn_caller(
-                f"{len(self.silent)} of {self.spec.local_size} ranks of {self.spec.name} exited with code 0 "
-                f"without returning a value (ranks {ranks}); their results are None"
-            )
-        wanted = range(self.spec.world_size) if self.spec.gather_all else self._ranks_here()
-        return [self._value(rank) if rank in self.values else None for rank in wanted]
+    def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
+        (memfd,) = fds
+        if record.kind is Kind.VALUE:
+            self.values[record.rank] = memfd
+            return
+        remote: RemoteError = payload.read(memfd)
+        os.close(memfd)
+        self.raised[record.rank] = remote
+        self.failures.append(failures.from_answer(record, remote))
 
-    def _value(self, rank: int) -> Any:
-        try:
-            return payload.read(self.values[rank])
-        except Exception as error:
-            raise LaunchError(
-                f"the value that rank {rank} of {self.spec.name} returned cannot be unpickled here: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    def _take_end(self, record: RankGone, fds: Sequence[int]) -> None:
+        crash = _read_crash(fds[0])
+        if record.stopped:
+            self.stopped.append(record.rank)
+        if record.exitcode == 0 and not record.answered:
+            self.silent.append(record.rank)
+        if record.exitcode == 0 or record.stopped or record.rank in self.raised:
+            return
+        device = self.spec.device(record.rank - self.spec.rank_start)
+        self.failures.append(failures.from_exit(record, device, crash))
 
-    def _stack_texts(self) -> dict[int, str]:
-        return {rank: dump.text for rank, dump in self.stacks.items() if dump.text}
+    def _take_value(self, record: Value, fds: Sequence[int]) -> None:
+        self.values.update((record.rank, fd) for fd in fds)
 
-    def _raise_timeout(self) -> None:
-        silent = [rank for rank in self.stopped if rank not in self.values]
-        who = f"{stack_dump.name_ranks(silent)} had not returned"
-        if not silent:
-            who = f"{stack_dump.name_ranks(self.stopped)} had returned but not ended"
-        lines = [
-            f"{self.spec.name} did not finish within its deadline of {self.spec.deadline:g} s; {who}",
-            *meanwhile(self.doing()),
-        ]
-        raise self._error(LaunchTimeout, "\n".join(lines))
+    def _take_stacks(self, record: RankStacks, _fds: Sequence[int]) -> None:
+        self.stacks[record.rank] = record
 
-    def _with_output(self, cause: RankFailure) -> RankFailure:
-        """With the place of what it has printed, if it was kept here."""
-        spec = self.spec
-        if self.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_size:
-            return cause
-        name = cause.rank if spec.command is None else cause.rank - spec.rank_start
-        where = files.directory_of(self.log_dir, spec.restart_count, name)
-        return dataclasses.replace(cause, hints=(*cause.hints, f"its output is in {where}"))
+    def _take_deadline(self, _record: DeadlinePassed, _fds: Sequence[int]) -> None:
+        self.late = not self.failures
 
-    def _error(self, kind: type[LaunchError], text: str) -> LaunchError:
-        error = kind(text, self.failures, self._results(), self._stack_texts())
-        error.log_dir = self.log_dir
-        return error
+    def _take_server(self, record: ServerGone, _fds: Sequence[int]) -> None:
+        self.failures.append(failures.from_server(record.pid, record.exitcode, record.at))
 
-    def _ranks_here(self) -> range:
-        return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_size)
+    def _take_refusal(self, record: Refused, _fds: Sequence[int]) -> None:
+        self.refused = record
 
-    def _raise(self) -> None:
-        self.failures = [_completed(failure) for failure in in_order(self.failures)]
-        cause = self.failures[0] = self._with_output(self.failures[0])
-        text = Report(self.spec.name, self.failures, self.doing())
-        report = self._error(LaunchError, str(text))
-        remote = self.raised.get(cause.rank) if cause.rank is not None else None
-        if remote is None or remote.pickled is None:
-            raise report
-        try:
-            error: BaseException = pickle.loads(remote.pickled)
-        except Exception:  # its class does not exist here, or cannot be made: the text must do
-            raise report from None
-        note(error, f"raised by {cause.who} of {self.spec.name} ({cause.place})")
-        raise error from report
+    def _take_failure(self, record: RankFailure, _fds: Sequence[int]) -> None:
+        """Takes one of another machine, whose clock is not ours."""
+        self.failures.append(dataclasses.replace(record, at=time.monotonic()))
+
+    def _take_agents_failure(self, record: AgentFailed, _fds: Sequence[int]) -> None:
+        self.broken = f"the agent failed:\n{record.traceback}"
+
+    def _take_last_word(self, record: Reaped, _fds: Sequence[int]) -> None:
+        if record.exitcode != 0 and not self.broken:
+            self.broken = f"the agent {describe_exit(record.exitcode)}"
 
 
-def _completed(failure: RankFailure) -> RankFailure:
-    return dataclasses.replace(failure, traceback=notebook.complete(failure.traceback))
+_TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
+    RankAnswered: Outcome._take_answer,
+    RankGone: Outcome._take_end,
+    Value: Outcome._take_value,
+    RankStacks: Outcome._take_stacks,
+    DeadlinePassed: Outcome._take_deadline,
+    ServerGone: Outcome._take_server,
+    Refused: Outcome._take_refusal,
+    RankFailure: Outcome._take_failure,
+    AgentFailed: Outcome._take_agents_failure,
+    Reaped: Outcome._take_last_word,
+}
 
 
-def note(error: BaseException, text: str) -> None:
-    """As ``add_note``, which an exception with a ``__setattr__`` of its own may refuse, and Python 3.10 lacks."""
-    BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])
+def _read_crash(fd: int) -> str:
+    """Reads the stacks that faulthandler wrote before a rank died, less the launcher's frames; "" if it did not crash."""
+    with open(fd, encoding="utf-8", errors="replace") as file:
+        file.seek(0)
+        lines = file.read().splitlines()
+    kept: list[str] = []
+    ours = False
+    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), lines):
+        ours = line.startswith("  File") and (ours or mentions_bottom(line))
+        kept += [] if ours else [line]
+    return "\n".join(kept).strip()

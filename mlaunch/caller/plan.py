@@ -7,32 +7,42 @@ import os
 import secrets
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller import placement
 from mlaunch.caller.options import Options
+from mlaunch.caller.placement import Placement
+from mlaunch.protocol.messages import Ready
 from mlaunch.protocol.spec import Cluster, Context, LaunchSpec
 from mlaunch.rank import device
 
 _log = logging.getLogger("mlaunch")
 
 
-def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, str], restart_count: int) -> LaunchSpec:
-    """The launch that the options ask for on this machine. ValueError for what it does not have."""
-    ready = server.ready()
-    placement = _place(options, server, environ)
-    world_size = options.world_size or placement.local_size
-    _check_world(options, placement.local_size, world_size)
-    cluster = _cluster(options, environ, name) if world_size > placement.local_size else None
+@dataclass(frozen=True)
+class Machine:
+    """What this machine offers to a launch. ``count``: counts the accelerators that an environment shows."""
+
+    ready: Ready
+    count: Callable[[Mapping[str, str]], int]
+
+
+def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, str], restart_count: int) -> LaunchSpec:
+    """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
+    placed = _place(options, machine, environ)
+    world_size = options.world_size or placed.local_world_size
+    _check_world(options, placed.local_world_size, world_size)
+    cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
     return LaunchSpec(
         launch_id=uuid.uuid4().hex[:12],
         name=name,
-        local_size=placement.local_size,
+        local_world_size=placed.local_world_size,
         world_size=world_size,
         rank_start=options.rank_start,
-        device_type=placement.device_type,
-        visible_devices=placement.visible_devices,
-        backend=device.choose_backend(options.backend, placement.device_type, ready),
+        device_type=placed.device_type,
+        visible_devices=placed.visible_devices,
+        backend=device.choose_backend(options.backend, placed.device_type, machine.ready),
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
         deadline=options.deadline,
@@ -40,23 +50,23 @@ def plan(options: Options, server: ForkServer, name: str, environ: Mapping[str, 
         max_restarts=options.max_restarts,
         seed=options.seed,
         port=options.port,
-        torch_version=ready.torch_version,
+        torch_version=machine.ready.torch_version,
         secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
         context=_context(environ),
         cluster=cluster,
-        gather_all=options.gather == "all" and world_size > placement.local_size,
+        gather_all=options.gather == "all" and world_size > placed.local_world_size,
     )
 
 
-def _check_world(options: Options, local_size: int, world_size: int) -> None:
-    if options.rank_start + local_size > world_size:
+def _check_world(options: Options, here: int, world_size: int) -> None:
+    if options.rank_start + here > world_size:
         raise ValueError(
-            f"world_size={world_size} with {local_size} rank(s) on this machine from rank_start={options.rank_start}: "
-            f"allowed: {options.rank_start + local_size} or more, or None for this machine alone"
+            f"world_size={world_size} with {here} rank(s) on this machine from rank_start={options.rank_start}: "
+            f"allowed: {options.rank_start + here} or more, or None for this machine alone"
         )
-    if world_size > local_size and options.port == 0:
+    if world_size > here and options.port == 0:
         raise ValueError(
-            f"world_size={world_size} with {local_size} rank(s) on this machine and port=0: the machines of a launch "
+            f"world_size={world_size} with {here} rank(s) on this machine and port=0: the machines of a launch "
             f"must agree on the port of the one with rank 0; allowed: 1 to 65535"
         )
 
@@ -92,9 +102,9 @@ def working_directory() -> str:
         ) from error
 
 
-def _place(options: Options, server: ForkServer, environ: Mapping[str, str]) -> device.Placement:
-    device_type = device.choose_type(options.device_type, server.ready())
-    available = server.count_devices(environ) if device_type != "cpu" else 0
+def _place(options: Options, machine: Machine, environ: Mapping[str, str]) -> Placement:
+    device_type = placement.choose_type(options.device_type, machine.ready)
+    available = machine.count(environ) if device_type != "cpu" else 0
     if device_type == "cpu" or (options.device_type == "auto" and available == 0):
-        return device.place_on_cpus(options.n_gpus, options.devices)
-    return device.place_on_accelerators(device_type, options.n_gpus, options.devices, available, environ)
+        return placement.place_on_cpus(options.n_gpus, options.devices)
+    return placement.place_on_accelerators(device_type, options.n_gpus, options.devices, available, environ)

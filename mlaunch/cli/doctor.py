@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
-from mlaunch.agent.evidence import in_units
+from mlaunch.base.text import in_bytes
 from mlaunch.protocol import registry
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def _memory() -> Finding:
         except (OSError, ValueError):  # not there, or "max"
             continue
         if limit < min(total, _NO_LIMIT):
-            return Finding("memory", NOTE, f"{in_units(total)}, of which the cgroup allows {in_units(limit)}")
-    return Finding("memory", OK, in_units(total))
+            return Finding("memory", NOTE, f"{in_bytes(total)}, of which the cgroup allows {in_bytes(limit)}")
+    return Finding("memory", OK, in_bytes(total))
 
 
 def _shared_memory() -> Finding:
@@ -95,8 +95,8 @@ def _shared_memory() -> Finding:
     free = status.f_bavail * status.f_frsize
     if free < _SMALL_SHM:
         advice = "DataLoader workers and NCCL use it; in a container give more (docker run --shm-size=8g)"
-        return Finding("/dev/shm", NOTE, f"only {in_units(free)} free: {advice}")
-    return Finding("/dev/shm", OK, f"{in_units(free)} free")
+        return Finding("/dev/shm", NOTE, f"only {in_bytes(free)} free: {advice}")
+    return Finding("/dev/shm", OK, f"{in_bytes(free)} free")
 
 
 def _open_files() -> Finding:
@@ -176,7 +176,7 @@ def _look_around() -> dict[str, Any]:
         "error": "",
     }
     try:
-        found["devices"] = device.count()
+        found["devices"] = torch.accelerator.device_count()
         if offered.accelerator == "cuda":
             version: Any = torch.cuda.nccl.version  # torch leaves it untyped
             nccl = ".".join(map(str, version()))

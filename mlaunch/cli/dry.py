@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Mapping
 
+from mlaunch.caller.plan import Machine
 from mlaunch.cli.job import Job
-from mlaunch.rank import device
+from mlaunch.cli.job_spec import Attempt, spec_of
+from mlaunch.protocol.messages import Ready
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rank import device, environment
+from mlaunch.rank.recognise import OWNER
+
+_AT_THE_START = "(chosen at the start)"
+_OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
 
 
-def describe(job: Job, size: int, environ: Mapping[str, str]) -> str:
-    """The plan, for people. ``environ``: the ranks' own, as far as it is known before they start."""
-    first, world = job.node_rank * size, size * job.nodes
+def describe(job: Job, size: int, environ: Mapping[str, str], accelerator: str | None = None) -> str:
+    """Returns the plan, for people. ``environ``: the caller's. ``accelerator``: None: not known; then CUDA's rules.
+
+    Raises:
+        ValueError: This machine cannot serve the job.
+    """
+    spec = _spec(job, size, environ)
+    first, world = spec.rank_start, spec.world_size
+    ranks = [_environment(job, spec, local_rank, environ, accelerator) for local_rank in range(size)]
+    shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
+    shared = {name: value for name, value in shared.items() if not _is_of_one(name)}
     lines = [
         f"command     {_command(job)}",
         f"directory   {job.path[0] if job.path else ''} comes first in sys.path",
@@ -22,17 +39,46 @@ def describe(job: Job, size: int, environ: Mapping[str, str]) -> str:
         f"ending      SIGTERM, after {job.grace_period:g} s SIGKILL; {job.max_restarts} restarts; {_deadline(job)}",
         "",
         "environment of every rank:",
-        *(f"  {name}={value}" for name, value in _shared(job, size, environ).items()),
+        *(f"  {name}={value}" for name, value in sorted(shared.items())),
         "",
         "and of each:",
     ]
-    for local_rank in range(size):
-        rank = first + local_rank
-        shown = 0 if job.virtual_local_rank else local_rank
-        only = device.only(local_rank, environ, None) if job.virtual_local_rank else {}
-        own = {"RANK": rank, "LOCAL_RANK": shown, "ROLE_RANK": rank, **only}
-        lines.append("  " + " ".join(f"{name}={value}" for name, value in own.items()))
+    for rank in ranks:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in rank.items() if name not in shared))
     return "\n".join(lines)
+
+
+def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
+    """The launch as far as it is known before anything starts, by the code that plans real ones."""
+    nothing_known = Machine(Ready("", None, ("gloo",)), lambda _environ: 0)
+    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.deadline), _AT_THE_START)
+    if spec.command is None or job.run_id:
+        return spec
+    return dataclasses.replace(spec, command=dataclasses.replace(spec.command, run_id=_AT_THE_START))
+
+
+def _environment(
+    job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], accelerator: str | None
+) -> dict[str, str]:
+    """What the rank gets beyond the caller's environment."""
+    if spec.command is None:
+        return {}
+    port = job.port if job.nodes == 1 and job.port else _AT_THE_START
+    known = dataclasses.replace(
+        spec,
+        num_nodes=job.nodes,
+        node_rank=job.node_rank,
+        interface="lo" if job.nodes == 1 else _AT_THE_START,
+    )
+    found = environment.of_command(known, spec.command, local_rank, ("127.0.0.1", port), accelerator)
+    found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
+    del found[OWNER]  # the rank's own process
+    return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}
+
+
+def _is_of_one(name: str) -> bool:
+    """With one rank every variable is shared; these are still the rank's own."""
+    return name in {"RANK", "LOCAL_RANK", "ROLE_RANK", _OWN}
 
 
 def _command(job: Job) -> str:
@@ -63,18 +109,3 @@ def _threads(size: int, environ: Mapping[str, str]) -> str:
 
 def _deadline(job: Job) -> str:
     return "no deadline" if job.deadline is None else f"all within {job.deadline:g} s"
-
-
-def _shared(job: Job, size: int, environ: Mapping[str, str]) -> dict[str, object]:
-    return {
-        "LOCAL_WORLD_SIZE": size,
-        "WORLD_SIZE": size * job.nodes,
-        "GROUP_RANK": job.node_rank,
-        "GROUP_WORLD_SIZE": job.nodes,
-        "ROLE_NAME": job.role,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": job.port if job.nodes == 1 and job.port else "(chosen at the start)",
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", device.threads_of(size)),
-        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
-        "TORCHELASTIC_RUN_ID": job.run_id or "(chosen at the start)",
-    }

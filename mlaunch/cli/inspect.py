@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.inspection import STACKS, STATUS
+from mlaunch.base.text import in_two_units, name_ranks
+from mlaunch.caller.failure_text import in_words
 from mlaunch.protocol import registry
-from mlaunch.protocol.stack_dump import in_words, name_ranks
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PATIENCE = 5.0  # seconds for a launch to answer
 _ID_SHOWN = 8
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def add_commands(commands: Commands) -> None:
@@ -94,7 +94,7 @@ def _title(launch: Mapping[str, Any]) -> str:
     ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
     again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
     return (
-        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}  {ranks}, {_duration(launch['age'])} old, "
+        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}  {ranks}, {in_two_units(launch['age'])} old, "
         f"called by pid {launch['caller']}{again}"
     )
 
@@ -126,15 +126,3 @@ def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
         rows = [f"    {row}" for row in rank["stacks"].splitlines() if row]
         blocks.append("\n".join([f"  rank {rank['rank']} (pid {rank['pid']}): {rank['state']}", *rows]))
     return "\n".join(blocks)
-
-
-def _duration(seconds: float) -> str:
-    """ "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
-    whole = int(seconds)
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlaunch.caller.output import files
-from mlaunch.caller.output.relay import STREAMS, Plan, Policy
+from mlaunch.caller.output.plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
 
 _PREFIX = "[${role_name}${rank}]:"  # torchrun's
@@ -68,7 +68,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
         raise UsageError(f"--log-dir {wishes.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
 
 
-def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> Plan:
+def output_plan(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> OutputPlan:
     policies = wishes.policies(size)
     template = string.Template(environ.get(_PREFIX_VARIABLE, _PREFIX))
 
@@ -76,4 +76,4 @@ def plan_of(wishes: Wishes, size: int, role: str, directory: str | None, environ
         (rank,) = ranks
         return template.safe_substitute(role_name=role, rank=rank, local_rank=rank)
 
-    return Plan(policies, prefix, directory, by_local_rank=True, merge=False)
+    return OutputPlan(policies, prefix, directory, by_local_rank=True, merge=False)

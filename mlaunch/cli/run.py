@@ -7,7 +7,6 @@ how it ended. It imports no torch itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
@@ -17,18 +16,20 @@ from types import FrameType
 
 from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller.fork_server import ForkServer, Interpreter, start_interpreter
-from mlaunch.caller.handle import Launch, StopSignal
-from mlaunch.caller.output.relay import Plan, Relay
-from mlaunch.caller.plan import plan, working_directory
+from mlaunch.caller.handle import StopSignal
+from mlaunch.caller.placement import shown
+from mlaunch.caller.plan import Machine
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
+from mlaunch.caller.settle import Ended
+from mlaunch.caller.start import start_launch
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.output import Wishes, directory_of, plan_of, wishes_of
+from mlaunch.cli.job_spec import Attempt, spec_of
+from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
 from mlaunch.protocol import error_file
-from mlaunch.protocol.spec import Command, Context
 from mlaunch.rank import device
 
 _RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses
@@ -68,7 +69,7 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
         try:
             size, environ = _on_devices(job, server, environ)
             if dry:
-                print(describe(job, size, environ))
+                print(describe(job, size, environ, server.ready().accelerator))
                 return 0
             if job.virtual_local_rank:
                 _check_devices(size, environ, server.ready().accelerator)
@@ -93,40 +94,20 @@ def _interpreter(environ: Mapping[str, str]) -> str:
 
 def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> None:
     directory = directory_of(wishes, size, job.run_id or "run")
-    output = plan_of(wishes, size, job.role, directory, environ)
+    output = output_plan(wishes, size, job.role, directory, environ)
     if directory is not None and wishes.log_dir is None:
         _say(f"output is kept in {directory}")
-    command = Command(
-        kind=job.kind,
-        target=job.target,
-        args=job.args,
-        role=job.role,
-        run_id=job.run_id,
-        error_dir=directory or "",
-        virtual_local_rank=job.virtual_local_rank,
-        numa_binding=job.numa_binding,
-    )
-    _launch_command(job, size, server, environ, command, output)
+    machine = Machine(server.ready(), server.count_devices)
 
-
-def _launch_command(
-    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], command: Command, output: Plan
-) -> None:
-    context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
-
-    def attempt(deadline: float | None, restart_count: int) -> None:
-        options = job.options(size).replaced({"deadline": deadline})
-        planned = plan(options, server, job.name, environ, restart_count)
-        named = dataclasses.replace(command, run_id=command.run_id or planned.launch_id)
-        spec = dataclasses.replace(planned, device_type="", command=named, context=context, piped=output.piped(size))
-        relay = Relay(output, size, restart_count)
-        launch = Launch(spec, server, server.launch(spec, None), relay, History())
+    def attempt(deadline: float | None, restart_count: int) -> Ended:
+        spec = spec_of(job, size, machine, environ, Attempt(restart_count, deadline), directory or "")
+        handle = start_launch(server, spec, None, output, History())
         try:
-            launch.collect()
+            return handle.wait()
         finally:
-            launch.close()
+            handle.close()
 
-    with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say)
+    with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say).result()
 
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
@@ -139,7 +120,7 @@ def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[
         if not ready.accelerator:
             raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
         try:
-            environ |= device.shown(ready.accelerator, job.devices, count, environ)
+            environ |= shown(ready.accelerator, job.devices, count, environ)
         except ValueError as error:
             raise UsageError(f"--{error}") from None
         count = len(job.devices)

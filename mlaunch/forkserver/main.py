@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from mlaunch.base import linux
+from mlaunch.base.fds import OwnedFds
+from mlaunch.forkserver.devices import count_devices
+from mlaunch.forkserver.huge_pages import use_huge_pages
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import AgentFailed, CountDevices, DeviceCount, Launch, NotReady, Reaped, Retire
+from mlaunch.protocol.messages import AgentFailed, CountDevices, NotReady, Reaped, Retire, StartLaunch
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = ("torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main")
@@ -81,7 +84,7 @@ class _ForkServer:
         if not self._prepare():
             return
         while self.children or not self.retiring:
-            ready = set(linux.wait_readable([caller, self.control.fileno(), *self.children], self._patience()))
+            ready = set(linux.wait_readable([caller, self.control.fileno(), *self.children], self._timeout()))
             if not ready:
                 self._settle()
             for pidfd in ready & set(self.children):
@@ -98,9 +101,9 @@ class _ForkServer:
                 __import__(module)
             from mlaunch.rank import device
 
-            self.control.tell(device.offered())
+            self.control.try_send(device.offered())
         except (Exception, SystemExit):
-            self.control.tell(NotReady(traceback.format_exc()))
+            self.control.try_send(NotReady(traceback.format_exc()))
             return False
         if self.call is None:
             gc.collect()
@@ -108,14 +111,14 @@ class _ForkServer:
         gc.freeze()  # the collector's marks would copy every page that ranks share with us
         return True
 
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         """Seconds until we may settle; None once that is done, or nothing was launched yet."""
         idle = self.launched > 0 and not self.children
         return _IDLE if idle and not self.settled and self.call is None else None
 
     def _settle(self) -> None:
         """Makes later launches faster, for a tenth of a second that a script of one launch need not spend."""
-        linux.use_huge_pages()
+        use_huge_pages()
         self.settled = True
 
     def _obey(self, caller: int) -> bool:
@@ -124,7 +127,7 @@ class _ForkServer:
             record, fds = self.control.receive()
         except EOFError:
             return False
-        if isinstance(record, Launch):
+        if isinstance(record, StartLaunch):
             self._launch(fds, caller)
         elif isinstance(record, CountDevices):
             self._count(fds)
@@ -139,7 +142,7 @@ class _ForkServer:
         parent = os.getpid()
         pid = self._fork(launcher_fd)
         if pid == 0:
-            foreign = self._fds(caller)
+            foreign = self._owned(caller)
             main.run_agent(main.Order(spec_fd, call_fd, launcher_fd, out, err, parent, foreign, self.call))
         if pid is not None:
             self._keep(pid, launcher_fd, is_agent=True)
@@ -150,7 +153,7 @@ class _ForkServer:
         parent = os.getpid()
         pid = self._fork(answer_fd)
         if pid == 0:
-            _count_devices(environ_fd, answer_fd, parent)
+            count_devices(environ_fd, answer_fd, parent)
         if pid is not None:
             self._keep(pid, answer_fd, is_agent=False)
         os.close(environ_fd)
@@ -161,18 +164,17 @@ class _ForkServer:
             return os.fork()
         except OSError:
             channel = Channel.adopt(channel_fd)
-            channel.tell(AgentFailed(traceback.format_exc()))
-            channel.tell(Reaped(1))
+            channel.try_send(AgentFailed(traceback.format_exc()))
+            channel.try_send(Reaped(1))
             channel.close()
             return None
 
     def _keep(self, pid: int, channel_fd: int, *, is_agent: bool) -> None:
         self.children[os.pidfd_open(pid)] = _Child(pid, Channel.adopt(channel_fd), is_agent)
 
-    def _fds(self, caller: int) -> list[int]:
-        """What a launch must not hold: a channel is seen to end only when every process has closed it."""
+    def _owned(self, caller: int) -> OwnedFds:
         channels = [self.control, *(child.channel for child in self.children.values())]
-        return [caller, *self.children, *(channel.fileno() for channel in channels)]
+        return OwnedFds(caller, *self.children, *(channel.fileno() for channel in channels))
 
     def _finish(self, pidfd: int) -> None:
         """Reaps a child and whatever it left, then says its last word."""
@@ -180,7 +182,7 @@ class _ForkServer:
         os.close(pidfd)
         _, status = os.waitpid(child.pid, 0)
         linux.kill_children(spare={other.pid for other in self.children.values()})
-        child.channel.tell(Reaped(os.waitstatus_to_exitcode(status)))
+        child.channel.try_send(Reaped(os.waitstatus_to_exitcode(status)))
         child.channel.close()
         self.launched += 1
         if self.launched == _SOON_ENOUGH and self.call is None and not self.settled:
@@ -194,23 +196,6 @@ class _ForkServer:
             if child.is_agent:  # bounded by its grace period
                 linux.wait_readable([pidfd])
                 os.waitpid(child.pid, 0)
-
-
-def _count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:
-    from mlaunch.protocol import payload
-    from mlaunch.rank import device
-
-    try:
-        linux.die_with(parent)
-        os.environ.clear()
-        os.environ.update(payload.read(environ_fd))
-        answer = DeviceCount(device.count())
-    except BaseException as error:  # whatever a driver may raise
-        answer = DeviceCount(0, f"{type(error).__name__}: {error}")
-    try:
-        Channel.adopt(answer_fd).tell(answer)
-    finally:
-        os._exit(0)
 
 
 def close(fds: Iterable[int]) -> None:

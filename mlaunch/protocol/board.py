@@ -45,13 +45,17 @@ class Loop:
 class Board:
     """``board[local_rank]`` is the rank's phase; setting it notes the time."""
 
-    def __init__(self, ranks: int, fd: int | None = None) -> None:
-        """Takes over ``fd``, another process's board; None makes a new one."""
-        if fd is None:
-            fd = linux.above_standard(os.memfd_create("mlaunch-board", os.MFD_CLOEXEC))
-            os.ftruncate(fd, ranks * _ROW)
+    def __init__(self, fd: int) -> None:
+        """Takes over the descriptor of a board."""
         self.fd = fd
-        self._memory = mmap.mmap(fd, ranks * _ROW)
+        self._memory = mmap.mmap(fd, 0)
+
+    @classmethod
+    def create(cls, ranks: int) -> Board:
+        """Makes a new one."""
+        fd = linux.above_standard(os.memfd_create("mlaunch-board", os.MFD_CLOEXEC))
+        os.ftruncate(fd, ranks * _ROW)
+        return cls(fd)
 
     def __setitem__(self, local_rank: int, phase: Phase) -> None:
         index = _PHASES.index(phase)

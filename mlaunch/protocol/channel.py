@@ -39,10 +39,12 @@ class Channel:
         """Raises BrokenPipeError or ConnectionResetError if the other end is gone."""
         socket.send_fds(self._socket, [pickle.dumps(record)], fds)
 
-    def tell(self, record: object, fds: Sequence[int] = ()) -> None:
+    def try_send(self, record: object, fds: Sequence[int] = ()) -> None:
         """As ``send``, but a lost listener is no error."""
         with contextlib.suppress(OSError):
             self.send(record, fds)
+
+    tell = try_send
 
     def receive(self) -> tuple[Any, list[int]]:
         """The next record and its file descriptors, which the receiver owns; EOFError when the other end is gone."""

@@ -43,8 +43,8 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def keep(path: str, crash_fd: int) -> None:
-    """Puts what a rank left in its file to what is known of its crash, where nothing is."""
+def copy_into(path: str, crash_fd: int) -> None:
+    """Copies the rank's error file into its crash memfd if faulthandler wrote nothing there."""
     if path and os.fstat(crash_fd).st_size == 0:
         os.write(crash_fd, _read(path).encode(errors="replace"))
 

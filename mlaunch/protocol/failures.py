@@ -8,7 +8,7 @@ from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.protocol.messages import Kind, RankAnswered, RankGone, RemoteError
 
 
-def of_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
+def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
     """A rank raised, or returned what cannot be pickled."""
     unpicklable = answered.kind is Kind.UNPICKLABLE
     return RankFailure(
@@ -29,7 +29,7 @@ def _raised(remote: RemoteError) -> str:
     return f"raised {remote.type_name}: {remote.message}" if remote.message else f"raised {remote.type_name}"
 
 
-def of_end(gone: RankGone, device: str = "", crash: str = "") -> RankFailure:
+def from_exit(gone: RankGone, device: str = "", crash: str = "") -> RankFailure:
     """A rank died. ``crash``: the Python stacks that it left."""
     what = describe_exit(gone.exitcode)
     return RankFailure(
@@ -46,18 +46,18 @@ def of_end(gone: RankGone, device: str = "", crash: str = "") -> RankFailure:
     )
 
 
-def of_server(pid: int, exitcode: int, at: float) -> RankFailure:
+def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
     return RankFailure(None, pid, describe_exit(exitcode), exitcode=exitcode, at=at)
 
 
-def of_cancel(by_launcher: bool, *, by_choice: bool) -> RankFailure:
+def from_cancel(by_launcher: bool, *, by_choice: bool) -> RankFailure:
     """The launcher cancels, or it or the fork server is gone."""
     if by_choice:
         return _of_host("the call", "was interrupted", final=True)
     return _of_host("the calling process" if by_launcher else "the fork server", "is gone", final=False)
 
 
-def of_deadline(seconds: float | None) -> RankFailure:
+def from_deadline(seconds: float | None) -> RankFailure:
     return _of_host("the call", f"passed its deadline of {seconds:g} s", final=True)
 
 

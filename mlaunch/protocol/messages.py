@@ -1,9 +1,10 @@
 """The records that cross process boundaries, each written once.
 
-launcher -> fork server   CountDevices, Launch, Retire          (a seqpacket socket, with file descriptors)
+launcher -> fork server   CountDevices, StartLaunch, Retire     (a seqpacket socket, with file descriptors)
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
-worker -> agent           Answer                                (the result queue)
+agent -> rank             RunCall, Release                      (a channel for each rank)
+rank -> agent             Answer                                (the result queue)
 agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
 agent -> launcher         DeadlinePassed, ServerGone, AgentFailed
 link -> agent -> launcher Waiting, Refused, RankFailure         (launches over several machines)
@@ -19,7 +20,7 @@ import enum
 import signal
 from dataclasses import dataclass
 
-CAUSE_PATIENCE = 0.1  # seconds in which the cause may follow its consequence
+CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class DeviceCount:
 
 
 @dataclass(frozen=True)
-class Launch:
+class StartLaunch:
     """Starts a launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""
 
 
@@ -81,6 +82,7 @@ class Phase(enum.Enum):
     ANSWERING = "sending its value"
     FAILING = "reporting an exception"
     RETURNED = "waiting for the others to return"
+    SEVERED = "unable to answer: its function closed mlaunch's file descriptors"
     LEAVING = "shutting down"
 
 
@@ -93,11 +95,26 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True)
+class RunCall:
+    """Asks a rank to run a call. Attached: the memfd for its answer; the call's memfd, unless the rank has the call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Tells a rank that nothing more comes: it may end."""
+
+
+@dataclass(frozen=True)
 class Answer:
-    """A rank's answer; the value or the RemoteError is in the rank's memfd. ``consequence``: it looks like one
-    of another rank's failure (a peer closed the connection)."""
+    """A rank's answer to a call; the value or the RemoteError is in the memfd that came with the call.
+
+    ``consequence``: it looks like one of another rank's failure (a peer closed the connection).
+    """
 
     local_rank: int
+    number: int  # of the call
     kind: Kind
     consequence: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 
 from mlaunch.protocol.board import Board
@@ -27,36 +27,24 @@ class ResultQueue(SimpleQueue[Answer]):
     def fileno(self) -> int:
         return self._reader.fileno()
 
+    def writer_fileno(self) -> int:
+        return self._writer.fileno()
+
     def drain(self) -> list[Answer]:
-        """What has arrived, without waiting."""
+        """Returns what has arrived, without waiting."""
         answers = []
         while not self.empty():
             answers.append(self.get())
         return answers
 
     def close_reader(self) -> None:
-        """In a writer: leaves the reading to the one process that does it."""
+        """Leaves the reading to the one process that does it; called in a writer."""
         self._reader.close()
 
 
-class Answers:
+class Results:
     """Both, for one launch; made by its agent before the ranks are forked."""
 
     def __init__(self, ranks: int) -> None:
         self.queue = ResultQueue()
-        self.board = Board(ranks)
-        self._dismissed, self._dismissal = multiprocessing.Pipe(duplex=False)
-        self._said = False
-
-    def dismiss(self) -> None:
-        """In the agent: ranks that have answered may end."""
-        if not self._said:
-            self._said = True
-            self._dismissal.send_bytes(b"")
-
-    def await_dismissal(self) -> None:
-        """In a rank that has answered, whose end would break what the others are in: a collective, a new group.
-
-        Until all have answered, or the agent has seen where they are, there would only be "Connection closed by peer".
-        """
-        wait([self._dismissed])  # nobody takes the word out, so it is there for all
+        self.board = Board.create(ranks)

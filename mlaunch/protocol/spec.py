@@ -53,7 +53,7 @@ class LaunchSpec:
 
     launch_id: str
     name: str  # for people: "train()", or a command, "train.py"
-    local_size: int
+    local_world_size: int
     world_size: int
     rank_start: int
     device_type: str  # "": what a command does with devices is not known
@@ -70,8 +70,8 @@ class LaunchSpec:
     secret: str = field(repr=False)  # signs what ranks pickle for each other
     context: Context
     cluster: Cluster | None = None  # None: a launch on this machine alone
-    group_rank: int = 0  # of this machine, by its ranks
-    group_size: int = 1  # machines
+    node_rank: int = 0  # of this machine, by its ranks
+    num_nodes: int = 1
     interface: str = "lo"  # on which the ranks talk; "": not known
     gather_all: bool = False  # the caller wants the values of all machines' ranks
     command: Command | None = None  # None: ranks receive a function

@@ -1,4 +1,4 @@
-"""Which devices, backend and threads a rank gets.
+"""Which devices, backend and threads a rank gets, and what its torch offers.
 
 Ranks see only the devices of their launch, through the variable with which each kind of device hides the others, so
 device i is local rank i's for every library, whichever ``devices`` were picked. Counting devices may wake a driver,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,73 +18,23 @@ from mlaunch.protocol.spec import LaunchSpec
 if TYPE_CHECKING:
     import torch
 
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _UNLIMITED = timedelta(days=10_000)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where the ranks of one machine run."""
-
-    device_type: str
-    local_size: int
-    visible_devices: str | None
-
-
-def choose_type(device_type: str, ready: Ready) -> str:
-    """``device_type`` with "auto" resolved to what torch was built for. ValueError if torch lacks it."""
-    offered = [ready.accelerator, "cpu"] if ready.accelerator else ["cpu"]
-    if device_type == "auto":
-        return offered[0] or "cpu"
-    if device_type not in offered:
-        raise ValueError(
-            f"device_type={device_type!r}: torch {ready.torch_version} has no such device; "
-            f"allowed: {', '.join(repr(name) for name in ['auto', *offered])}"
-        )
-    return device_type
-
-
 def usable_cpus() -> int:
-    """The CPUs this process may run on."""
+    """Counts the CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def threads_of(ranks: int) -> int:
-    """Each rank's share of those CPUs, for parallel operations."""
+    """Returns each rank's share of those CPUs, for parallel operations."""
     return max(1, usable_cpus() // ranks)
 
 
-def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> Placement:
-    if devices is not None:
-        raise ValueError(
-            f"devices={list(devices)}: ranks on CPUs have no device numbers; give n_gpus={len(devices)} instead"
-        )
-    return Placement("cpu", usable_cpus() if n_gpus is None else n_gpus, None)
-
-
-def place_on_accelerators(
-    device_type: str, n_gpus: int | None, devices: Sequence[int] | None, count: int, environ: Mapping[str, str]
-) -> Placement:
-    """Picks among the ``count`` visible devices. ValueError for more, or others, than there are."""
-    if devices is None:
-        size = count if n_gpus is None else n_gpus
-        if size > count:
-            raise ValueError(
-                f"n_gpus={size}: only {count} {device_type} device(s) are visible here; "
-                f"allowed: 1 to {count}, or device_type='cpu'"
-            )
-        devices = range(size)
-    beyond = [device for device in devices if device >= count]
-    if beyond:
-        raise ValueError(
-            f"devices={list(devices)}: {beyond} do not exist; the {count} visible {device_type} device(s) "
-            f"are numbered 0 to {count - 1}"
-        )
-    return Placement(device_type, len(devices), _visible(device_type, devices, environ))
-
-
-def _visible(device_type: str, devices: Sequence[int], environ: Mapping[str, str]) -> str | None:
-    variable = _VISIBLE.get(device_type)
+def visible(device_type: str, devices: Sequence[int], environ: Mapping[str, str]) -> str | None:
+    """Returns the value of the variable that shows these of the visible devices; None if there is no such variable."""
+    variable = VISIBLE.get(device_type)
     if variable is None:
         return None
     shown = [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]
@@ -93,7 +42,7 @@ def _visible(device_type: str, devices: Sequence[int], environ: Mapping[str, str
 
 
 def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
-    """The backend string for ``init_process_group``. ValueError for one that this torch does not offer."""
+    """Returns the backend string for ``init_process_group``. ValueError for one that this torch does not offer."""
     default = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(device_type)
     if backend is None:
         return f"cpu:gloo,{device_type}:{default}" if default else "gloo"
@@ -104,7 +53,7 @@ def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
 
 
 def offered() -> Ready:
-    """What the torch of this process offers. Wakes no device."""
+    """Tells what the torch of this process offers, without waking a device."""
     import torch
     import torch.distributed as dist
 
@@ -120,13 +69,6 @@ def offered() -> Ready:
     plugins = [name for name in dist.Backend.backend_list if name not in {*present, "undefined"}]
     names = [name for name, there in present.items() if there] + plugins
     return Ready(str(torch.__version__), accelerator.type if accelerator else None, tuple(names))
-
-
-def count() -> int:
-    """The visible accelerators. Wakes the driver: only in a process that ends afterwards."""
-    import torch
-
-    return torch.accelerator.device_count()
 
 
 def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
@@ -152,71 +94,26 @@ def share_cores(spec: LaunchSpec) -> None:
     import torch
 
     if "OMP_NUM_THREADS" not in spec.context.environ:
-        threads = threads_of(spec.local_size)
+        threads = threads_of(spec.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the rank itself starts
         torch.set_num_threads(threads)
 
 
-def environment(spec: LaunchSpec, local_rank: int, address: str, port: int) -> dict[str, str]:
-    """The variables by which torch and the libraries on it know a rank, named and valued as torchrun's."""
-    machine = {
-        "LOCAL_WORLD_SIZE": spec.local_size,
-        "WORLD_SIZE": spec.world_size,
-        "ROLE_WORLD_SIZE": spec.world_size,
-        "GROUP_RANK": spec.group_rank,
-        "GROUP_WORLD_SIZE": spec.group_size,
-        "NODE_RANK": spec.group_rank,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        "ROLE_NAME": "default",
-        "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
-        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-        "TORCHELASTIC_RUN_ID": spec.launch_id,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    rank = {"RANK": spec.rank(local_rank), "ROLE_RANK": spec.rank(local_rank), "LOCAL_RANK": local_rank}
-    rank["MLAUNCH_RANK_PID"] = os.getpid()  # whose RANK it is: what a rank starts inherits these, but is no rank
-    return {**dict(spec.context.environ), **_defaults(spec), **_strings({**machine, **rank})}
-
-
-def _strings(values: Mapping[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items()}
-
-
-def _defaults(spec: LaunchSpec) -> dict[str, str]:
-    environ = spec.context.environ
-    chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if spec.interface:
-        chosen["GLOO_SOCKET_IFNAME"] = spec.interface
-    if spec.interface and spec.group_size > 1:
-        chosen["NCCL_SOCKET_IFNAME"] = spec.interface
-    found = {name: value for name, value in chosen.items() if name not in environ}
-    if spec.visible_devices is not None:
-        found[_VISIBLE[spec.device_type]] = spec.visible_devices
-    return found
-
-
-def shown(device_type: str, devices: Sequence[int], count: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows these of the ``count`` visible devices alone. ValueError for others than there are."""
-    placement = place_on_accelerators(device_type, None, devices, count, environ)
-    return {} if placement.visible_devices is None else {_VISIBLE[device_type]: placement.visible_devices}
-
-
 def only(local_rank: int, environ: Mapping[str, str], accelerator: str | None) -> dict[str, str]:
-    """The variable that leaves a rank its own device alone, of kind ``accelerator`` (None: CUDA, as torchrun).
+    """Returns the variable that leaves a rank its own device alone, of kind ``accelerator`` (None: CUDA, as torchrun).
 
     Raises:
         ValueError: The variable shows fewer devices than that.
     """
-    variable = _VISIBLE.get(accelerator or "cuda")
+    variable = VISIBLE.get(accelerator or "cuda")
     if variable is None:
         return {}
     try:
-        return {variable: _visible(accelerator or "cuda", [local_rank], environ) or ""}
+        return {variable: visible(accelerator or "cuda", [local_rank], environ) or ""}
     except IndexError:
         raise ValueError(f"{variable}={environ[variable]} shows no device to local rank {local_rank}") from None
 
 
 def limit(timeout: float | None) -> timedelta:
-    """A timeout in seconds as torch takes it; None, no limit, as one that no job outlives."""
+    """Returns a timeout in seconds as torch takes it; None, no limit, as one that no job outlives."""
     return _UNLIMITED if timeout is None else timedelta(seconds=timeout)

@@ -25,23 +25,24 @@ from typing import Any, TextIO
 from mlaunch.protocol import error_file
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import Command
-from mlaunch.rank import device, process
-from mlaunch.rank.function import Place, Worker, below_ours
+from mlaunch.rank import device, environment, process
+from mlaunch.rank.base import Rank, RankArgs
+from mlaunch.rank.remote_error import below_ours
 
 _STREAMS = ("stdin", "stdout", "stderr")
 
 
-class CommandWorker(Worker):
+class ScriptRank(Rank):
     """Joins no process group: that is the script's own business."""
 
-    def __init__(self, place: Place, command: Command) -> None:
-        super().__init__(place)
+    def __init__(self, args: RankArgs, command: Command) -> None:
+        super().__init__(args)
         self._command = command
 
-    def run(self) -> int:
-        """Returns the exit code."""
+    def live(self) -> int:
+        """Becomes a rank, runs the command, leaves. Returns the exit code."""
         try:
-            self._start()
+            self._become_rank()
             self._enter(Phase.COMMANDED)
             _RUN[self._command.kind](self._command.target)
             code = 0
@@ -62,27 +63,24 @@ class CommandWorker(Worker):
             os.kill(os.getpid(), -code)
         return code
 
-    def _start(self) -> None:
+    def _become_rank(self) -> None:
         process.reset_process(of_a_function=False)
         _open_streams()
-        place, command = self._place, self._command
-        environ = device.environment(self._spec, place.local_rank, *place.rendezvous)
-        environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id}
-        environ[error_file.VARIABLE] = error_file.path_of(self._spec, place.local_rank)
+        args, command = self._args, self._command
+        accelerator = device.offered().accelerator if command.virtual_local_rank else None
+        environ = environment.of_command(self._spec, command, args.local_rank, args.rendezvous, accelerator)
         os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
-        if command.virtual_local_rank:
-            environ |= {"LOCAL_RANK": "0", **device.only(place.local_rank, environ, device.offered().accelerator)}
         self._take_surroundings(environ)
-        arguments = [string.Template(text).safe_substitute(local_rank=place.local_rank) for text in command.args]
+        arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in command.args]
         sys.argv[:] = [command.target, *arguments]
         if command.numa_binding is not None:
-            _bind_to_numa_node(place.local_rank, command.numa_binding)
+            _bind_to_numa_node(args.local_rank, command.numa_binding)
         _seed_afresh()
 
     def _show(self, error: BaseException) -> None:
         """To a hook of the script's own, or a log. The launcher tells it to everybody else."""
-        if 2 in self._spec.streams(self._place.local_rank) or not _is_default(sys.excepthook):
-            error = below_ours(error)
+        if 2 in self._spec.streams(self._args.local_rank) or not _is_default(sys.excepthook):
+            error = below_ours(error, keep_last=False)
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
 

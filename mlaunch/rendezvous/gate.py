@@ -17,7 +17,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.protocol.messages import CAUSE_PATIENCE
+from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.rendezvous import membership, values, wire
 from mlaunch.rendezvous.membership import Join
 
@@ -173,7 +173,7 @@ class Gate:
         One that looks like the consequence of another waits a moment for its cause.
         """
         if failure.get("consequence"):
-            await asyncio.sleep(CAUSE_PATIENCE)
+            await asyncio.sleep(CAUSE_DELAY)
         if self._failure is None:
             self._failure = failure
             await self._tell_all({"failure": failure}, besides=source)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.protocol.stack_dump import name_ranks
+from mlaunch.base.text import name_ranks
 
 _LONGEST = 1000  # characters: of a function's qualified name
 _MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mlaunch.protocol.stack_dump import name_ranks
+from mlaunch.base.text import name_ranks
 
 _rounds = itertools.count()
 

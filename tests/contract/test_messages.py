@@ -16,8 +16,9 @@ import pytest
 import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.base import linux
-from mlaunch.base.errors import RankFailure, Report, describe_exit
+from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.caller import fork_server as fork_server_module
+from mlaunch.caller.failure_text import FailureText
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
 from mlaunch.protocol.channel import Channel
@@ -182,20 +183,20 @@ def test_a_signal_without_a_name() -> None:
 
 def test_many_consequences_are_cut_short() -> None:
     failures = [RankFailure(rank, 100 + rank, "was killed by SIGKILL", consequence=rank > 0) for rank in range(12)]
-    text = str(Report("train()", failures))
+    text = str(FailureText("train()", failures))
     assert text.count("was killed by SIGKILL") == 9
     assert text.endswith("  and 3 more (see .failures)")
 
 
 def test_a_long_consequence_is_shortened() -> None:
     failures = [RankFailure(0, 1, "raised A"), RankFailure(1, 2, "raised B: " + "word " * 100 + "\nmore")]
-    last = str(Report("train()", failures)).splitlines()[-1]
+    last = str(FailureText("train()", failures)).splitlines()[-1]
     assert last.startswith("  rank 1 raised B: word word")
     assert last.endswith("... ...")
     assert len(last) < 180
 
 
 def test_the_place_of_the_rendezvous_server_is_told_as_far_as_known() -> None:
-    assert str(Report("train()", [RankFailure(None, 7, "was killed by SIGKILL")])) == (
+    assert str(FailureText("train()", [RankFailure(None, 7, "was killed by SIGKILL")])) == (
         "the rendezvous server of train() was killed by SIGKILL\n  pid 7"
     )

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent.evidence import Evidence
+from mlaunch.base.text import name_ranks
+from mlaunch.caller.failure_text import in_words, summarise
 from mlaunch.protocol.messages import Phase, RankStacks
-from mlaunch.protocol.stack_dump import in_words, name_ranks, summarise
 
 HERE = os.path.basename(__file__)
 METHODS = ("forkserver", "fork", "spawn")

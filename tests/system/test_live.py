@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, launcher
+from mlaunch.base.text import in_two_units
 from mlaunch.cli import inspect, main
 from mlaunch.protocol import registry
 from tests.conftest import ROOT
@@ -206,4 +207,4 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
     ("seconds", "words"), [(0.4, "0 s"), (64, "1 min 4 s"), (7500, "2 h 5 min"), (90_000, "1 d 1 h")]
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert inspect._duration(seconds) == words
+    assert in_two_units(seconds) == words

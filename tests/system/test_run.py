@@ -145,7 +145,7 @@ def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
         assert done.stderr == ""
     if how in {"raise", "segfault"}:
         assert f'File "{tmp_path}/train.py", line' in done.stderr
-        assert "mlaunch/runtime" not in done.stderr
+        assert "mlaunch/rank" not in done.stderr
 
 
 def test_what_a_fresh_interpreter_does(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_target_that_cannot_be_run(tmp_path: Path, args: list[str], words: str
     done = run(tmp_path, *args)
     assert done.returncode == 1
     assert words in done.stderr
-    assert "mlaunch/runtime" not in done.stderr
+    assert "mlaunch/rank" not in done.stderr
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:

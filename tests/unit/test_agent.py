@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
-from mlaunch.agent import supervisor as agent_module
+from mlaunch.agent import supervisor as supervisor_module
 from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.supervisor import CAUSE_PATIENCE, Agent, Limits, System
+from mlaunch.agent.supervisor import Supervision, Supervisor
+from mlaunch.agent.system import System
+from mlaunch.base import linux
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Answer, Cancel, DeadlinePassed, Kind, RankAnswered, RankGone, RankStacks
-from mlaunch.protocol.results import Answers
-from mlaunch.protocol.stack_dump import PATIENCE
+from mlaunch.protocol.messages import (
+    CAUSE_DELAY,
+    Answer,
+    Cancel,
+    DeadlinePassed,
+    Kind,
+    RankAnswered,
+    RankGone,
+    RankStacks,
+    Release,
+)
+from mlaunch.protocol.results import Results
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
+from mlaunch.rank import function
 
-OURS = agent_module.__file__
+BOTTOM = function.__file__
 
 
 class FakeServer:
@@ -43,30 +56,35 @@ class World:
     now: float = 100.0
     signals: list[tuple[int, str, float]] = field(default_factory=list)
     deadline: float | None = None
+    taken: dict[int, list[object]] = field(default_factory=dict)
     talkative: set[int] = field(default_factory=set)  # ranks that take a request for stacks
     deaf: set[int] = field(default_factory=set)  # ranks that ignore SIGTERM
     steps: list[Callable[[], None]] = field(default_factory=list)
+    channels: dict[int, Channel] = field(default_factory=dict)  # the ranks' ends
     _writers: dict[int, int] = field(default_factory=dict)
     _stacks: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.answers = Answers(self.size)
+        self.results = Results(self.size)
         self.ours, theirs = Channel.pair()
         self.parent, self.parent_end = socket.socketpair()
         self.ranks = [self._rank(index) for index in range(self.size)]
         self.pids = {rank.pid: rank.rank for rank in self.ranks}
-        self.monkeypatch.setattr(agent_module, "wait", self._wait)
-        self.monkeypatch.setattr(agent_module.linux, "kill_children", lambda _spare: None)
+        self.monkeypatch.setattr(supervisor_module, "wait", self._wait)
+        self.monkeypatch.setattr(supervisor_module.linux, "kill_children", lambda _spare: None)
         self.theirs = theirs
-        self.agent = Agent(
-            self.ranks,
-            self.answers,
-            FakeServer(),  # type: ignore[arg-type]
-            theirs,
-            self.parent.fileno(),
-            limits=Limits(5.0, self.deadline),
-            system=System(lambda: self.now, self._signal, lambda pid, _phase: self.pids[pid] in self.talkative),
+        self.supervisor = Supervisor(
+            Supervision(
+                self.ranks,
+                self.results,
+                FakeServer(),  # type: ignore[arg-type]
+                theirs,
+                self.parent.fileno(),
+                grace_period=5.0,
+                system=System(lambda: self.now, self._signal, lambda pid, _phase: self.pids[pid] in self.talkative),
+            )
         )
+        self.supervisor.begin_call(None, self.deadline)
 
     def _rank(self, index: int) -> RankProcess:
         reader, writer = os.pipe()
@@ -78,8 +96,8 @@ class World:
         os.close(reader)
         self._writers[index] = writer
         stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
-        value, crash = os.memfd_create("value"), os.memfd_create("crash")
-        return RankProcess(index, index, pid, os.pidfd_open(pid), value, crash, stacks_in)
+        channel, self.channels[index] = Channel.pair()
+        return RankProcess(index, index, pid, os.pidfd_open(pid), channel, os.memfd_create("crash"), stacks_in)
 
     def end(self, rank: int, code: int = 0) -> None:
         os.write(self._writers[rank], bytes([code]))
@@ -111,11 +129,23 @@ class World:
         return ready  # type: ignore[return-value]
 
     def answer(self, rank: int, kind: Kind = Kind.VALUE, *, consequence: bool = False) -> None:
-        self.answers.queue.put(Answer(rank, kind, consequence))
+        self.results.queue.put(Answer(rank, 0, kind, consequence))
+
+    def received(self, rank: int) -> Iterator[object]:
+        """What the agent has sent to a rank by now."""
+        while linux.wait_readable([self.channels[rank].fileno()], 0):
+            try:
+                record, fds = self.channels[rank].receive()
+            except EOFError:
+                return
+            for fd in fds:
+                os.close(fd)
+            self.taken.setdefault(rank, []).append(record)
+        yield from self.taken.get(rank, [])
 
     def run(self, *steps: Callable[[], None]) -> list[object]:
         self.steps = list(steps)
-        self.agent.run()
+        self.supervisor.run()
         self.theirs.close()
         told = []
         while True:
@@ -132,10 +162,10 @@ class World:
     def _close(self) -> None:
         for writer in (*self._writers.values(), *self._stacks.values()):
             os.close(writer)
-        self.answers.board.close()
-        for end in (self.ours, self.parent, self.parent_end, self.answers._dismissed, self.answers._dismissal):
+        self.results.board.close()
+        for end in (self.ours, self.parent, self.parent_end, *self.channels.values()):
             end.close()
-        self.answers.queue.close()
+        self.results.queue.close()
 
 
 @pytest.fixture
@@ -162,7 +192,7 @@ def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
 
     def then(act: Callable[[int], None], rank: int) -> Callable[[], None]:
         def step() -> None:
-            may_end.append(world.answers._dismissed.poll())
+            may_end.append(Release() in list(world.received(0)))
             act(rank)
 
         return step
@@ -200,7 +230,7 @@ def test_a_consequence_waits_for_its_cause(world: World) -> None:
 
 def test_a_consequence_is_held_for_a_moment_only(world: World) -> None:
     world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
-    assert world.signals == [(1, "SIGTERM", 100.0 + CAUSE_PATIENCE), (2, "SIGTERM", 100.0 + CAUSE_PATIENCE)]
+    assert world.signals == [(1, "SIGTERM", 100.0 + CAUSE_DELAY), (2, "SIGTERM", 100.0 + CAUSE_DELAY)]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_when_grace_ends(world: World) -> None:
@@ -230,7 +260,7 @@ def test_a_rank_that_has_answered_is_left_to_end_by_itself(world: World) -> None
 
 def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
     world.talkative = {0, 2}
-    frames = ("t.py", 8, "train"), (OURS, 1, "run")
+    frames = ("t.py", 8, "train"), (BOTTOM, 1, "run")
     text = "Current thread 0x1 (most recent call first):\n"
     text += "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     told = world.run(
@@ -238,12 +268,12 @@ def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
     )
     dumps = {record.rank: record.text for record in told if isinstance(record, RankStacks)}
     assert dumps == {0: "", 2: text}
-    assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + PATIENCE), (2, 100.0 + PATIENCE)]
+    assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + STACKS_TIMEOUT), (2, 100.0 + STACKS_TIMEOUT)]
 
 
 def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
     world.talkative = {0, 2}
-    text = f'  File "{OURS}", line 1 in run\n'.encode()
+    text = f'  File "{BOTTOM}", line 1 in run\n'.encode()
     world.run(
         lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text), lambda: os.write(world._stacks[0], text),

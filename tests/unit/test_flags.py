@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.output.relay import Policy
+from mlaunch.caller.output.plan import Policy
 from mlaunch.cli import flags, run
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.output import plan_of, wishes_of
+from mlaunch.cli.output import output_plan, wishes_of
 from mlaunch.protocol.messages import Ready
 
 
@@ -151,7 +151,7 @@ def test_the_prefix_is_torchruns() -> None:
     wishes = wishes_of(parse("-t", "3"))
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}> "}
     for environ, prefix in (({}, "[trainer3]:"), (template, "3> ")):
-        plan = plan_of(wishes, 4, "trainer", None, environ)
+        plan = output_plan(wishes, 4, "trainer", None, environ)
         assert plan.prefix([3]) == prefix
 
 
@@ -173,7 +173,7 @@ def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
         "devices     every rank sees all\n",
         "ending      SIGTERM, after 30 s SIGKILL; 0 restarts; no deadline\n",
         "  WORLD_SIZE=4\n",
-        "  RANK=3 LOCAL_RANK=1 ROLE_RANK=3\n",
+        "  RANK=3 LOCAL_RANK=1 ROLE_RANK=3 TORCHELASTIC_ERROR_FILE=",
     ):
         assert words in said
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.base import linux
 from mlaunch.caller.output.bars import line
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
 from mlaunch.caller.output.merging import WINDOW, Merger
-from mlaunch.caller.output.relay import Plan, Policy, Relay
+from mlaunch.caller.output.plan import OutputPlan, Policy
+from mlaunch.caller.output.relay import Relay
 from mlaunch.protocol.board import Loop
 
 
@@ -146,7 +148,7 @@ def test_a_place_that_breaks_is_free_again() -> None:
 class Pipes:
     """A relay with a pipe for each stream of each rank."""
 
-    def __init__(self, plan: Plan, size: int) -> None:
+    def __init__(self, plan: OutputPlan, size: int) -> None:
         self.relay = Relay(plan, size, 0, lambda: 0.0)
         self._writers: dict[tuple[int, int], int] = {}
         for rank in range(size):
@@ -167,9 +169,9 @@ def prefix(ranks: Sequence[int]) -> str:
     return f"[{','.join(map(str, sorted(ranks)))}] "
 
 
-def plan(size: int, policy: Policy, directory: Path | None = None) -> Plan:
+def plan(size: int, policy: Policy, directory: Path | None = None) -> OutputPlan:
     policies = {(rank, stream): policy for rank in range(size) for stream in (1, 2)}
-    return Plan(policies, prefix, None if directory is None else str(directory))
+    return OutputPlan(policies, prefix, None if directory is None else str(directory))
 
 
 def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -211,7 +213,9 @@ def test_the_relay_returns_when_it_is_wanted_elsewhere() -> None:
     pipes = Pipes(plan(1, Policy(shown=False)), 1)
     reader, writer = os.pipe()
     os.write(writer, b"x")
-    pipes.relay.carry_until(reader)
+    pipes.relay.watch(reader)
+    assert linux.wait_readable([pipes.relay.fileno()], 10)
+    assert pipes.relay.carry() == {reader}
     pipes.finish()
     os.close(reader)
     os.close(writer)

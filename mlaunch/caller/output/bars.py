@@ -44,10 +44,3 @@ def meter(done: int, total: int, elapsed: float, description: str, note: str) ->
     width = min(_WIDEST, shutil.get_terminal_size().columns - 1)
     known: Any = total if total >= 0 else None  # None is what tqdm takes for an unknown one
     return str(tqdm.format_meter(done, known, elapsed, ncols=width, prefix=description, postfix=note))
-
-
-def in_minutes(seconds: float) -> str:
-    """ "0:07", "1:02:03"."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from mlaunch.base.text import ranges
 from mlaunch.caller.options import Options
 from mlaunch.caller.output import files
 from mlaunch.caller.output.display import area
-from mlaunch.caller.output.relay import STREAMS, Plan, Policy
+from mlaunch.caller.output.plan import STREAMS, OutputPlan, Policy
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stack_dump import ranges
 
 
 def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | None:
@@ -23,17 +23,17 @@ def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | No
         raise OSError(error.errno, f"log_dir={log_dir!r}: {error.strerror}") from None
 
 
-def plan_of(options: Options, spec: LaunchSpec) -> Plan:
+def output_plan(options: Options, spec: LaunchSpec) -> OutputPlan:
     """``log_dir`` of the options is this call's own directory."""
     output, policies = options.output, {}
     directory = None if options.log_dir is None else os.fspath(options.log_dir)
-    for local_rank in range(spec.local_size if output != "raw" else 0):
+    for local_rank in range(spec.local_world_size if output != "raw" else 0):
         shown = output == "all" or (output == "rank0" and spec.rank(local_rank) == 0)
         for stream in STREAMS:
             policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
-    return Plan(policies, _prefix(spec), directory, area=area() if options.progress else None)
+    return OutputPlan(policies, _prefix(spec), directory, area=area() if options.progress else None)
 
 
 def _prefix(spec: LaunchSpec) -> Callable[[Sequence[int]], str]:
-    host = f"{os.uname().nodename}:" if spec.world_size > spec.local_size else ""
+    host = f"{os.uname().nodename}:" if spec.world_size > spec.local_world_size else ""
     return lambda ranks: f"[{host}{ranges(ranks, ',')}] "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base.errors import describe_exit
 from mlaunch.caller.outcome import Outcome
-from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.records import RankReport, Span
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages import Phase, RankGone, RankStarted
+from mlaunch.protocol.messages import Phase, RankGone, RanksStarting, RankStarted
 
 # What begins with each phase of a rank, in the words of a report.
 _NAMES = {
@@ -38,6 +39,19 @@ class History:
     started: dict[int, RankStarted] = field(default_factory=dict)
     gone: dict[int, RankGone] = field(default_factory=dict)
     board: Board | None = None
+
+    def take(self, record: object, fds: Sequence[int]) -> None:
+        """Takes in what a record of the agent's says of the launch's course."""
+        if isinstance(record, RanksStarting):
+            self.board = Board(fds[0])
+        elif isinstance(record, RankStarted):
+            self.started[record.rank] = record
+        elif isinstance(record, RankGone):
+            self.gone[record.rank] = record
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
 
     def report(self, outcome: Outcome) -> LaunchReport:
         spec = outcome.spec

@@ -1,0 +1,97 @@
+"""Forks the ranks of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlaunch.agent.ranks import RankProcess
+from mlaunch.base import linux
+from mlaunch.base.fds import OwnedFds
+from mlaunch.protocol import error_file, payload
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import RankStarted
+from mlaunch.protocol.results import Results
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rank import main as rank_main
+from mlaunch.rank.base import RankArgs
+
+
+@dataclass(frozen=True)
+class Nursery:
+    """What forking needs besides the rank's number. ``owned``: descriptors that are not the ranks' business."""
+
+    spec: LaunchSpec
+    rendezvous: tuple[str, int]
+    results: Results
+    inherited: Call | None
+    owned: OwnedFds
+
+
+def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
+    """Forks all ranks of this machine, and tells the launcher of each."""
+    return [_prepare_and_fork(nursery, launcher, local_rank) for local_rank in range(nursery.spec.local_world_size)]
+
+
+def _prepare_and_fork(nursery: Nursery, launcher: Channel, local_rank: int) -> RankProcess:
+    spec, owned = nursery.spec, nursery.owned
+    stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
+    channel, theirs = Channel.pair()
+    args = RankArgs(
+        spec=spec,
+        local_rank=local_rank,
+        rendezvous=nursery.rendezvous,
+        results=nursery.results,
+        channel=theirs,
+        crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
+        stack_fd=stacks_out,
+        inherited=nursery.inherited,
+    )
+    readers = [reader for reader, _ in streams.values()]
+    owned.add(stacks_in, channel.fileno(), *readers)
+    pid = _fork(args, owned, {stream: writer for stream, (_, writer) in streams.items()})
+    launcher.try_send(RankStarted(spec.rank(local_rank), pid, time.monotonic()), readers)
+    theirs.close()
+    owned.close(*readers)
+    for fd in (stacks_out, *(writer for _, writer in streams.values())):
+        os.close(fd)
+    rank = RankProcess(
+        rank=spec.rank(local_rank),
+        local_rank=local_rank,
+        pid=pid,
+        pidfd=os.pidfd_open(pid),
+        channel=channel,
+        crash_fd=args.crash_fd,
+        stack_fd=stacks_in,
+        error_file=error_file.path_of(spec, local_rank),
+    )
+    owned.add(rank.pidfd, rank.crash_fd)
+    return rank
+
+
+def _fork(args: RankArgs, owned: OwnedFds, streams: Mapping[int, int]) -> int:
+    """Forks one rank; returns its pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            linux.die_with(parent)
+            os.setpgid(0, 0)
+            owned.close_in_child()
+            for stream, writer in streams.items():
+                os.dup2(writer, stream)
+                os.close(writer)
+            args.results.queue.close_reader()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        rank_main.run(args)
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
+        os.setpgid(pid, pid)
+    return pid

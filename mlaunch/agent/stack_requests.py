@@ -1,0 +1,92 @@
+"""Asks ranks for their Python stacks, and reads what they answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from mlaunch.agent.ranks import RankProcess
+from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.stack_dump import STACK_SIGNAL, is_whole
+
+_READ = 65536  # bytes: a pipe holds no more
+
+
+class StackRequests:
+    """Ranks that were asked for their stacks and have not answered in full; true while there are any.
+
+    ``request`` asks one rank, and is false if that rank cannot answer.
+    """
+
+    def __init__(self, request: Callable[[int, Phase], bool]) -> None:
+        self._request = request
+        self._pending: dict[int, RankProcess] = {}  # by stack_fd
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def fds(self) -> list[int]:
+        return list(self._pending)
+
+    def ask(self, rank: RankProcess, phase: Phase) -> None:
+        if rank.stack_fd in self._pending:
+            return
+        while read_some(rank.stack_fd):  # an earlier answer that came too late
+            pass
+        rank.stacks = ""
+        if self._request(rank.pid, phase):
+            self._pending[rank.stack_fd] = rank
+
+    def read(self, ready: Collection[int]) -> None:
+        for stack_fd in self._pending.keys() & set(ready):
+            rank = self._pending[stack_fd]
+            text = read_some(stack_fd)
+            rank.stacks += text
+            if not text or is_whole(rank.stacks):
+                del self._pending[stack_fd]
+
+    def forget(self, rank: RankProcess) -> None:
+        self._pending.pop(rank.stack_fd, None)
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        fields: list[str] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0]
+    return ""
+
+
+def _listens(pid: int) -> bool:
+    """Whether the process has a handler for our signal. It would kill another program, which a rank may have become."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    return False
+
+
+def request(pid: int, phase: Phase) -> bool:
+    """Asks a rank for its stacks; False if it could not answer now (stopped, gone, or not listening).
+
+    One that waits in the kernel (D) mostly does so for a moment, until a page is there.
+    """
+    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"} or not _listens(pid):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, STACK_SIGNAL)
+        return True
+    return False
+
+
+def read_some(fd: int) -> str:
+    """What has arrived in the pipe; "" at its end."""
+    try:
+        return os.read(fd, _READ).decode(errors="replace")
+    except BlockingIOError:
+        return ""

@@ -1,0 +1,114 @@
+"""Ends the ranks, in steps: ask for their stacks, ask them to end, force them.
+
+    running --first failure, deadline, cancel--> asking (stacks) --> stopping (SIGTERM) --grace period--> killing
+
+A first failure that looks like the consequence of another rank's is held for a moment, so that the ranks that are
+about to tell the cause are still there to tell it. A lost launcher or fork server skips the asking.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+
+from mlaunch.agent.ranks import RankProcess
+from mlaunch.agent.stack_requests import StackRequests, state_of
+from mlaunch.agent.system import System
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Phase, RankStacks
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
+
+_TEXT_LIMIT = 32_768  # bytes of a rank's stacks; a record is small
+
+
+class Stopping:
+    """Knows which step is due when. ``ranks``: those that are not reaped, by pidfd."""
+
+    def __init__(
+        self, ranks: Mapping[int, RankProcess], board: Board, launcher: Channel, grace_period: float, system: System
+    ) -> None:
+        self._ranks = ranks
+        self._board = board
+        self._launcher = launcher
+        self._grace_period = grace_period
+        self._system = system
+        # When each step is due; None: not at all, or done.
+        self._ask_at: float | None = None
+        self._terminate_at: float | None = None
+        self._kill_at: float | None = None
+        self.begun = False  # the first step has been taken
+        self.asked = StackRequests(system.request)
+        self.number = signal.SIGTERM  # which asks them to end
+        self.spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
+        self.on_begin: Callable[[], None] = lambda: None
+
+    def due(self) -> list[float]:
+        """Returns when its steps are due."""
+        return [step for step in (self._ask_at, self._terminate_at, self._kill_at) if step is not None]
+
+    def within(self, seconds: float) -> None:
+        """Begins after that time, at the latest."""
+        if not self.begun:
+            due = self._system.clock() + seconds
+            self._ask_at = due if self._ask_at is None else min(due, self._ask_at)
+
+    def without_asking(self, *, force: bool) -> None:
+        """Begins at once, with the request to end: nobody is left to hear of stacks. ``force``: without grace."""
+        self.spare_leaving = False
+        self._terminate()
+        due = self._system.clock() + (0.0 if force else self._grace_period)
+        self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    def take_steps(self) -> None:
+        """Takes the steps that are due, in their order."""
+        now = self._system.clock()
+        if self._ask_at is not None and now >= self._ask_at:
+            self._ask()
+        if self._terminate_at is not None and (not self.asked or now >= self._terminate_at):
+            self._terminate()
+            self._kill_at = now + self._grace_period
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill()
+
+    def _ask(self) -> None:
+        """Asks for their stacks, before they are stopped."""
+        self._begin()
+        self._terminate_at = self._system.clock() + STACKS_TIMEOUT
+        for rank in self._working():
+            self.asked.ask(rank, self._board[rank.local_rank])
+
+    def _terminate(self) -> None:
+        """Asks to end; ranks that wait for the others need not any more."""
+        self._begin()
+        self._terminate_at = None
+        self.asked.clear()
+        for rank in self._working():
+            self._launcher.try_send(self._stacks_of(rank))
+            rank.stopped = True
+            self._system.group(rank.pid, self.number)
+        for rank in self._ranks.values():
+            rank.release()
+
+    def _kill(self) -> None:
+        """Forces."""
+        for rank in self._ranks.values():
+            rank.stopped = True
+            self._system.group(rank.pid, signal.SIGKILL)
+        self._kill_at = None
+
+    def _begin(self) -> None:
+        self.begun, self._ask_at = True, None
+        self.on_begin()
+
+    def _stacks_of(self, rank: RankProcess) -> RankStacks:
+        text = rank.stacks.encode()[-_TEXT_LIMIT:].decode(errors="ignore")
+        return RankStacks(rank.rank, self._board[rank.local_rank], state_of(rank.pid), text)
+
+    def _working(self) -> list[RankProcess]:
+        return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]
+
+    def _is_late(self, rank: RankProcess) -> bool:
+        """It has answered, but does not end. One that only waits to be released has had no time to."""
+        waits = self._board[rank.local_rank] is Phase.RETURNED
+        return rank.alive and not waits and not self.spare_leaving

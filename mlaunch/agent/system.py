@@ -1,0 +1,20 @@
+"""What a supervisor has of the world, so that its policy can be tested on records and a clock that a test moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlaunch.agent import stack_requests
+from mlaunch.base import linux
+from mlaunch.protocol.messages import Phase
+
+
+@dataclass(frozen=True)
+class System:
+    """``clock`` gives monotonic seconds. ``request`` asks for stacks; False: that rank cannot answer."""
+
+    clock: Callable[[], float] = time.monotonic
+    group: Callable[[int, int], None] = linux.signal_group
+    request: Callable[[int, Phase], bool] = stack_requests.request

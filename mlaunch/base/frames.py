@@ -1,0 +1,32 @@
+"""Whose code a stack frame runs: the launcher's own, a library's, or the user's."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
+_BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function", "script"))
+_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+RUNPY = "<frozen runpy>"
+
+
+def is_ours(file: str) -> bool:
+    """Tells whether the file belongs to this package."""
+    return file.startswith(_PACKAGE)
+
+
+def is_bottom(file: str) -> bool:
+    """Tells whether the file is the bottom of a rank's stack: everything below it is the launcher's."""
+    return file.startswith(_BOTTOM)
+
+
+def mentions_bottom(text: str) -> bool:
+    """Tells whether a written stack has come to its bottom."""
+    return any(file in text for file in _BOTTOM)
+
+
+def is_library(file: str) -> bool:
+    """Tells whether the file belongs to Python, to an installed package or to this one, even if installed in place."""
+    return is_ours(file) or any(part in file for part in _LIBRARIES) or file.startswith("<frozen")

@@ -1,0 +1,56 @@
+"""Sizes, durations and ranks in words, the same wherever a person reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+
+
+def in_bytes(size: float) -> str:
+    """ "12 KiB", "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
+
+
+def in_seconds(seconds: float) -> str:
+    """ "850 ms", "12.3 s"."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def on_a_clock(seconds: float) -> str:
+    """ "0:07", "1:02:03"."""
+    minutes, rest = divmod(int(seconds), _MINUTE)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def in_two_units(seconds: float) -> str:
+    """ "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
+    whole = int(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0-2, 4"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ', ')}"
+
+
+def ranges(ranks: Iterable[int], between: str) -> str:
+    """ "0-2, 4", with what stands ``between``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

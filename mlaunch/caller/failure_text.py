@@ -1,0 +1,102 @@
+"""The words in which a failed launch says why, and what its ranks were doing."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlaunch.base.errors import RankFailure
+from mlaunch.base.frames import is_library
+from mlaunch.base.text import name_ranks
+from mlaunch.caller import notebook
+from mlaunch.protocol.messages import Phase, RankStacks
+from mlaunch.protocol.stack_dump import STATES, main_frames
+
+_SHORTENED = 150  # characters of a consequence's message
+_CONSEQUENCES_SHOWN = 8
+_WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
+# torch wraps its collectives in a function that writes their exceptions to a log.
+_ERROR_LOGGER, _LOGGING = f"{os.sep}c10d_logger.py", os.path.join("logging", "__init__.py")
+
+
+@dataclass
+class FailureText:
+    """The text of a failed launch: the cause whole, its consequences shortened."""
+
+    name: str  # "train()", or a command, "train.py"
+    failures: Sequence[RankFailure]
+    meanwhile: Sequence[str] = ()  # what the others were doing
+
+    def __str__(self) -> str:
+        cause, *others = self.failures
+        lines = [f"{cause.who} of {self.name} {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
+        lines += [f"  {hint}" for hint in cause.hints]
+        if cause.traceback:
+            lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
+        if others:
+            lines += ["", "after which:"]
+            lines += [f"  {other.who} {_shortened(other.what)}" for other in others[:_CONSEQUENCES_SHOWN]]
+        if len(others) > _CONSEQUENCES_SHOWN:
+            lines.append(f"  and {len(others) - _CONSEQUENCES_SHOWN} more (see .failures)")
+        return "\n".join([*lines, *meanwhile(self.meanwhile)])
+
+
+def meanwhile(lines: Sequence[str]) -> list[str]:
+    """The section of a report on what ranks were doing; none without lines."""
+    return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """The failures with the cause first: the earliest that does not look like a consequence of another."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
+
+
+def _shortened(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return textwrap.shorten(first, _SHORTENED, placeholder=" ...") + (" ..." if rest else "")
+
+
+def summarise(dumps: Iterable[RankStacks]) -> list[str]:
+    """One line for each group of ranks that were at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
+    groups: dict[str, list[int]] = {}
+    for dump in dumps:
+        groups.setdefault(_in_words(dump), []).append(dump.rank)
+    ordered = sorted(groups.items(), key=lambda group: min(group[1]))
+    return [f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {words}" for words, ranks in ordered]
+
+
+def _in_words(dump: RankStacks) -> str:
+    frames = main_frames(dump.text)
+    if dump.phase not in {
+        Phase.RUNNING,
+        Phase.COMMANDED,
+    }:  # but it may be in user code: a __setstate__, an exit handler
+        users = any(not is_library(file) for file, _, _ in frames)
+        return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
+    if not frames:
+        return f"{dump.phase.value} and did not show its stack" + (
+            f" ({STATES[dump.state]})" if dump.state in STATES else ""
+        )
+    return in_words(frames)
+
+
+def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Where a stack, innermost frame first, stands in user code: "in all_reduce at train.py:88", or "at In[3]:8"."""
+    place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames) - 1)
+    file, line, name = frames[place]
+    return f"in {_called(frames[:place]) or name} at {notebook.short_name(file)}:{line}"
+
+
+def _called(frames: Sequence[tuple[str, str, str]]) -> str:
+    """What user code had called, of the frames below it; "" if it was in no library."""
+    within = ""  # the file of the wrapper
+    for file, _, name in reversed(frames):
+        if name in _WRAPPERS:
+            within = file
+        elif within.endswith(_ERROR_LOGGER) and file.endswith((_ERROR_LOGGER, _LOGGING)):
+            return "a failed call of torch.distributed"
+        else:
+            return name
+    return ""

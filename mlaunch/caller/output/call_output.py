@@ -1,0 +1,117 @@
+"""What one call's ranks print, on its way to files and to people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlaunch.caller.output.console import Console
+from mlaunch.caller.output.display import Display
+from mlaunch.caller.output.files import LogFile
+from mlaunch.caller.output.lines import Splitter
+from mlaunch.caller.output.merging import Merger
+from mlaunch.caller.output.plan import OutputPlan, Policy
+
+_FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
+
+
+@dataclass
+class Stream:
+    """One stream of one rank during one call."""
+
+    rank: int
+    number: int  # 1 or 2
+    policy: Policy
+    file: LogFile | None
+    splitter: Splitter = field(default_factory=Splitter)
+
+
+class CallOutput:
+    """Prefixes, merges, shows and keeps. ``size``: ranks of this machine; ``clock`` gives monotonic seconds."""
+
+    def __init__(self, plan: OutputPlan, size: int, attempt: int, clock: Callable[[], float]) -> None:
+        self.plan = plan
+        self._attempt = attempt
+        self._clock = clock
+        self._console = Console()
+        self._merger = Merger(size) if plan.merge and size > 1 else None
+        self._display = Display(plan.area, clock())
+        self._streams: list[Stream] = []
+        self.status: Callable[[], list[str]] = list  # the lines above the bars
+
+    def open_stream(self, rank: int, local_rank: int, number: int) -> Stream:
+        """Opens its file, if the plan wants one."""
+        policy, file = self.plan.policies[local_rank, number], None
+        if policy.kept and self.plan.directory is not None:
+            name = local_rank if self.plan.by_local_rank else rank
+            file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
+        self._streams.append(Stream(rank, number, policy, file))
+        return self._streams[-1]
+
+    def take(self, stream: Stream, data: bytes) -> None:
+        """Takes what a rank has printed."""
+        if stream.file is not None:
+            stream.file.write(data)
+        if stream.policy.shown:
+            self._take_lines(stream, stream.splitter.feed(data), flood=len(data) >= _FLOOD)
+
+    def end_stream(self, stream: Stream) -> None:
+        """Takes the line that was never completed, and closes the stream's file."""
+        self._streams.remove(stream)
+        if stream.policy.shown:
+            self._take_lines(stream, stream.splitter.end())
+        if stream.file is not None:
+            stream.file.close()
+
+    def due(self) -> float | None:
+        """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
+        steps = (self._merger.due if self._merger is not None else None, self._display.due)
+        return min((step for step in steps if step is not None), default=None)
+
+    def show_due(self) -> None:
+        """Shows what is due."""
+        self._show_waiting()
+        now = self._clock()
+        if self._display.due is not None and now >= self._display.due:
+            self._display.draw([*self.status(), *self._bars()], now)
+
+    def finish(self) -> None:
+        """Shows what still waits, and leaves of the lines that change what should stay."""
+        self._show_waiting(everything=True)
+        self._display.close(self.status())
+
+    def close(self) -> None:
+        """Lets go of what ``finish`` did not come to."""
+        self._display.close([])
+
+    def say(self, text: str) -> None:
+        """Shows a message of our own."""
+        self._display.make_room()
+        self._console.say(text)
+
+    def _bars(self) -> list[str]:
+        return [
+            f"{self.plan.prefix([stream.rank])}{stream.splitter.bar.decode(errors='replace')}"
+            for stream in self._streams
+            if stream.policy.shown and stream.splitter.bar
+        ]
+
+    def _print(self, stream: int, data: bytes) -> None:
+        self._display.make_room()
+        self._console.write(stream, data)
+
+    def _take_lines(self, stream: Stream, lines: Sequence[bytes], *, flood: bool = False) -> None:
+        if self._merger is not None and not flood:
+            now = self._clock()
+            for line in lines:
+                self._merger.add(stream.rank, stream.number, line, now)
+        elif lines:
+            self._show_waiting(everything=True)
+            prefix = self.plan.prefix([stream.rank]).encode()
+            self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
+
+    def _show_waiting(self, *, everything: bool = False) -> None:
+        if self._merger is None:
+            return
+        for line in self._merger.take(self._clock(), everything=everything):
+            self._print(line.stream, self.plan.prefix(line.ranks).encode() + line.text + b"\n")

@@ -1,0 +1,42 @@
+"""What becomes of the output of a call's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mlaunch.caller.output.display import Area
+
+STREAMS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What becomes of one stream of one rank."""
+
+    shown: bool = True
+    kept: bool = False  # in a file
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """What becomes of the output of a call on this machine.
+
+    ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. ``prefix``: of
+    the ranks that printed a line. ``merge``: equal lines are shown once.
+    """
+
+    policies: dict[tuple[int, int], Policy]
+    prefix: Callable[[Sequence[int]], str]
+    directory: str | None = None
+    by_local_rank: bool = False  # the directories of its files are named by
+    merge: bool = True
+    area: Area | None = None  # for lines that change
+
+    def carried(self, local_rank: int) -> tuple[int, ...]:
+        """Returns the streams of a rank that are ours to carry."""
+        return tuple(stream for stream in STREAMS if (local_rank, stream) in self.policies)
+
+    def piped(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the same for all ranks; () where nothing is carried."""
+        return tuple(self.carried(local_rank) for local_rank in range(size)) if self.policies else ()

@@ -1,0 +1,93 @@
+"""What a launch's report holds: its ranks, their phases, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlaunch.base.text import in_bytes, in_seconds
+
+PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "wait", "stop")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of a rank, from ``start`` to ``end`` in seconds since the call began.
+
+    "import": the fork server imports torch, once for all ranks and calls; "start": from there to the rank's own first
+    step; "rendezvous": it binds its device and joins the group; "receive": it reads function and arguments; "run";
+    "send": it pickles its value, or its exception; "wait": for the others to return; "stop": it shuts down, until
+    it was reaped.
+    """
+
+    phase: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of this machine.
+
+    Attributes:
+        rank: Global rank.
+        pid: Its process.
+        device: "cpu", "cuda:1".
+        spans: Its phases, in order; those that it did not come to are missing.
+        peak_memory: The most physical memory that it held, in bytes.
+        returned: The size of its pickled value in bytes; None without one.
+        end: "returned", or as in ``RankFailure.what``.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    spans: tuple[Span, ...]
+    peak_memory: int
+    returned: int | None
+    end: str
+
+    def seconds(self, phase: str) -> float | None:
+        """How long a phase took; None if the rank did not come to it."""
+        found = [span.end - span.start for span in self.spans if span.phase == phase]
+        return sum(found) if found else None
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """What is known of a launch; see ``LaunchReport``."""
+
+    name: str
+    host: str
+    seconds: float
+    restart_count: int
+    world_size: int
+    ranks: tuple[RankReport, ...]
+    log_dir: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The report in one line."""
+        size = len(self.ranks)
+        ranks = f"{size} rank{'s' * (size != 1)}" + (f" of {self.world_size}" if self.world_size != size else "")
+        again = f", restart {self.restart_count}" if self.restart_count else ""
+        return f"{self.name}  {ranks} on {self.host}, {self.seconds:.3g} s{again}"
+
+    def rows(self) -> list[Sequence[str]]:
+        """The table: a head, then a row for each rank."""
+        phases = [phase for phase in PHASES if any(rank.seconds(phase) is not None for rank in self.ranks)]
+        head = ["rank", "pid", "device", *phases, "peak memory", "value", "end"]
+        return [head, *([*_cells(rank, phases)] for rank in self.ranks)]
+
+
+def _cells(rank: RankReport, phases: Sequence[str]) -> list[str]:
+    times = [rank.seconds(phase) for phase in phases]
+    return [
+        str(rank.rank),
+        str(rank.pid),
+        rank.device,
+        *("" if seconds is None else in_seconds(seconds) for seconds in times),
+        in_bytes(rank.peak_memory),
+        "" if rank.returned is None else in_bytes(rank.returned),
+        rank.end,
+    ]

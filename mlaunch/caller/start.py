@@ -1,0 +1,55 @@
+"""Starts a launch: the one way from a plan to a handle, for functions and commands."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mlaunch.base.errors import LaunchError
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.handle import LaunchHandle
+from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.report.history import History
+from mlaunch.protocol import payload, pickling
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.spec import LaunchSpec
+
+
+def start_launch(
+    server: ForkServer, spec: LaunchSpec, call: Call | None, output: OutputPlan, history: History
+) -> LaunchHandle:
+    """Sends the launch to the fork server. ``call`` None: the ranks have it in memory, or run a command.
+
+    Raises:
+        LaunchError: The fork server is gone.
+        TypeError: The function or an argument cannot be pickled.
+    """
+    spec = dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
+    agent = _send(server, spec, call)
+    return LaunchHandle(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
+
+
+def _send(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
+    try:
+        return server.launch(spec, call)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise LaunchError(f"{server.describe_end()} before it could start {spec.name}") from error
+    except OSError:  # no file descriptor, no memory: not the call's fault
+        raise
+    except Exception as error:  # whatever a __reduce__ may raise
+        if call is None:
+            raise
+        raise TypeError(f"{_culprit(call, spec.name)} cannot be pickled ({error})") from error
+
+
+def _culprit(call: Call, name: str) -> str:
+    """Says which part of a call cannot be pickled."""
+    parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
+    parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
+    for where, value in [*parts, (f"{name}", call.function)]:
+        try:
+            payload.check(value)
+        except Exception:  # whatever a __reduce__ may raise
+            return pickling.unpicklable(value, where) + ", which"
+    return f"the call of {name}"

@@ -1,0 +1,34 @@
+"""The lines that show how far a launch is."""
+
+from __future__ import annotations
+
+import time
+
+from mlaunch.base.text import on_a_clock
+from mlaunch.caller.outcome import Outcome
+from mlaunch.caller.output.bars import loops
+from mlaunch.caller.report.history import History
+from mlaunch.protocol.messages import Phase
+
+_RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
+
+
+def status_lines(outcome: Outcome, history: History, waiting: str) -> list[str]:
+    """Says what the launch is doing, and how far its loops are. ``waiting``: for which other machines."""
+    spec = outcome.spec
+    size, gone = spec.local_world_size, len(history.gone)
+    line = f"{spec.name}  {on_a_clock(time.monotonic() - history.begun)}  {_phase(outcome, history, waiting)}"
+    done = f", {gone} of {size} ranks done" if 0 < gone < size else ""
+    return [line + done, *loops(history.board, spec.rank_start, size)]
+
+
+def _phase(outcome: Outcome, history: History, waiting: str) -> str:
+    size = outcome.spec.local_world_size
+    if len(history.gone) == size:
+        return "failed" if outcome.failures else "stopped" if outcome.stopped else "done"
+    if history.board is None:
+        return f"joining, {waiting}" if waiting else "starting"
+    if outcome.failures or outcome.stopped:
+        return "stopping"
+    phases = {history.board[local_rank] for local_rank in range(size)}
+    return "running" if phases <= _RUNNING else "starting"

@@ -1,0 +1,43 @@
+"""From a job to the launch that runs it; ``--dry-run`` describes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from mlaunch.caller.plan import Machine, plan, working_directory
+from mlaunch.cli.job import Job
+from mlaunch.protocol.spec import Command, Context, LaunchSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What differs between the attempts of a job. ``deadline``: seconds that are left, None: no limit."""
+
+    restart_count: int
+    deadline: float | None
+
+
+def spec_of(
+    job: Job, size: int, machine: Machine, environ: Mapping[str, str], attempt: Attempt, error_dir: str
+) -> LaunchSpec:
+    """Plans one attempt. ``size``: ranks on this machine; ``error_dir``: for ``record``'s files, "": the agent's own.
+
+    Raises:
+        ValueError: This machine cannot serve the job.
+    """
+    options = job.options(size).replaced({"deadline": attempt.deadline})
+    planned = plan(options, machine, job.name, environ, attempt.restart_count)
+    command = Command(
+        kind=job.kind,
+        target=job.target,
+        args=job.args,
+        role=job.role,
+        run_id=job.run_id or planned.launch_id,
+        error_dir=error_dir,
+        virtual_local_rank=job.virtual_local_rank,
+        numa_binding=job.numa_binding,
+    )
+    context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
+    return dataclasses.replace(planned, device_type="", command=command, context=context)

@@ -1,0 +1,17 @@
+"""The launch whose rank this process is, for code that runs in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ThisRank:
+    """A rank of this package's launcher. ``secret`` is shared by the ranks of its launch."""
+
+    function: str
+    rank: int
+    secret: str = field(default="", repr=False)
+
+
+this_rank: ThisRank | None = None  # set when the process becomes a rank

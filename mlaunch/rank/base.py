@@ -1,0 +1,138 @@
+"""What all ranks do: take over their caller's surroundings, answer on their descriptors, and say how they fail."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing.process
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from mlaunch.base import linux
+from mlaunch.protocol import payload, stack_dump
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Answer, Kind, Phase, RunCall
+from mlaunch.protocol.results import Results
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rank import device, process, progress, remote_error
+
+
+@dataclass(frozen=True)
+class RankArgs:
+    """What a rank gets from its agent: who it is, where the others are, the ways back."""
+
+    spec: LaunchSpec
+    local_rank: int
+    rendezvous: tuple[str, int]  # address and port
+    results: Results
+    channel: Channel  # on which the agent sends calls
+    crash_fd: int  # where faulthandler writes when the rank crashes
+    stack_fd: int  # where it writes when the agent asks
+    inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call as a rank holds it. ``call_fd`` None: the rank has the call in memory."""
+
+    number: int
+    answer_fd: int
+    call_fd: int | None
+
+
+class Rank:
+    """A process of a launch. Its life has three parts: becoming a rank, answering calls, leaving."""
+
+    def __init__(self, args: RankArgs) -> None:
+        self._args = args
+        self._spec = args.spec
+        self._pid = os.getpid()
+        self._device = args.spec.device_type
+        self._task: Task | None = None
+        self._kept = [_identity(fd) for fd in (args.results.queue.writer_fileno(), args.channel.fileno())]
+
+    def live(self) -> int:
+        """Lives a rank's life; returns the exit code."""
+        raise NotImplementedError
+
+    def _enter(self, phase: Phase) -> None:
+        self._args.results.board[self._args.local_rank] = phase
+
+    @property
+    def _phase(self) -> Phase:
+        return self._args.results.board[self._args.local_rank]
+
+    def _take_surroundings(self, environ: dict[str, str]) -> None:
+        """Takes over those of the caller, and sets the handlers by which the agent asks."""
+        args, context = self._args, self._spec.context
+        faulthandler.enable(args.crash_fd)
+        stack_dump.answer_requests(args.stack_fd)
+        process.set_environ(environ)
+        os.chdir(context.cwd)
+        # Where its children look for a script with a relative path.
+        multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
+        sys.path[:] = context.sys_path
+        sys.argv[:] = context.argv
+        device.share_cores(self._spec)
+        if self._spec.streams(args.local_rank):
+            linux.print_by_lines()
+        progress.slot = progress.Slot(args.results.board, args.local_rank)
+
+    # Calls
+
+    def _next_task(self) -> Task | None:
+        """Waits for the next call; None if the agent has released this rank."""
+        record, fds = self._args.channel.receive()
+        if not isinstance(record, RunCall):
+            return None
+        answer_fd, *call_fds = fds
+        self._kept[2:] = [_identity(answer_fd)]
+        self._task = Task(record.number, answer_fd, call_fds[0] if call_fds else None)
+        return self._task
+
+    def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
+        """Writes what the call's memfd is to hold, then says so on the queue."""
+        self._check_descriptors()
+        task = self._task or self._next_task()  # one that fails while it becomes a rank answers the first call
+        if task is None:
+            return
+        payload.write(task.answer_fd, content, to_caller=kind is Kind.VALUE)
+        self._check_descriptors()
+        self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence))
+
+    def _check_descriptors(self) -> None:
+        """Ends a process that must not answer: a fork of the rank, or a rank whose descriptors are no longer ours."""
+        who = f"rank {self._spec.rank(self._args.local_rank)} of {self._spec.name}"
+        if os.getpid() != self._pid:
+            _end(f"process {os.getpid()}, a fork of {who}, has returned from the function as if it were the rank; "
+                 f"it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
+        if any(_identity(fd) != (fd, kept) for fd, kept in self._kept):
+            self._enter(Phase.SEVERED)
+            _end(f"{who} cannot answer: its function closed file descriptors that belong to mlaunch "
+                 f"(os.closerange?); close only those that it opened")  # fmt: skip
+
+    def _report(self, error: BaseException, *, kind: Kind = Kind.ERROR) -> None:
+        """Answers with an exception."""
+        phase = self._phase
+        self._enter(Phase.FAILING)
+        catchable = kind is Kind.ERROR and isinstance(error, Exception) and self._spec.command is None
+        remote = remote_error.describe(error, phase, self._device, catchable=catchable)
+        self._answer(kind, remote, consequence=remote_error.is_consequence(remote))
+        self._args.channel.receive()  # stays until the others are stopped, whose collectives its end would break
+
+
+def _identity(fd: int) -> tuple[int, tuple[int, int] | None]:
+    """What a descriptor stands for; None if it is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return fd, None
+    return fd, (status.st_dev, status.st_ino)
+
+
+def _end(text: str) -> NoReturn:
+    print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+    process.flush()
+    os._exit(1)

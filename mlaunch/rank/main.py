@@ -1,0 +1,31 @@
+"""The entry of a forked rank."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import NoReturn
+
+from mlaunch.rank import process
+from mlaunch.rank.base import Rank, RankArgs
+from mlaunch.rank.function import FunctionRank
+
+
+def run(args: RankArgs) -> NoReturn:
+    """Lives a rank's life. Never returns: what lies above belongs to the process that was forked."""
+    code, pid = 1, os.getpid()
+    try:
+        code = _rank(args).live()
+    except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
+        traceback.print_exc()
+    finally:
+        process.flush()
+        os._exit(code if os.getpid() == pid else 1)
+
+
+def _rank(args: RankArgs) -> Rank:
+    if args.spec.command is None:
+        return FunctionRank(args)
+    from mlaunch.rank.script import ScriptRank  # not needed by most launches
+
+    return ScriptRank(args, args.spec.command)

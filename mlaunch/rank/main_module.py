@@ -1,0 +1,36 @@
+"""The ``__main__`` of a rank that runs a function."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle.cloudpickle
+
+from mlaunch.protocol.spec import Context
+
+
+def install_main(function: Callable[..., Any], context: Context) -> None:
+    """Makes ``__main__`` of this rank look like the caller's, as far as function and arguments brought it along.
+
+    So that plain pickle (torch.save, all_gather_object) finds the classes that the caller's script defined, values
+    can go back to the caller by name, and multiprocessing finds the script.
+    """
+    main = types.ModuleType("__main__")
+    namespace = getattr(inspect.unwrap(function), "__globals__", {})
+    if namespace.get("__name__") == "__main__":
+        main.__dict__.update(namespace)
+    arrived = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    for kind in list(arrived.values()):
+        if kind.__module__ == "__main__" and "." not in kind.__qualname__:
+            setattr(main, kind.__name__, kind)
+    if context.main_file is not None:
+        main.__file__ = context.main_file
+    if context.main_name is not None:  # python -m
+        main.__spec__ = importlib.machinery.ModuleSpec(context.main_name, None, origin=context.main_file)
+        main.__package__ = context.main_name.rpartition(".")[0]
+    sys.modules["__main__"] = main
