@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import exchange, local_group, reduction
-from mlaunch.rendezvous import waiting
+from mlaunch.collectives import exchange, local_group, reduction, world
 
 T = TypeVar("T")
 
@@ -26,12 +25,12 @@ _SEEDS = 2**31
 
 def get_world_size() -> int:
     """The number of ranks; 1 without a process group. Not collective."""
-    return dist.get_world_size() if _grouped() else 1
+    return world.get_world_size()
 
 
 def get_rank() -> int:
     """This process's rank; 0 without a process group. Not collective."""
-    return dist.get_rank() if _grouped() else 0
+    return world.get_rank()
 
 
 def get_local_rank() -> int:
@@ -40,12 +39,12 @@ def get_local_rank() -> int:
     Raises:
         RuntimeError: The launcher did not say (no ``LOCAL_RANK``), and ``create_local_process_group`` was not called.
     """
-    return local_group.local_rank() if _grouped() else 0
+    return local_group.local_rank() if world.is_grouped() else 0
 
 
 def get_local_size() -> int:
     """The number of ranks on this machine; 1 without a process group. Not collective. Raises as ``get_local_rank``."""
-    return local_group.local().size if _grouped() else 1
+    return local_group.local().size if world.is_grouped() else 1
 
 
 def is_main_process() -> bool:
@@ -65,7 +64,7 @@ def create_local_process_group(num_workers_per_machine: int | None = None) -> No
     Raises:
         ValueError: The world size is not a multiple of ``num_workers_per_machine``. On every rank.
     """
-    if _grouped():
+    if world.is_grouped():
         local_group.make(num_workers_per_machine)
 
 
@@ -90,7 +89,7 @@ def synchronize(timeout: float | None = None) -> None:
     if get_world_size() == 1:
         return
     if timeout is not None:
-        waiting.barrier(timeout)
+        world.barrier(timeout)
     elif dist.get_backend() == "nccl":
         dist.barrier(device_ids=[torch.accelerator.current_device_index()])
     else:
@@ -183,7 +182,7 @@ def main_process_first() -> Iterator[bool]:
     Raises:
         RuntimeError: (on the others) the block failed on rank 0, where it raises what it raises.
     """
-    with _first_in(None if _grouped() else _NOBODY, "main_process_first()") as first:
+    with _first_in(None if world.is_grouped() else _NOBODY, "main_process_first()") as first:
         yield first
 
 
@@ -194,7 +193,7 @@ def once_per_machine() -> Iterator[bool]:
     Raises:
         RuntimeError: The block failed on the machine's first rank; or as ``get_local_process_group``.
     """
-    with _first_in(local_group.group() if _grouped() else _NOBODY, "once_per_machine()") as first:
+    with _first_in(local_group.group() if world.is_grouped() else _NOBODY, "once_per_machine()") as first:
         yield first
 
 
@@ -216,20 +215,16 @@ def _first_in(group: dist.ProcessGroup | None, what: str) -> Iterator[bool]:
         return
     failed = exchange.broadcast("", 0, group, what)
     if failed:
-        first = dist.get_global_rank(group or exchange.world(), 0)
+        first = dist.get_global_rank(group or world.group(), 0)
         raise RuntimeError(f"{what}: the block failed on rank {first}, which goes first: {failed}")
     yield False
 
 
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _alone(group: dist.ProcessGroup | None) -> bool:
-    return not _grouped() or dist.get_world_size(group) == 1
+    return not world.is_grouped() or dist.get_world_size(group) == 1
 
 
 def _check_rank(name: str, rank: int, group: dist.ProcessGroup | None) -> None:
-    size = dist.get_world_size(group) if _grouped() else 1
+    size = dist.get_world_size(group) if world.is_grouped() else 1
     if not 0 <= rank < size:
         raise ValueError(f"{name}={rank}: the group has {size} rank(s); allowed: 0 to {size - 1}")

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.peers import Company, NoLaunchError, Others, come_together
+from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
@@ -23,7 +23,7 @@ from mlaunch.protocol.messages import AgentFailed, RanksStarting, Refused
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.store import HostedServer
+from mlaunch.rendezvous.store import StoreProcess
 
 _TEXT_LIMIT = 16_384  # characters: a record is small
 
@@ -82,20 +82,20 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
     parent = os.pidfd_open(order.parent)
     listener = _listen(spec, launcher)
     owned = OwnedFds(parent, order.launcher_fd, order.call_fd)
-    company = Company(spec, None, Others())
+    joined = Joined(spec, None, Peers())
     if spec.cluster is not None:
-        company = come_together(spec, spec.cluster, listener, launcher, parent, owned)
-        owned.add(*company.others.fds())
-    spec = company.spec
+        joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
+        owned.add(*joined.peers.fds())
+    spec = joined.spec
     results = Results(spec.local_world_size)
     launcher.try_send(RanksStarting(time.monotonic()), [results.board.fd])
     owned.add(listener.fileno())
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
-    server = company.server or _serve_store(spec, listener, owned)
+    server = joined.server or _serve_store(spec, listener, owned)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     supervisor = Supervisor(
-        Supervision(ranks, results, server, launcher, parent, spec.grace_period, inspection, company.others)
+        Supervision(ranks, results, server, launcher, parent, spec.grace_period, inspection, joined.peers)
     )
     supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline)
     os.close(order.call_fd)
@@ -105,12 +105,12 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         inspection.close()
 
 
-def _serve_store(spec: LaunchSpec, listener: socket.socket, owned: OwnedFds) -> HostedServer | None:
+def _serve_store(spec: LaunchSpec, listener: socket.socket, owned: OwnedFds) -> StoreProcess | None:
     """Starts the store of a launch on one machine, after its ranks.
 
     They can already connect, since the socket listens, and have work to do until they need it.
     """
-    return HostedServer(listener, close_in_child=set(owned) - {listener.fileno()}) if spec.cluster is None else None
+    return StoreProcess(listener, close_in_child=set(owned) - {listener.fileno()}) if spec.cluster is None else None
 
 
 def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:

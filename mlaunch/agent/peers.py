@@ -1,4 +1,4 @@
-"""The launch's other machines, as an agent deals with them: join, tell the first failure, hear of it, end together."""
+"""How an agent deals with other machines: joins them, tells and hears of the first failure, ends with them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mlaunch.protocol.spec import Cluster, LaunchSpec
 from mlaunch.rendezvous.address import listen_as_master
 from mlaunch.rendezvous.link import Link
 from mlaunch.rendezvous.membership import Join, shortened
-from mlaunch.rendezvous.store import Front, HostedServer
+from mlaunch.rendezvous.store import GateConfig, StoreProcess
 
-FAREWELL = 1.0  # seconds for the others to hear of a failure
+FAREWELL_TIMEOUT = 1.0  # seconds for the others to hear of a failure
 
 
 class NoLaunchError(Exception):
     """The machines did not come together; the launcher has been told."""
 
 
-class Others:
-    """``link`` None: there are none, and nothing is told or awaited."""
+class Peers:
+    """The launch's other machines. ``link`` None: there are none, and nothing is told or awaited."""
 
     def __init__(self, link: Link | None = None, *, gather_all: bool = False) -> None:
         self._link = link
@@ -40,12 +40,12 @@ class Others:
         return [] if self._link is None or self._over else [self._link.channel.fileno()]
 
     def keep(self, rank: int, memfd: int | None) -> None:
-        """What a rank of ours returned (None: nothing), if the others want it."""
+        """Hands on what a rank of ours returned (None: nothing), if the others want it."""
         if self._link is not None and self._gather_all:
-            self._link.channel.tell(Value(rank), [] if memfd is None else [memfd])
+            self._link.channel.try_send(Value(rank), [] if memfd is None else [memfd])
 
     def hear(self, ready: Collection[int], launcher: Channel) -> RankFailure | None:
-        """The first failure of another machine, if that is the news. Values are passed on to the launcher."""
+        """Returns the first failure of another machine, if that is the news. Passes values on to the launcher."""
         if not set(self.fds()) & set(ready) or self._link is None:
             return None
         try:
@@ -56,7 +56,7 @@ class Others:
         if isinstance(record, Over):
             self._over = True
         if isinstance(record, Value):
-            launcher.tell(record, fds)
+            launcher.try_send(record, fds)
             for fd in fds:
                 os.close(fd)
         if isinstance(record, RankFailure):
@@ -65,47 +65,75 @@ class Others:
         return None
 
     def tell(self, failure: RankFailure) -> None:
-        """The first failure of this machine; those that follow it are told to its own caller alone."""
+        """Tells them of the first failure here; of those that follow only our own caller hears."""
         if self._link is not None and not self._told:
             self._told = True
-            self._link.channel.tell(shortened(failure))
+            self._link.channel.try_send(shortened(failure))
 
     def finish(self) -> None:
-        """This machine's ranks are gone."""
+        """Tells them that this machine's ranks are gone."""
         if self._link is not None and not self._finished:
             self._finished = True
-            self._link.channel.tell(Done())
+            self._link.channel.try_send(Done())
 
     @property
     def awaited(self) -> bool:
-        """They have not all finished."""
+        """Whether some have not finished."""
         return not self._over
 
 
 @dataclasses.dataclass
-class Company:
+class Joined:
     """What came of joining."""
 
     spec: LaunchSpec
-    server: HostedServer | None
-    others: Others
+    server: StoreProcess | None
+    peers: Peers
 
 
-def come_together(
+def join_machines(
     spec: LaunchSpec, cluster: Cluster, listener: socket.socket, launcher: Channel, parent: int, held: Iterable[int]
-) -> Company:
+) -> Joined:
     """Joins the launch's other machines; returns once all are there. ``held``: fds that are not the link's business.
 
     Raises:
         NoLaunchError: They will not come together, or the launcher does not want it any more.
     """
     server, start = None, time.monotonic()
-    master = spec.rank_start == 0
-    if master:
-        front = Front(_front(cluster, launcher), spec.launch_id, cluster.token, cluster.heartbeat_timeout)
-        server = HostedServer(listener, front=front, close_in_child=[*held])
-        front.listener.close()
-    join = Join(
+    if spec.rank_start == 0:
+        server = _serve_as_master(spec, cluster, listener, launcher, held)
+    link = Link(cluster, _introduction(spec), listener if server is None else None, held)
+    plan = _wait_for_plan(link, launcher, parent, spec.deadline)
+    joined = dataclasses.replace(
+        spec,
+        launch_id=plan.launch_id,
+        restart_count=plan.attempt,
+        node_rank=plan.node_rank,
+        num_nodes=plan.num_nodes,
+        interface=plan.interface,
+        deadline=None if spec.deadline is None else max(0.001, spec.deadline - (time.monotonic() - start)),
+    )
+    return Joined(joined, server, Peers(link, gather_all=spec.gather_all))
+
+
+def _serve_as_master(
+    spec: LaunchSpec, cluster: Cluster, listener: socket.socket, launcher: Channel, held: Iterable[int]
+) -> StoreProcess:
+    """Starts the store on ``listener`` and, where the others find it, the gate."""
+    try:
+        public = listen_as_master(cluster.master_ip, cluster.port)
+    except OSError as error:
+        where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
+        launcher.try_send(Refused(f"this machine cannot be the master at {where}: {error.strerror or error}"))
+        raise NoLaunchError from error
+    with public:
+        gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout)
+        return StoreProcess(listener, gate=gate, close_in_child=held)
+
+
+def _introduction(spec: LaunchSpec) -> Join:
+    """What this machine says of itself."""
+    return Join(
         host=socket.gethostname(),
         rank_start=spec.rank_start,
         n_gpus=spec.local_world_size,
@@ -116,27 +144,6 @@ def come_together(
         gather="all" if spec.gather_all else "local",
         attempt=spec.restart_count,
     )
-    link = Link(cluster, join, None if master else listener, held)
-    plan = _wait_for_plan(link, launcher, parent, spec.deadline)
-    joined = dataclasses.replace(
-        spec,
-        launch_id=plan.launch_id,
-        restart_count=plan.attempt,
-        node_rank=plan.group_rank,
-        num_nodes=plan.group_size,
-        interface=plan.interface,
-        deadline=None if spec.deadline is None else max(0.001, spec.deadline - (time.monotonic() - start)),
-    )
-    return Company(joined, server, Others(link, gather_all=spec.gather_all))
-
-
-def _front(cluster: Cluster, launcher: Channel) -> socket.socket:
-    try:
-        return listen_as_master(cluster.master_ip, cluster.port)
-    except OSError as error:
-        where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
-        launcher.tell(Refused(f"this machine cannot be the master at {where}: {error.strerror or error}"))
-        raise NoLaunchError from error
 
 
 def _wait_for_plan(link: Link, launcher: Channel, parent: int, deadline: float | None) -> Planned:
@@ -145,20 +152,22 @@ def _wait_for_plan(link: Link, launcher: Channel, parent: int, deadline: float |
     while True:
         ready = wait(sources, None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
-            launcher.tell(Refused(f"its deadline of {deadline:g} s passed while the machines were joining", late=True))
+            launcher.try_send(
+                Refused(f"its deadline of {deadline:g} s passed while the machines were joining", late=True)
+            )
             raise NoLaunchError
         if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
             raise NoLaunchError
         record = _heard(link.channel)
         if isinstance(record, Planned):
             return record
-        launcher.tell(record if record is not None else Refused(f"the link (pid {link.pid}) died while joining"))
+        launcher.try_send(record if record is not None else Refused(f"the link (pid {link.pid}) died while joining"))
         if not isinstance(record, Waiting):
             raise NoLaunchError
 
 
 def _heard(channel: Channel) -> object:
-    """What the channel brought; None at its end."""
+    """Returns what the channel brought; None at its end."""
     try:
         return channel.receive()[0]
     except EOFError:

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 
 from mlaunch.agent.evidence import Evidence
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.peers import FAREWELL, Others
+from mlaunch.agent.peers import FAREWELL_TIMEOUT, Peers
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stopping import Stopping
 from mlaunch.agent.system import System
@@ -34,7 +34,7 @@ from mlaunch.protocol.messages import (
     ServerGone,
 )
 from mlaunch.protocol.results import Results
-from mlaunch.rendezvous.store import HostedServer
+from mlaunch.rendezvous.store import StoreProcess
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Supervision:
 
     ranks: Sequence[RankProcess]
     results: Results
-    server: HostedServer | None
+    server: StoreProcess | None
     launcher: Channel
     parent: int
     grace_period: float  # seconds
     inspection: Inspection | None = None
-    peers: Others = field(default_factory=Others)
+    peers: Peers = field(default_factory=Peers)
     system: System = field(default_factory=System)
 
 
@@ -181,7 +181,7 @@ class Supervisor:
             peak_memory=peak_memory,
         )
 
-    def _lose_server(self, server: HostedServer) -> None:
+    def _lose_server(self, server: StoreProcess) -> None:
         exitcode, self._server = server.reap(), None
         self._launcher.try_send(ServerGone(server.pid, exitcode, self._clock()))
         self._remember(lambda: failures.from_server(server.pid, exitcode, self._clock()))
@@ -240,6 +240,6 @@ class Supervisor:
         self._peers.finish()
         if self._stopping.begun and self._farewell_at is None:
             self._begin_stopping()
-            self._farewell_at = self._clock() + FAREWELL
+            self._farewell_at = self._clock() + FAREWELL_TIMEOUT
         late = self._farewell_at is not None and self._clock() >= self._farewell_at
         return self._peers.awaited and not late

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class OwnedFds:
@@ -33,3 +33,8 @@ class OwnedFds:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._fds)
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

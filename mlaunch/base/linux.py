@@ -8,7 +8,7 @@ import fcntl
 import os
 import select
 import signal
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -129,41 +129,6 @@ def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return [fd for fd, _ in poller.poll(None if timeout is None else max(0, timeout) * 1000)]
-
-
-def look_names_up_in_files_only() -> bool:
-    """From now on this process asks no name server; False where the C library cannot be told so.
-
-    torch's store asks for the name of each connection's other end, for its log. On loopback that is
-    ``::ffff:127.0.0.1``, which no hosts file has: a slow name server costs every rank seconds, a lost packet 5 of them.
-    """
-    return _look_names_up(b"files")
-
-
-@contextlib.contextmanager
-def names_from_files_only() -> Iterator[None]:
-    """As ``look_names_up_in_files_only``, for a while. For a process whose other threads look no names up meanwhile."""
-    changed = look_names_up_in_files_only()
-    try:
-        yield
-    finally:
-        if changed:
-            _look_names_up(_chosen_lookup())
-
-
-def _look_names_up(services: bytes) -> bool:
-    configure = getattr(_libc, "__nss_configure_lookup", None)  # glibc's; getent -s uses it
-    return configure is not None and configure(b"hosts", services) == 0
-
-
-def _chosen_lookup() -> bytes:
-    """What the administrator chose for looking hosts up."""
-    with contextlib.suppress(OSError):
-        for line in Path("/etc/nsswitch.conf").read_bytes().splitlines():
-            database, _, services = line.partition(b"#")[0].partition(b":")
-            if database.strip() == b"hosts" and services.strip():
-                return services.strip()
-    return b"files dns"
 
 
 def give_back_openmp_threads() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlaunch.caller import fork_server
+from mlaunch.caller import start_server
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
@@ -65,7 +65,7 @@ def _as_sent(options: Options, call: Call) -> Call | None:
 def _server(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
     if options.start_method == "forkserver":
         return warm_server.get(environ)
-    return fork_server.start_fork(call) if options.start_method == "fork" else fork_server.start_interpreter(environ)
+    return start_server.start_fork(call) if options.start_method == "fork" else start_server.start_interpreter(environ)
 
 
 def flush_streams() -> None:

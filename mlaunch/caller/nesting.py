@@ -8,27 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.base import seeding
 from mlaunch.caller.options import Options
-from mlaunch.rank.recognise import Place, recognise
+from mlaunch.protocol import this_rank
+from mlaunch.rank.recognise import RankInfo, recognise
 
 
-@dataclass(frozen=True)
-class Rank:
-    """The launch whose rank this process is."""
-
-    function: str
-    rank: int
-    secret: str = field(default="", repr=False)  # which this launch's ranks share
-
-
-rank_of: Rank | None = None  # set by the worker
-
-
-def place_to_join(options: Options, name: str) -> Place | None:
+def place_to_join(options: Options, name: str) -> RankInfo | None:
     """Where a call belongs that must not start ranks of its own; None: it starts them.
 
     Raises:
@@ -37,9 +25,10 @@ def place_to_join(options: Options, name: str) -> Place | None:
     """
     if not options.join:
         return None
-    if rank_of is not None:
+    here = this_rank.this_rank
+    if here is not None:
         raise RuntimeError(
-            f"{name}() is called inside rank {rank_of.rank} of {rank_of.function}, which is launched already. To run "
+            f"{name}() is called inside rank {here.rank} of {here.function}, which is launched already. To run "
             f"it in this rank alone, call {name}.__wrapped__(...); to start new ranks from here, decorate it with "
             f"@launcher(..., join=False)"
         )
@@ -57,15 +46,15 @@ def place_to_join(options: Options, name: str) -> Place | None:
 
 
 def run_joined(
-    options: Options, place: Place, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    options: Options, place: RankInfo, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
     """Joins the other ranks, unless an earlier call did, and runs the function here: a list of one value."""
     import torch.distributed as dist
 
-    from mlaunch.rank.join import enter
+    from mlaunch.rank.join import become_rank
 
     if not dist.is_initialized():
-        enter(place, backend=options.backend, timeout=options.timeout_seconds)
+        become_rank(place, backend=options.backend, timeout=options.timeout_seconds)
     if options.seed is not None:
         seeding.apply(seeding.of_rank(options.seed, place.rank))
     return [function(*args, **kwargs)]

@@ -124,7 +124,7 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
 
 
 def _read_crash(fd: int) -> str:
-    """Reads the stacks that faulthandler wrote before a rank died, less the launcher's frames; "" if it did not crash."""
+    """Reads the stacks that faulthandler wrote as a rank died, less the launcher's frames; "" if it did not crash."""
     with open(fd, encoding="utf-8", errors="replace") as file:
         file.seek(0)
         lines = file.read().splitlines()

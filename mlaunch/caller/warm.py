@@ -7,7 +7,8 @@ import os
 import threading
 from collections.abc import Mapping
 
-from mlaunch.caller.fork_server import ForkServer, start_interpreter
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.start_server import start_interpreter
 
 # Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
 _READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from mlaunch.base.errors import LaunchError, LaunchTimeout
-from mlaunch.caller.fork_server import ForkServer, Interpreter, start_interpreter
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import StopSignal
 from mlaunch.caller.placement import shown
 from mlaunch.caller.plan import Machine
@@ -23,6 +23,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.start import start_launch
+from mlaunch.caller.start_server import Interpreter, start_interpreter
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry import describe

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mlaunch.collectives import world
 from mlaunch.protocol import payload, pickling
 
 _LARGE = 1024 * 1024  # bytes from which a buffer travels by itself
@@ -40,20 +41,13 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
     Collective for the group's ranks. ``None``: all ranks.
     """
-    group = group or world()
+    group = group or world.group()
     if "cpu:" in dist.get_backend_config(group):
         return group
     if group not in _gloo_twins:
         ranks = dist.get_process_group_ranks(group)
         _gloo_twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return _gloo_twins[group]
-
-
-def world() -> dist.ProcessGroup:
-    group: dist.ProcessGroup | None = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("there is no process group here; call this in a rank, after init_process_group")
-    return group
 
 
 def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str) -> list[Any]:

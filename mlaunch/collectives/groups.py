@@ -14,9 +14,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch import comm
-from mlaunch.caller import nesting
-from mlaunch.collectives import exchange, local_group
+from mlaunch.collectives import local_group, world
+from mlaunch.protocol import this_rank
 from mlaunch.rendezvous.client import Client
 
 P = ParamSpec("P")
@@ -34,7 +33,7 @@ class Group:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """For torch's collectives. RuntimeError without a process group."""
-        return self._process_group or exchange.world()
+        return self._process_group or world.group()
 
     @property
     def ranks(self) -> list[int]:
@@ -70,31 +69,31 @@ WORLD = Group(None)
 
 def is_distributed() -> bool:
     """Whether there is a process group."""
-    return dist.is_available() and dist.is_initialized()
+    return world.is_grouped()
 
 
 def get_rank() -> int:
     """This process's rank; 0 without a process group."""
-    return comm.get_rank()
+    return world.get_rank()
 
 
 def get_world_size() -> int:
     """The number of ranks; 1 without a process group."""
-    return comm.get_world_size()
+    return world.get_world_size()
 
 
 def get_local_device_id() -> int:
     """The number of this rank's device on its machine, as the rank sees it; on CPUs its local rank."""
     if is_distributed() and _accelerated():
         return torch.accelerator.current_device_index()
-    return comm.get_local_rank()
+    return local_group.local_rank() if is_distributed() else 0
 
 
 def get_backend() -> str | None:
     """The backend for this rank's device: "nccl", "gloo", ...; None without a process group."""
     if not is_distributed():
         return None
-    offered = dict(part.split(":") for part in dist.get_backend_config(exchange.world()).split(","))
+    offered = dict(part.split(":") for part in dist.get_backend_config(world.group()).split(","))
     accelerator = torch.accelerator.current_accelerator() if _accelerated() else None
     return offered.get(accelerator.type if accelerator else "cpu", next(iter(offered.values())))
 
@@ -104,7 +103,7 @@ def _accelerated() -> bool:
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and f"{accelerator.type}:" in dist.get_backend_config(exchange.world())
+    return accelerator is not None and f"{accelerator.type}:" in dist.get_backend_config(world.group())
 
 
 def new_group(proc_ranks: Sequence[int]) -> Group:
@@ -196,8 +195,8 @@ def make_allreduce_cb(
 
 def get_client() -> Client:
     """A client of the store that this launch's ranks share. RuntimeError without a process group."""
-    exchange.world()
-    secret = nesting.rank_of.secret if nesting.rank_of is not None else ""
+    world.group()
+    secret = this_rank.this_rank.secret if this_rank.this_rank is not None else ""
     return Client(store=dist.distributed_c10d._get_default_store(), secret=secret)
 
 

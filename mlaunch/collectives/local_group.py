@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mlaunch.collectives import exchange
+from mlaunch.collectives import exchange, world
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def local_rank() -> int:
 
 def group() -> dist.ProcessGroup:
     """The group of this machine's ranks. RuntimeError if there is none yet."""
-    world, made = exchange.world(), _current()
+    everyone, made = world.group(), _current()
     if made is not None:
         return made
     if local().size == dist.get_world_size():
-        return world
+        return everyone
     raise RuntimeError(
         f"the group of this machine's {local().size} ranks was not made; "
         f"have all ranks call create_local_process_group() first"
@@ -75,7 +75,7 @@ def make(per_machine: int | None) -> None:
     made, _ = enumerate_groups(ranks)
     # gloo lets a rank go while others still greet it; one that ended then would break their group.
     exchange.gather_everywhere(None, None, "create_local_process_group()")
-    _made[:] = [_Made(exchange.world(), made)]
+    _made[:] = [_Made(world.group(), made)]
 
 
 def together(ranks: list[int]) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import exchange
+from mlaunch.collectives import exchange, world
 
 _DIGEST = 7  # bytes, so that it fits into an int64 with either sign
 
 
 def reduce_dict(values: Mapping[str, Any], *, average: bool) -> dict[str, Any]:
     """See ``mlaunch.comm.reduce_dict``."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world.get_world_size() == 1:
         return {name: _shaped(_tensor(name, value).to(torch.float64), value, average) for name, value in values.items()}
     names = sorted(values)
     signature = [_describe(values[name]) for name in names]

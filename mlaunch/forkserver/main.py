@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.fds import OwnedFds
+from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.huge_pages import use_huge_pages
 from mlaunch.protocol.calls import Call
@@ -146,7 +146,7 @@ class _ForkServer:
             main.run_agent(main.Order(spec_fd, call_fd, launcher_fd, out, err, parent, foreign, self.call))
         if pid is not None:
             self._keep(pid, launcher_fd, is_agent=True)
-        close((spec_fd, call_fd, out, err))
+        close_all((spec_fd, call_fd, out, err))
 
     def _count(self, fds: list[int]) -> None:
         environ_fd, answer_fd = fds
@@ -196,11 +196,6 @@ class _ForkServer:
             if child.is_agent:  # bounded by its grace period
                 linux.wait_readable([pidfd])
                 os.waitpid(child.pid, 0)
-
-
-def close(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 if __name__ == "__main__":

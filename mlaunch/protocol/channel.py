@@ -44,8 +44,6 @@ class Channel:
         with contextlib.suppress(OSError):
             self.send(record, fds)
 
-    tell = try_send
-
     def receive(self) -> tuple[Any, list[int]]:
         """The next record and its file descriptors, which the receiver owns; EOFError when the other end is gone."""
         try:

@@ -210,8 +210,8 @@ class Planned:
 
     launch_id: str
     attempt: int
-    group_rank: int
-    group_size: int
+    node_rank: int
+    num_nodes: int
     interface: str
 
 

@@ -49,17 +49,17 @@ def meet_and_join(spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int]
     """
     import torch.distributed as dist
 
-    from mlaunch.base.linux import names_from_files_only
+    from mlaunch.rendezvous.names import from_files_only
 
     dist.set_debug_level_from_env()  # torch read it when the fork server imported it
     member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
-    with names_from_files_only() if spec.interface else contextlib.nullcontext():
+    with from_files_only() if spec.interface else contextlib.nullcontext():
         _meet(spec, rendezvous, member)
 
 
 def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership) -> None:
-    from mlaunch.rendezvous.store import Meeting as StoreClient
+    from mlaunch.rendezvous.store_client import StoreClient
 
     client = StoreClient(*rendezvous, spec.launch_id, device.limit(spec.timeout))
     client.arrive(member.rank)

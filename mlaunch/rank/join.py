@@ -11,10 +11,15 @@ import contextlib
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
-from mlaunch.rank import device, recognise
-from mlaunch.rank.recognise import Place
+from mlaunch.rank import device, environment, group, recognise
+from mlaunch.rank.recognise import RankInfo
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 _log = logging.getLogger("mlaunch")
 _TIMEOUT = 1800.0
@@ -50,8 +55,8 @@ def join(
         ValueError: A value that is not allowed, or a backend that this torch does not offer.
     """
     _check(rank, world_size, port)
-    place = Place("join()", rank, world_size, host.strip("[]"), port, local_rank)
-    enter(place, backend=backend, seed=seed, verbose=verbose)
+    info = RankInfo("join()", rank, world_size, host.strip("[]"), port, local_rank)
+    become_rank(info, backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
@@ -60,7 +65,7 @@ def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, v
     Raises:
         RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
     """
-    enter(recognise.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
+    become_rank(recognise.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_slurm(
@@ -71,7 +76,7 @@ def join_from_slurm(
     Raises:
         RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
     """
-    enter(recognise.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
+    become_rank(recognise.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_openmpi(
@@ -82,7 +87,7 @@ def join_from_openmpi(
     Raises:
         RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
     """
-    enter(recognise.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
+    become_rank(recognise.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
@@ -94,13 +99,13 @@ def join_from_env(backend: str | None = None, seed: int | str | None = 1024, ver
     Raises:
         RuntimeError: No launcher is recognised, or recognition is off; and as ``join``.
     """
-    place = recognise.recognise(os.environ)
-    if place is None:
+    info = recognise.recognise(os.environ)
+    if info is None:
         raise RuntimeError(
             f"this process was not started by torchrun, srun or mpirun, as far as its environment tells "
             f"({recognise.SWITCH}={os.environ.get(recognise.SWITCH, 'unset')}); start it so, or call mlaunch.join()"
         )
-    enter(place, backend=backend, seed=seed, verbose=verbose)
+    become_rank(info, backend=backend, seed=seed, verbose=verbose)
 
 
 def init_process_group(
@@ -115,15 +120,15 @@ def init_process_group(
     join(rank, world_size, master_ip, port, backend, device, seed=None, verbose=False)
 
 
-def enter(
-    place: Place,
+def become_rank(
+    info: RankInfo,
     *,
     backend: str | None = None,
     seed: int | str | None = None,
     verbose: bool = False,
     timeout: float | None = _TIMEOUT,
 ) -> None:
-    """Becomes the rank at this place. Raises as ``join``."""
+    """Makes this process the rank that ``info`` describes. Raises as ``join``."""
     import torch
     import torch.distributed as dist
 
@@ -133,43 +138,52 @@ def enter(
     offered = device.offered()
     accelerator = offered.accelerator if torch.accelerator.is_available() else None
     chosen = device.choose_backend(backend, accelerator or "cpu", offered)
-    local_rank = place.rank if place.local_rank is None else place.local_rank
-    bound = None
-    if accelerator is not None:  # before the group is made: NCCL ties itself to the current device
-        bound = torch.device(accelerator, local_rank % torch.accelerator.device_count())
-        torch.accelerator.set_device_index(bound.index)
-    _furnish(place)
-    address = f"[{place.host}]" if ":" in place.host else place.host
-    torchrun = place.launcher == "torchrun"  # whose agent may host the store
-    dist.init_process_group(
-        chosen,
-        init_method="env://" if torchrun else f"tcp://{address}:{place.port}",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=device.limit(timeout),
-        device_id=bound,
-    )
+    bound = _bind(accelerator, info)
+    _complete_environment(info)
+    store = _meet(info, timeout)
+    group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, bound))
     atexit.register(_leave)
     if seed is not None:
-        seeding.apply(seeding.of_rank(seed, place.rank))
-    if verbose and place.rank == 0:
-        _say(f"joined {place.world_size} ranks ({chosen}) at {address}:{place.port}, started by {place.launcher}")
+        seeding.apply(seeding.of_rank(seed, info.rank))
+    if verbose and info.rank == 0:
+        where = f"{_in_brackets(info.host)}:{info.port}"
+        _say(f"joined {info.world_size} ranks ({chosen}) at {where}, started by {info.launcher}")
 
 
-def _furnish(place: Place) -> None:
+def _bind(accelerator: str | None, info: RankInfo) -> torch.device | None:
+    """Makes the rank's device the current one, before the group is made: NCCL ties itself to it."""
+    import torch
+
+    if accelerator is None:
+        return None
+    local_rank = info.rank if info.local_rank is None else info.local_rank
+    bound = torch.device(accelerator, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(bound.index)
+    return bound
+
+
+def _meet(info: RankInfo, timeout: float | None) -> dist.Store:
+    """Returns the store of the ranks, which rank 0 hosts; under torchrun its agent may."""
+    import torch.distributed as dist
+
+    url = "env://" if info.launcher == "torchrun" else f"tcp://{_in_brackets(info.host)}:{info.port}"
+    limit = device.limit(timeout)
+    store, _, _ = next(iter(dist.rendezvous(url, info.rank, info.world_size, timeout=limit)))
+    store.set_timeout(limit)
+    return dist.PrefixStore("default_pg", store)  # as torch's own, so that ranks without mlaunch find it
+
+
+def _complete_environment(info: RankInfo) -> None:
     """Sets what libraries look for and the launcher left out."""
-    known = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_size,
-        "MASTER_ADDR": place.host,
-        "MASTER_PORT": place.port,
-    }
-    for name, value in known.items():
-        if value is not None:
-            os.environ.setdefault(name, str(value))
-    os.environ.setdefault(recognise.OWNER, str(os.getpid()))
+    known = environment.identity(
+        info.rank, info.world_size, info.local_rank, info.local_world_size, info.host, info.port
+    )
+    for name, value in {**known, recognise.OWNER: str(os.getpid())}.items():
+        os.environ.setdefault(name, value)
+
+
+def _in_brackets(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _leave() -> None:

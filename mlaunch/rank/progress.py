@@ -44,13 +44,13 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
 
 
 def _alone(iterable: Iterable[T], desc: str, total: int | None) -> Iterable[T]:
-    from mlaunch import comm
+    from mlaunch.collectives import world
 
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError("progress outside of a launch needs tqdm: pip install mlaunch[notebook]") from error
-    bar: Iterable[T] = tqdm(iterable, desc or None, total, disable=not comm.is_main_process())
+    bar: Iterable[T] = tqdm(iterable, desc or None, total, disable=world.get_rank() > 0)
     return bar
 
 

@@ -30,8 +30,8 @@ _PORTS = (15000, 10000)  # the first, and how many: below those that the system 
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place. ``local_rank`` and ``local_size`` are None where the launcher does not say."""
+class RankInfo:
+    """A rank's place. ``local_rank`` and ``local_world_size`` are None where the launcher does not say."""
 
     launcher: str  # for people
     rank: int
@@ -39,10 +39,10 @@ class Place:
     host: str
     port: int
     local_rank: int | None = None
-    local_size: int | None = None
+    local_world_size: int | None = None
 
 
-def recognise(environ: Mapping[str, str]) -> Place | None:
+def recognise(environ: Mapping[str, str]) -> RankInfo | None:
     """The place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
     if environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}:
         return None
@@ -57,13 +57,13 @@ def recognise(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def from_torch(environ: Mapping[str, str]) -> Place:
+def from_torch(environ: Mapping[str, str]) -> RankInfo:
     rank, size, port = (_number(environ, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     local = _optional(environ, "LOCAL_RANK"), _optional(environ, "LOCAL_WORLD_SIZE")
-    return Place("torchrun", rank, size, _text(environ, "MASTER_ADDR", "torchrun"), port, *local)
+    return RankInfo("torchrun", rank, size, _text(environ, "MASTER_ADDR", "torchrun"), port, *local)
 
 
-def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> Place:
+def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
     """``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
     rank = _number(environ, "SLURM_PROCID", "srun")
     step = "SLURM_STEP_NUM_TASKS" in environ
@@ -75,18 +75,20 @@ def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | 
         host, port = _meeting_place(environ, "srun", job, _LOOPBACK if alone else _first_of(nodes))
     # "2(x3),1": only where the nodes have equally many tasks is it known how many this one has.
     tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return Place("srun", rank, size, host, port, _optional(environ, "SLURM_LOCALID"), int(tasks[1]) if tasks else None)
+    return RankInfo(
+        "srun", rank, size, host, port, _optional(environ, "SLURM_LOCALID"), int(tasks[1]) if tasks else None
+    )
 
 
-def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> Place:
+def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
     """``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
     rank, size = _number(environ, "OMPI_COMM_WORLD_RANK", "mpirun"), _number(environ, "OMPI_COMM_WORLD_SIZE", "mpirun")
     local_rank = _optional(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_size = _optional(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    local_world_size = _optional(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     if host is None or port is None:
         job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
-        host, port = _meeting_place(environ, "mpirun", job, _LOOPBACK if local_size == size else None)
-    return Place("mpirun", rank, size, host, port, local_rank, local_size)
+        host, port = _meeting_place(environ, "mpirun", job, _LOOPBACK if local_world_size == size else None)
+    return RankInfo("mpirun", rank, size, host, port, local_rank, local_world_size)
 
 
 def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: str | None) -> tuple[str, int]:

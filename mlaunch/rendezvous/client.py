@@ -11,11 +11,13 @@ import os
 import pickle
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from mlaunch.rendezvous.barrier import Barrier, NotAllCameError, Turn
 from mlaunch.rendezvous.waiting import wait_for
 
 _SPACE = "mlaunch/user"
@@ -100,7 +102,7 @@ class Client:
         Raises:
             TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
         """
-        self._meet(f"barrier/{key}", key, size, f"group_barrier({key!r})", timeout)
+        self._meet(f"barrier/{key}", size, f"group_barrier({key!r})", timeout)
 
     def bcast_val(self, val: Any, key: str, size: int, timeout: float | None = None) -> Any:
         """The value of the one caller that passes another than None, for all ``size`` callers, itself included.
@@ -110,38 +112,28 @@ class Client:
         Raises:
             TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
         """
-        place = f"bcast/{key}"
-        turn = (self._store.add(f"{place}/turns", 1) - 1) // size
-        value = f"{place}/{turn}/value"
-        if val is not None:
-            self._store.set(value, self._pack(val))
-        self._meet(place, key, size, f"bcast_val(..., {key!r})", timeout)
+        what = f"bcast_val(..., {key!r})"
+
+        def put(turn: Turn) -> None:
+            if val is not None:
+                self._store.set(f"{turn.place}/value", self._pack(val))
+
+        value = f"{self._meet(f'bcast/{key}', size, what, timeout, put).place}/value"
         sent = self._peek(value)
-        found = None if sent is None else self._unpack(sent, f"bcast_val(..., {key!r})")
+        found = None if sent is None else self._unpack(sent, what)
         if self._store.add(f"{value}/read", 1) == size:
             self._store.delete_key(value)
             self._store.delete_key(f"{value}/read")
         return found
 
-    def _meet(self, place: str, key: str, size: int, what: str, timeout: float | None) -> None:
-        turn, limit = self._arrive(place, size), self._limit(timeout)
-        if not wait_for(self._store, f"{place}/{turn}/everyone", limit):
-            came = self._store.get(f"{place}/{turn}/names").decode().split(",")[:-1]
-            raise TimeoutError(
-                f"{what}: {len(came)} of {size} came within {limit:g} s: {', '.join(came)}{_absent(key, came)}"
-            )
-
-    def _arrive(self, place: str, size: int) -> int:
-        """Comes to a barrier; returns which use of it this is, and lets all go if we are the last."""
-        count: int = self._store.add(f"{place}/count", 1)
-        turn = (count - 1) // size
-        self._store.append(f"{place}/{turn}/names", f"{_name()},")
-        if count % size == 0:
-            self._store.set(f"{place}/{turn}/everyone", "")
-            # All have come to this turn, so all have left the one before.
-            self._store.delete_key(f"{place}/{turn - 1}/names")
-            self._store.delete_key(f"{place}/{turn - 1}/everyone")
-        return turn
+    def _meet(
+        self, place: str, size: int, what: str, timeout: float | None, put: Callable[[Turn], None] | None = None
+    ) -> Turn:
+        try:
+            return Barrier(self._store, place, size).meet(_name(), self._limit(timeout), put)
+        except NotAllCameError as error:
+            names = ", ".join(error.came) + _absent(place.partition("/")[2], error.came)
+            raise TimeoutError(f"{what}: {len(error.came)} of {size} came within {error.limit} s: {names}") from None
 
     def _pack(self, val: Any) -> bytes:
         pickled = pickle.dumps(val)

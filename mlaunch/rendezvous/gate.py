@@ -22,7 +22,7 @@ from mlaunch.rendezvous import membership, values, wire
 from mlaunch.rendezvous.membership import Join
 
 _STRANGERS = 512  # connections at a time that have not proved themselves
-_FAREWELL = 1.0  # seconds for the others to close when all is over
+_CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
 BEATS = 5  # heartbeats within the time after which a machine counts as lost
 
 
@@ -81,14 +81,14 @@ class Gate:
             raise ConnectionError("too many connections that say nothing")
         self._strangers += 1
         try:
-            return await asyncio.wait_for(wire.admit(reader, writer, self._token), wire.PATIENCE)
+            return await asyncio.wait_for(wire.admit(reader, writer, self._token), wire.HANDSHAKE_TIMEOUT)
         finally:
             self._strangers -= 1
 
     # One machine
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        record = await asyncio.wait_for(wire.read(reader), wire.PATIENCE)
+        record = await asyncio.wait_for(wire.read(reader), wire.HANDSHAKE_TIMEOUT)
         member = _Member(Join.of_record(record.get("join")), writer)
         if not await self._accept(member):
             return
@@ -129,10 +129,10 @@ class Gate:
         plan = {
             "launch_id": self._launch_id,
             "attempt": max(member.join.attempt for member in self._members),  # one that comes back begins with 0
-            "group_size": len(self._members),
+            "num_nodes": len(self._members),
         }
         for index, member in enumerate(self._members):
-            member.writer.write(wire.encode({"plan": {**plan, "group_rank": index}}))
+            member.writer.write(wire.encode({"plan": {**plan, "node_rank": index}}))
 
     async def _hear(self, member: _Member, record: wire.Record) -> None:
         if isinstance(record.get("failure"), dict):
@@ -160,7 +160,7 @@ class Gate:
             await self._tell_all({"values": sorted(self._values)})
 
     async def _give_value(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = (await asyncio.wait_for(wire.read(reader), wire.PATIENCE)).get("rank")
+        rank = (await asyncio.wait_for(wire.read(reader), wire.HANDSHAKE_TIMEOUT)).get("rank")
         if rank in self._values:
             memfd, signature = self._values[rank]
             await values.send(writer, rank, memfd, signature)
@@ -197,7 +197,7 @@ class Gate:
         others = [member.gone.wait() for member in self._members if member is not master]
         await self._tell_all(record, besides=master)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*others), _FAREWELL)
+            await asyncio.wait_for(asyncio.gather(*others), _CLOSE_TIMEOUT)
         with contextlib.suppress(OSError):
             await wire.send(master.writer, record)
 

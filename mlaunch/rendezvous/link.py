@@ -1,39 +1,24 @@
-"""One machine's end of the connection to the other machines of a launch: a process beside the agent.
-
-It joins at the gate, retrying until it may not any more; passes on what agent and gate have to tell each other; sends
-heartbeats, however busy the ranks keep the machine; and listens on loopback for the ranks of a machine that does not
-have the store itself, dialling the gate for each of their connections.
-"""
+"""The agent's handle on its machine's link, the process that talks with the launch's other machines."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import socket
-import time
 import traceback
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from dataclasses import asdict
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.errors import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.spec import Cluster
-from mlaunch.rendezvous import values, wire
-from mlaunch.rendezvous.address import interface_of
-from mlaunch.rendezvous.gate import BEATS
-from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
-
-_QUIET = 2.0  # seconds before the first word on what is waited for
-_REMIND = 30.0  # seconds between words that say the same
-_RETRY = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
+from mlaunch.rendezvous.membership import Join
 
 
 class Link:
-    """The agent's handle. ``listener``: where ranks find the store; None on the machine that has it."""
+    """A forked process that ends with this one, and a channel to it.
+
+    ``listener``: where it listens for this machine's ranks; None on the machine that has the store.
+    """
 
     def __init__(
         self, cluster: Cluster, join: Join, listener: socket.socket | None, close_in_child: Iterable[int] = ()
@@ -43,251 +28,23 @@ class Link:
         self.pid = os.fork()
         if self.pid == 0:
             self.channel.close()
-            _run(_Linked(cluster, join, theirs), listener, parent, close_in_child)
+            _run(cluster, join, theirs, listener, parent, close_in_child)
         theirs.close()
 
 
-def _run(linked: _Linked, listener: socket.socket | None, parent: int, close: Iterable[int]) -> NoReturn:
+def _run(
+    cluster: Cluster, join: Join, agent: Channel, listener: socket.socket | None, parent: int, close: Iterable[int]
+) -> NoReturn:
     try:
         linux.die_with(parent)
         for fd in close:
             os.close(fd)
-        asyncio.run(linked.run(listener))
+        import asyncio
+
+        from mlaunch.rendezvous.link_process import LinkProcess
+
+        asyncio.run(LinkProcess(cluster, join, agent).run(listener))
     except BaseException:  # an error of ours: the text must not be lost
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-class _OverError(Exception):
-    """There is nothing left to do."""
-
-
-class _Linked:
-    def __init__(self, cluster: Cluster, join: Join, agent: Channel) -> None:
-        self._cluster = cluster
-        self._join = join
-        self._agent = agent
-        self._start = time.monotonic()
-        self._trouble = ""  # why there is no connection
-        self._joined = ""  # who has joined, as the gate told last
-        self._writer: asyncio.StreamWriter | None = None
-        self._master = ""  # its address
-        self._launch_id = ""
-        self._failed = False  # here or elsewhere
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ours: dict[int, int | None] = {}  # rank -> memfd of its value, where all machines want all
-
-    async def run(self, listener: socket.socket | None) -> None:
-        asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
-        reminding = asyncio.ensure_future(self._remind())
-        try:
-            await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
-            reminding.cancel()
-            if listener is not None:
-                await asyncio.start_server(self._serve_rank, sock=listener)
-            await asyncio.gather(self._beat(), self._hear_gate_to_the_end())
-        except asyncio.TimeoutError:
-            limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
-            self._agent.tell(Refused(f"{self._state()}; {limit}", late=True))
-        except wire.RefusedError as refusal:
-            self._agent.tell(Refused(str(refusal)))
-        except _OverError:
-            pass
-
-    # Joining
-
-    async def _become_member(self) -> None:
-        """Returns once all ranks are there. RefusedError if that cannot be."""
-        pause, longest = _RETRY
-        while True:
-            try:
-                reader = await self._connect()
-                await self._wait_for_plan(reader)
-                self._reader = reader
-                return
-            except asyncio.TimeoutError:
-                self._trouble = "it does not answer"
-            except OSError as error:
-                self._trouble = error.strerror or str(error)
-            self._joined = ""
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
-
-    async def _connect(self) -> asyncio.StreamReader:
-        reader, writer = await asyncio.open_connection(
-            self._cluster.master_ip, self._cluster.port, limit=wire.LINE_LIMIT
-        )
-        self._writer = writer
-        self._master = str(writer.get_extra_info("peername")[0])
-        _guard(writer, self._cluster.heartbeat_timeout)
-        await asyncio.wait_for(wire.introduce(reader, writer, "control", self._cluster.token), wire.PATIENCE)
-        await wire.send(writer, {"join": self._join.as_record()})
-        return reader
-
-    async def _wait_for_plan(self, reader: asyncio.StreamReader) -> None:
-        beating = asyncio.ensure_future(self._beat())
-        try:
-            while True:
-                record = await asyncio.wait_for(wire.read(reader), self._cluster.heartbeat_timeout)
-                if "refused" in record:
-                    raise wire.RefusedError(str(record["refused"]))
-                if "waiting" in record:
-                    self._joined = str(record["waiting"])
-                if "plan" in record:
-                    self._take(record["plan"])
-                    return
-        finally:
-            beating.cancel()
-
-    def _take(self, plan: dict[str, Any]) -> None:
-        address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
-        self._launch_id = str(plan["launch_id"])
-        self._agent.tell(
-            Planned(
-                launch_id=self._launch_id,
-                attempt=int(plan["attempt"]),
-                group_rank=int(plan["group_rank"]),
-                group_size=int(plan["group_size"]),
-                interface=interface_of(address),
-            )
-        )
-
-    async def _remind(self) -> None:
-        """Says what is waited for, when that changes and now and then."""
-        told, at = "", self._start
-        await asyncio.sleep(_QUIET)
-        while True:
-            now, state = time.monotonic(), self._joined or self._trouble
-            if state != told or now - at >= _REMIND:
-                self._agent.tell(Waiting(self._state()))
-                told, at = state, now
-            await asyncio.sleep(0.5)
-
-    def _state(self) -> str:
-        there = f"{self._cluster.master_ip}, port {self._cluster.port}"
-        waited = f"after {time.monotonic() - self._start:.0f} s"
-        if self._joined:
-            return f"{waited} at {there}: {self._joined}"
-        return (
-            f"{waited} no master answers at {there} ({self._trouble or 'trying'}): is the launch started on the "
-            f"machine of rank 0, with this port, and does a firewall let it through?"
-        )
-
-    # Running
-
-    async def _hear_gate_to_the_end(self) -> None:
-        why = f"no heartbeat came for {self._cluster.heartbeat_timeout:g} s"
-        try:
-            while True:
-                record = await asyncio.wait_for(wire.read(self._reader), self._cluster.heartbeat_timeout)
-                if "failure" in record:
-                    self._failed = True
-                    self._agent.tell(shortened(failure_of_record(record["failure"])))
-                elif "values" in record:
-                    self._begin(self._fetch([rank for rank in record["values"] if rank not in self._ours]))
-                elif "over" in record:
-                    self._agent.tell(Over())
-                    raise _OverError
-        except asyncio.TimeoutError:
-            pass
-        except OSError:
-            why = "its connection was closed"
-        if self._failed:  # after which nobody waits for the others
-            raise _OverError
-        subject = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
-        self._agent.tell(RankFailure(None, 0, f"was lost: {why}", subject=subject))
-        raise _OverError
-
-    async def _beat(self) -> None:
-        while self._writer is not None:
-            self._post({"beat": 1})
-            await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
-
-    def _hear_agent(self) -> None:
-        try:
-            record, fds = self._agent.receive()
-        except EOFError:
-            os._exit(0)
-        if isinstance(record, Value):
-            self._ours[record.rank] = fds[0] if fds else None
-        if isinstance(record, RankFailure):
-            self._failed = True
-            self._post({"failure": asdict(record)})
-        elif isinstance(record, Done) and self._ours and not self._failed:
-            self._begin(self._share())
-        elif isinstance(record, Done):
-            self._post({"done": 1})
-
-    def _begin(self, exchange: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(self._see_through(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # Values
-
-    async def _share(self) -> None:
-        """Our ranks' values to the gate."""
-        for rank, memfd in self._ours.items():
-            async with self._dialled("put") as (_, writer):
-                await values.send(writer, rank, memfd, values.Signature(self._token, self._launch_id, rank))
-
-    async def _fetch(self, ranks: list[int]) -> None:
-        """The others' values, for the agent; then this machine is done."""
-        for rank in ranks:
-            async with self._dialled("get") as (reader, writer):
-                await wire.send(writer, {"rank": rank})
-                _, memfd, _ = await values.receive(reader, self._token, self._launch_id)
-            self._agent.tell(Value(rank), [] if memfd is None else [memfd])
-            if memfd is not None:
-                os.close(memfd)
-        self._post({"done": 1})
-
-    async def _see_through(self, exchange: Coroutine[Any, Any, None]) -> None:
-        """An exchange that breaks is the launch's failure."""
-        try:
-            await exchange
-        except (OSError, wire.RefusedError) as error:
-            if self._failed:  # which is why
-                return
-            self._failed, host = True, socket.gethostname()
-            subject = f"the exchange of values on host {host}"
-            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=subject)
-            self._post({"failure": asdict(failure)})
-            self._agent.tell(failure)
-
-    @contextlib.asynccontextmanager
-    async def _dialled(self, role: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        reader, writer = await asyncio.open_connection(self._master, self._cluster.port, limit=wire.LINE_LIMIT)
-        try:
-            await wire.introduce(reader, writer, role, self._cluster.token)
-            yield reader, writer
-        finally:
-            writer.close()
-
-    @property
-    def _token(self) -> str:
-        return self._cluster.token or ""
-
-    # Keeping in touch
-
-    def _post(self, record: wire.Record) -> None:
-        if self._writer is not None:
-            self._writer.write(wire.encode(record))
-
-    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def greet(gate_reader: asyncio.StreamReader, gate_writer: asyncio.StreamWriter) -> None:
-            await wire.introduce(gate_reader, gate_writer, "store", self._cluster.token)
-
-        try:
-            with contextlib.suppress(OSError, wire.RefusedError):
-                await wire.splice(reader, writer, self._master, self._cluster.port, greeting=greet)
-        finally:
-            writer.close()
-
-
-def _guard(writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Has the kernel give up on a peer that acknowledges nothing for this long."""
-    end: socket.socket = writer.get_extra_info("socket")
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

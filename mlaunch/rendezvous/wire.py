@@ -22,7 +22,7 @@ from typing import Any
 
 PROTOCOL = 1
 LINE_LIMIT = 262_144  # bytes of a record
-PATIENCE = 10.0  # seconds for a handshake
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
 
 Record = dict[str, Any]
 

@@ -212,17 +212,18 @@ def test_a_barrier_names_those_who_do_not_come() -> None:
         if comm.get_rank() in {1, 3}:
             store.wait(["0 gave up", "2 gave up"])
             return ""
-        text = error_of(lambda: comm.synchronize(timeout=0.3))
+        text = error_of(lambda: comm.synchronize(timeout=2))
         store.set(f"{comm.get_rank()} gave up", "")
         return text
 
-    missing = "TimeoutError: synchronize: ranks 1, 3 did not come within 0.3 s"
+    missing = "TimeoutError: synchronize: ranks 1, 3 did not come within 2 s"
     assert on(4, train) == [missing, "", missing, ""]
 
 
-def test_a_barrier_leaves_nothing_in_the_store() -> None:
+def test_a_barrier_leaves_no_more_in_the_store_than_the_one_before() -> None:
     def train() -> int:
         store = dist.distributed_c10d._get_default_store()
+        comm.synchronize(timeout=60)
         comm.synchronize()
         before = store.num_keys()
         comm.synchronize()

@@ -17,7 +17,7 @@ import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure, describe_exit
-from mlaunch.caller import fork_server as fork_server_module
+from mlaunch.caller import start_server
 from mlaunch.caller.failure_text import FailureText
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
@@ -86,7 +86,7 @@ def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.M
             os.sched_yield()
         return server
 
-    monkeypatch.setattr(fork_server_module, "start_interpreter", start_and_kill)
+    monkeypatch.setattr(start_server, "start_interpreter", start_and_kill)
     with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL before it could start .*<lambda>"):
         launcher(lambda: 1, 1, start_method="spawn")()
 

@@ -21,23 +21,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure
-from mlaunch.rendezvous import wire
+from mlaunch.rendezvous import names, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
 from mlaunch.rendezvous.membership import Join, conflict, describe, failure_of_record, missing, shortened
-from mlaunch.rendezvous.store import Front, HostedServer
+from mlaunch.rendezvous.store import GateConfig, StoreProcess
 
 TOKEN = "hush"
 
 
 @pytest.fixture
-def gate() -> Iterator[HostedServer]:
+def gate() -> Iterator[StoreProcess]:
     """Its process, as an agent starts it; ``port`` is the public one."""
     store, public = listen(), listen()
-    front = Front(public, "launch", TOKEN, 60.0)
-    server = HostedServer(store, front=front)
+    config = GateConfig(public, "launch", TOKEN, 60.0)
+    server = StoreProcess(store, gate=config)
     server.port = public.getsockname()[1]
     store.close()
     public.close()
@@ -69,7 +68,7 @@ async def next_of(reader: asyncio.StreamReader, kind: str) -> Any:
             return record[kind]
 
 
-def test_many_machines_join_and_hear_of_a_failure(gate: HostedServer) -> None:
+def test_many_machines_join_and_hear_of_a_failure(gate: StoreProcess) -> None:
     """64 machines of 16 ranks; each rank is a store client that comes through the gate."""
     machines, ranks = 64, 16
 
@@ -102,7 +101,7 @@ def test_many_machines_join_and_hear_of_a_failure(gate: HostedServer) -> None:
     assert [failure for _, failure in results].count(119) == machines - 1
 
 
-def test_who_comes_after_a_failure_is_not_refused(gate: HostedServer) -> None:
+def test_who_comes_after_a_failure_is_not_refused(gate: StoreProcess) -> None:
     """It is a machine that was lost and is back: its link tries again until the next attempt begins."""
 
     async def come_back() -> bytes:
@@ -121,7 +120,7 @@ def test_who_comes_after_a_failure_is_not_refused(gate: HostedServer) -> None:
     assert b"refused" not in asyncio.run(come_back())
 
 
-def test_the_master_hears_of_a_refusal_when_the_others_have(gate: HostedServer) -> None:
+def test_the_master_hears_of_a_refusal_when_the_others_have(gate: StoreProcess) -> None:
     """It ends the gate, and another that had not read it would wait for its join_timeout."""
     heard: list[str] = []
 
@@ -158,7 +157,7 @@ def test_a_failure_from_another_machine_is_not_trusted() -> None:
     assert (len(long.what), len(long.traceback), long.traceback[-3:]) == (4_000, 16_000, "end")
 
 
-def test_a_cause_outranks_its_consequence(gate: HostedServer) -> None:
+def test_a_cause_outranks_its_consequence(gate: StoreProcess) -> None:
     """Though news of it comes later, from another machine."""
 
     async def three() -> list[str]:
@@ -202,13 +201,13 @@ async def splice_for_ranks(gate: int, listener: socket.socket, over: threading.E
 
 
 @pytest.mark.slow
-def test_a_thousand_ranks_reach_the_store(gate: HostedServer) -> None:
+def test_a_thousand_ranks_reach_the_store(gate: StoreProcess) -> None:
     over, listener = threading.Event(), listen()
     port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(splice_for_ranks(gate.port, listener, over)))
     thread.start()
     start = time.monotonic()
-    with ThreadPoolExecutor(16) as pool, linux.names_from_files_only():  # as ranks do
+    with ThreadPoolExecutor(16) as pool, names.from_files_only():  # as ranks do
         connect = functools.partial(dist.TCPStore, "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         clients = list(pool.map(lambda _: connect(), range(1024)))
     for rank, client in enumerate(clients):
@@ -245,7 +244,7 @@ def strange(chance: random.Random) -> bytes:
 
 
 @pytest.mark.slow
-def test_strangers_change_nothing(gate: HostedServer) -> None:
+def test_strangers_change_nothing(gate: StoreProcess) -> None:
     """10,000 connections of nonsense, half of a record, silence; a job in progress meanwhile."""
     chance = random.Random(5)
 
@@ -283,7 +282,7 @@ def test_strangers_change_nothing(gate: HostedServer) -> None:
     assert after - before < 64 * 2**20, f"{before} -> {after}"
 
 
-def test_nothing_is_known_without_the_token(gate: HostedServer) -> None:
+def test_nothing_is_known_without_the_token(gate: StoreProcess) -> None:
     """Neither side shows a proof that could be used again, or the token."""
 
     async def watch() -> bytes:

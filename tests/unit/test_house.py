@@ -18,8 +18,8 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm"} | {f"mlaunch.agent.{name}" for name in ("main", "peers", "supervisor")}
-NEEDS_TORCH |= {f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction")}
-NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("client", "store", "waiting")}
+NEEDS_TORCH |= {f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")}
+NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store", "store_client", "waiting")}
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.

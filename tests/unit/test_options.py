@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlaunch import launcher
+from mlaunch.caller import placement
 from mlaunch.protocol.messages import Ready
 from mlaunch.rank import device
 
@@ -111,11 +112,11 @@ def test_a_token_is_never_shown() -> None:
 
 
 def test_device_types() -> None:
-    assert device.choose_type("auto", CPU) == "cpu"
-    assert device.choose_type("auto", CUDA) == "cuda"
-    assert device.choose_type("cpu", CUDA) == "cpu"
+    assert placement.choose_type("auto", CPU) == "cpu"
+    assert placement.choose_type("auto", CUDA) == "cuda"
+    assert placement.choose_type("cpu", CUDA) == "cpu"
     with pytest.raises(ValueError, match="allowed: 'auto', 'cuda', 'cpu'"):
-        device.choose_type("xpu", CUDA)
+        placement.choose_type("xpu", CUDA)
 
 
 def test_backends() -> None:
@@ -140,12 +141,12 @@ def test_picked_devices_are_the_only_visible_ones(
     n_gpus: int | None, devices: list[int] | None, shown: str, size: int, visible: str
 ) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
-    placement = device.place_on_accelerators("cuda", n_gpus, devices, 4, environ)
-    assert placement == device.Placement("cuda", size, visible)
+    placed = placement.place_on_accelerators("cuda", n_gpus, devices, 4, environ)
+    assert placed == placement.Placement("cuda", size, visible)
 
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ValueError, match=r"n_gpus=5: only 4 cuda device\(s\) are visible here; allowed: 1 to 4, or"):
-        device.place_on_accelerators("cuda", 5, None, 4, {})
+        placement.place_on_accelerators("cuda", 5, None, 4, {})
     with pytest.raises(ValueError, match=r"devices=\[0, 4\]: \[4\] do not exist; the 4 visible cuda device\(s\) are"):
-        device.place_on_accelerators("cuda", None, [0, 4], 4, {})
+        placement.place_on_accelerators("cuda", None, [0, 4], 4, {})
