@@ -24,17 +24,17 @@ _SEEDS = 2**31
 
 
 def get_world_size() -> int:
-    """The number of ranks; 1 without a process group. Not collective."""
+    """Returns the number of ranks; 1 without a process group. Not collective."""
     return world.get_world_size()
 
 
 def get_rank() -> int:
-    """This process's rank; 0 without a process group. Not collective."""
+    """Returns this process's rank; 0 without a process group. Not collective."""
     return world.get_rank()
 
 
 def get_local_rank() -> int:
-    """This process's rank among those of its machine; 0 without a process group. Not collective.
+    """Returns this process's rank among those of its machine; 0 without a process group. Not collective.
 
     Raises:
         RuntimeError: The launcher did not say (no ``LOCAL_RANK``), and ``create_local_process_group`` was not called.
@@ -43,12 +43,16 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """The number of ranks on this machine; 1 without a process group. Not collective. Raises as ``get_local_rank``."""
+    """Returns the number of ranks on this machine; 1 without a process group. Not collective.
+
+    Raises:
+        RuntimeError: As ``get_local_rank``.
+    """
     return local_group.local().size if world.is_grouped() else 1
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0. Not collective."""
+    """Tells whether this is rank 0. Not collective."""
     return get_rank() == 0
 
 
@@ -69,7 +73,7 @@ def create_local_process_group(num_workers_per_machine: int | None = None) -> No
 
 
 def get_local_process_group() -> dist.ProcessGroup:
-    """The group of this machine's ranks, for torch's collectives. Not collective.
+    """Returns the group of this machine's ranks, for torch's collectives. Not collective.
 
     Raises:
         RuntimeError: It was not made (``create_local_process_group``), and the ranks are not all on one machine.
@@ -97,7 +101,7 @@ def synchronize(timeout: float | None = None) -> None:
 
 
 def all_gather(data: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's object, by rank, on every rank. Collective for ``group`` (None: all ranks).
+    """Returns every rank's object, by rank, on every rank. Collective for ``group`` (None: all ranks).
 
     Objects travel over the CPU, each at its own size; tensors of an accelerator arrive on the CPU. A rank's own place
     in the list holds the very object that it passed.
@@ -109,7 +113,7 @@ def all_gather(data: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T]:
-    """As ``all_gather``, but only rank ``dst`` (counted within ``group``) gets the list; the others get ``[]``.
+    """Does as ``all_gather``, but only rank ``dst`` (counted within ``group``) gets the list; the others get ``[]``.
 
     Raises:
         ValueError: ``group`` has no rank ``dst``.
@@ -120,7 +124,7 @@ def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_object(data: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """The object of rank ``src`` (counted within ``group``), on every rank. Collective for ``group``.
+    """Returns the object of rank ``src`` (counted within ``group``), on every rank. Collective for ``group``.
 
     What the other ranks pass is ignored.
 
@@ -133,7 +137,7 @@ def broadcast_object(data: T, src: int = 0, group: dist.ProcessGroup | None = No
 
 
 def shared_random_seed() -> int:
-    """A random number from 0 to 2**31 - 1, the same on every rank. Collective.
+    """Draws a random number from 0 to 2**31 - 1, the same on every rank. Collective.
 
     Each rank draws from torch's default CPU generator, and rank 0's draw counts: with that generator seeded, it is
     reproducible.
@@ -143,7 +147,7 @@ def shared_random_seed() -> int:
 
 
 def reduce_dict(input_dict: Mapping[str, Any], average: bool = True) -> dict[str, Any]:
-    """The mean (or sum) over all ranks of each value, on every rank: the original leaves partial sums elsewhere.
+    """Returns the mean (or sum) over all ranks of each value, on every rank (the original: on rank 0 alone).
 
     Collective. A new dictionary with the same keys in the same order; the input is not changed.
 
@@ -163,7 +167,7 @@ def reduce_dict(input_dict: Mapping[str, Any], average: bool = True) -> dict[str
 
 
 def all_reduce_mean(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """The mean of every rank's number, on every rank. Collective for ``group`` (None: all ranks)."""
+    """Returns the mean of every rank's number, on every rank. Collective for ``group`` (None: all ranks)."""
     if _alone(group):
         return float(value)
     link = exchange.cpu_group(group)
@@ -174,7 +178,7 @@ def all_reduce_mean(value: float, group: dist.ProcessGroup | None = None) -> flo
 
 @contextlib.contextmanager
 def main_process_first() -> Iterator[bool]:
-    """Rank 0 runs the block first, the others once it has ended. Collective.
+    """Lets rank 0 run the block first, the others once it has ended. Collective.
 
     For what is prepared once and then found in a cache: a download, a tokenised data set. The value of the ``with``
     statement is True on rank 0.
@@ -188,7 +192,7 @@ def main_process_first() -> Iterator[bool]:
 
 @contextlib.contextmanager
 def once_per_machine() -> Iterator[bool]:
-    """As ``main_process_first``, but on each machine its first rank goes first. Collective.
+    """Does as ``main_process_first``, but on each machine its first rank goes first. Collective.
 
     Raises:
         RuntimeError: The block failed on the machine's first rank; or as ``get_local_process_group``.

@@ -1,4 +1,4 @@
-"""How an agent deals with other machines: joins them, tells and hears of the first failure, ends with them."""
+"""How an agent deals with its launch's other machines: joins them, shares the first failure, ends with them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _serve_as_master(
 
 
 def _introduction(spec: LaunchSpec) -> Join:
-    """What this machine says of itself."""
+    """Says what this machine is."""
     return Join(
         host=socket.gethostname(),
         rank_start=spec.rank_start,
@@ -152,9 +152,7 @@ def _wait_for_plan(link: Link, launcher: Channel, parent: int, deadline: float |
     while True:
         ready = wait(sources, None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
-            launcher.try_send(
-                Refused(f"its deadline of {deadline:g} s passed while the machines were joining", late=True)
-            )
+            launcher.try_send(Refused(f"its deadline of {deadline:g} s passed while the machines were joining", late=True))
             raise NoLaunchError
         if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
             raise NoLaunchError

@@ -37,7 +37,7 @@ _gloo_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = w
 
 
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group`` if it can carry CPU tensors, else a gloo group of the same ranks, made at the first use.
+    """Returns ``group`` if it can carry CPU tensors, else a gloo group of the same ranks, made at the first use.
 
     Collective for the group's ranks. ``None``: all ranks.
     """
@@ -51,7 +51,7 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str) -> list[Any]:
-    """Every rank's value, on every rank; one's own is the object itself."""
+    """Returns every rank's value, on every rank; one's own is the object itself."""
     link = _Link(cpu_group(group))
     mine, sizes = _prepare(value, link, what)
     if max(sizes) <= _PADDED:
@@ -70,7 +70,7 @@ def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str)
 
 
 def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: str) -> list[Any]:
-    """Every rank's value at rank ``dst`` of the group, [] elsewhere."""
+    """Returns every rank's value at rank ``dst`` of the group, [] elsewhere."""
     link = _Link(cpu_group(group))
     mine, sizes = _prepare(value, link, what)
     if link.rank != dst:
@@ -88,7 +88,7 @@ def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: st
 
 
 def broadcast(value: object, src: int, group: dist.ProcessGroup | None, what: str) -> Any:
-    """The value of rank ``src`` of the group, on every rank; there the object itself."""
+    """Returns the value of rank ``src`` of the group, on every rank; there the object itself."""
     link = _Link(cpu_group(group))
     packed = _pack(value) if link.rank == src else _Packed()
     size = _size_tensor(packed)
@@ -113,7 +113,7 @@ class _Packed:
     culprit: str = ""
 
     def send(self, send: Callable[[Any], object]) -> None:
-        """The large buffers."""
+        """Sends the large buffers."""
         for buffer in self.large:
             with buffer.raw() as raw:
                 send(bytearray(raw) if raw.readonly else raw)
@@ -137,7 +137,7 @@ def _pack(value: object) -> _Packed:
 
 
 def _room(size: int) -> Any:
-    """A writable buffer; a large one without the time to fill it with zeros first."""
+    """Makes a writable buffer; a large one without the time to fill it with zeros first."""
     return bytearray(size) if size < _LARGE else mmap.mmap(-1, size)
 
 
@@ -219,7 +219,7 @@ class _Link:
 
 
 def _chunks(buffer: Any) -> Iterator[torch.Tensor]:
-    """The buffer as tensors that share its memory."""
+    """Yields the buffer as tensors that share its memory."""
     whole = memoryview(buffer).cast("B")
     for start in range(0, whole.nbytes, _CHUNK):
         yield torch.frombuffer(whole[start : start + _CHUNK], dtype=torch.uint8)

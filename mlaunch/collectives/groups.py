@@ -68,29 +68,29 @@ WORLD = Group(None)
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group."""
+    """Tells whether there is a process group."""
     return world.is_grouped()
 
 
 def get_rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Returns this process's rank; 0 without a process group."""
     return world.get_rank()
 
 
 def get_world_size() -> int:
-    """The number of ranks; 1 without a process group."""
+    """Returns the number of ranks; 1 without a process group."""
     return world.get_world_size()
 
 
 def get_local_device_id() -> int:
-    """The number of this rank's device on its machine, as the rank sees it; on CPUs its local rank."""
+    """Returns the number of this rank's device on its machine, as the rank sees it; on CPUs its local rank."""
     if is_distributed() and _accelerated():
         return torch.accelerator.current_device_index()
     return local_group.local_rank() if is_distributed() else 0
 
 
 def get_backend() -> str | None:
-    """The backend for this rank's device: "nccl", "gloo", ...; None without a process group."""
+    """Returns the backend for this rank's device: "nccl", "gloo", ...; None without a process group."""
     if not is_distributed():
         return None
     offered = dict(part.split(":") for part in dist.get_backend_config(world.group()).split(","))
@@ -99,7 +99,7 @@ def get_backend() -> str | None:
 
 
 def _accelerated() -> bool:
-    """Whether the world's group serves an accelerator that is there."""
+    """Tells whether the world's group serves an accelerator that is there."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -107,7 +107,7 @@ def _accelerated() -> bool:
 
 
 def new_group(proc_ranks: Sequence[int]) -> Group:
-    """A group of these ranks. Collective for them alone: the others need not call it.
+    """Makes a group of these ranks. Collective for them alone: the others need not call it.
 
     Raises:
         ValueError: A rank twice, or one that the world does not have, or this process is not among them.
@@ -167,7 +167,7 @@ def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
 def make_allreduce_cb(
     reduce_method: str, group: Group = WORLD
 ) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-    """A callback that reduces a parameter's gradient over the group, in place.
+    """Makes a callback that reduces a parameter's gradient over the group, in place.
 
     It takes ``(param, grad)`` and returns the gradient, as MegEngine's; or ``(param)`` and returns None, for
     ``param.register_post_accumulate_grad_hook``.
@@ -194,14 +194,14 @@ def make_allreduce_cb(
 
 
 def get_client() -> Client:
-    """A client of the store that this launch's ranks share. RuntimeError without a process group."""
+    """Returns a client of the store that this launch's ranks share. RuntimeError without a process group."""
     world.group()
     secret = this_rank.this_rank.secret if this_rank.this_rank is not None else ""
     return Client(store=dist.distributed_c10d._get_default_store(), secret=secret)
 
 
 def get_py_server_addr() -> tuple[str, int]:
-    """Address and port of that store. RuntimeError if the launcher did not say."""
+    """Returns address and port of that store. RuntimeError if the launcher did not say."""
     try:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as error:

@@ -33,7 +33,7 @@ _made: list[_Made] = []  # one, or none
 
 
 def local() -> Local:
-    """From the group that was made, else from what the launcher said. RuntimeError if neither is there."""
+    """Finds this rank's place from the group that was made, else from what the launcher said; else RuntimeError."""
     made = _current()
     if made is not None:
         return Local(dist.get_rank(made), dist.get_world_size(made))
@@ -48,13 +48,13 @@ def local() -> Local:
 
 
 def local_rank() -> int:
-    """As ``local().rank``, where the launcher said that alone, too."""
+    """Finds the same as ``local().rank``, where the launcher said that alone, too."""
     said = os.environ.get("LOCAL_RANK")
     return int(said) if _current() is None and said is not None else local().rank
 
 
 def group() -> dist.ProcessGroup:
-    """The group of this machine's ranks. RuntimeError if there is none yet."""
+    """Returns the group of this machine's ranks. RuntimeError if there is none yet."""
     everyone, made = world.group(), _current()
     if made is not None:
         return made
@@ -79,7 +79,7 @@ def make(per_machine: int | None) -> None:
 
 
 def together(ranks: list[int]) -> bool:
-    """Whether these ranks, this one among them, are all on this machine."""
+    """Tells whether these ranks, this one among them, are all on this machine."""
     here = local()
     if here.size == dist.get_world_size():
         return True
@@ -91,7 +91,7 @@ def together(ranks: list[int]) -> bool:
 
 
 def _current() -> dist.ProcessGroup | None:
-    """The group, unless the world in which it was made is gone."""
+    """Returns the group, unless the world in which it was made is gone."""
     return _made[0].group if _made and _made[0].world is dist.group.WORLD else None
 
 
@@ -111,7 +111,7 @@ def _by_place() -> list[list[int]]:
 
 
 def _place() -> str:
-    """The same for all processes of a machine, and for no others."""
+    """Names this machine: alike in all of its processes, and in no others."""
     if "GROUP_RANK" in os.environ:  # the launcher counted them
         return os.environ["GROUP_RANK"]
     boot = Path("/proc/sys/kernel/random/boot_id")

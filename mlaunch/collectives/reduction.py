@@ -15,7 +15,7 @@ _DIGEST = 7  # bytes, so that it fits into an int64 with either sign
 
 
 def reduce_dict(values: Mapping[str, Any], *, average: bool) -> dict[str, Any]:
-    """See ``mlaunch.comm.reduce_dict``."""
+    """Does what ``mlaunch.comm.reduce_dict`` says."""
     if world.get_world_size() == 1:
         return {name: _shaped(_tensor(name, value).to(torch.float64), value, average) for name, value in values.items()}
     names = sorted(values)
@@ -47,7 +47,7 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _shaped(total: torch.Tensor, value: Any, average: bool) -> Any:
-    """The reduced value in the form in which it was given."""
+    """Returns the reduced value in the form in which it was given."""
     if isinstance(value, torch.Tensor):
         dtype = value.dtype if value.is_floating_point() or not average else torch.get_default_dtype()
         return total.to(value.device, dtype)

@@ -16,13 +16,13 @@ _ADDRESS = slice(20, 24)  # where the kernel puts the address into it
 
 
 def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """A listening socket; port 0 has the kernel choose."""
+    """Returns a listening socket; port 0 has the kernel choose."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=4096)
 
 
 def listen_as_master(name: str, port: int) -> socket.socket:
-    """A socket where other machines find this one under ``name``, on the interface of that address alone.
+    """Returns a socket where other machines find this one under ``name``, on the interface of that address alone.
 
     A host name that means loopback here (as Debian's own name does) means something else to others: then it listens on
     all interfaces.
@@ -44,7 +44,7 @@ def _means_loopback(name: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has this address of the machine; "" if none is found."""
+    """Finds the network interface that has this address of the machine; "" if there is none."""
     plain = ipaddress.ip_address(address.partition("%")[0])
     if plain.version == 6 and plain.ipv4_mapped is None:
         return _interface6(plain)

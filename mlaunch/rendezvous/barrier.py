@@ -43,7 +43,7 @@ class Turn:
 
     @property
     def place(self) -> str:
-        """What the turn's keys begin with."""
+        """Where the turn's keys are."""
         return f"{self.barrier}/{self.number}"
 
     @property

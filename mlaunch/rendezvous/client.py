@@ -69,11 +69,11 @@ class Client:
             self._store.delete_key(name)
 
     def user_get(self, key: str, timeout: float | None = None) -> Any:
-        """The value under a name, which stays there; waits until there is one. TimeoutError after the limit."""
+        """Returns the value under a name, which stays there; waits for one. TimeoutError after the limit."""
         return self._wait_for_value(key, f"user_get({key!r})", timeout, take=False)
 
     def user_pop(self, key: str, timeout: float | None = None) -> Any:
-        """As ``user_get``, and takes the value away: of several callers exactly one gets it."""
+        """Returns the value, as ``user_get``, and takes it away: of several callers exactly one gets it."""
         return self._wait_for_value(key, f"user_pop({key!r})", timeout, take=True)
 
     def _wait_for_value(self, key: str, what: str, timeout: float | None, *, take: bool) -> Any:
@@ -92,7 +92,7 @@ class Client:
                 raise TimeoutError(f"{what}: nobody has set it within {limit:g} s")
 
     def _peek(self, key: str) -> bytes | None:
-        """The value if there is one now; the store's own ``get`` would wait for it."""
+        """Returns the value if there is one now, else None; the store's own ``get`` would wait for it."""
         found: bytes = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else found
 
@@ -105,7 +105,7 @@ class Client:
         self._meet(f"barrier/{key}", size, f"group_barrier({key!r})", timeout)
 
     def bcast_val(self, val: Any, key: str, size: int, timeout: float | None = None) -> Any:
-        """The value of the one caller that passes another than None, for all ``size`` callers, itself included.
+        """Returns, to all ``size`` callers, the value of the one that passes another than None.
 
         If all pass None, all get None. The key may be used again.
 
@@ -163,7 +163,7 @@ def _name() -> str:
 
 
 def _absent(key: str, came: list[str]) -> str:
-    """Where the key lists the ranks of a group, as MegEngine's do: those that did not come."""
+    """Names who did not come, where the key lists the ranks of a group, as MegEngine's do; else ""."""
     members = key.split(",")
     if not all(member.isdigit() for member in members):
         return ""

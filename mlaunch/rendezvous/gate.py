@@ -53,7 +53,7 @@ class Gate:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """For as long as the process lives; who ends the launch kills it."""
+        """Serves for as long as the process lives; who ends the launch kills it."""
         self._server = await asyncio.start_server(self._receive, sock=listener, limit=wire.LINE_LIMIT)
         beat = self._heartbeat_timeout / BEATS
         while True:
@@ -168,7 +168,7 @@ class Gate:
     # All machines
 
     async def _fail(self, failure: dict[str, Any], source: _Member) -> None:
-        """The first failure reaches all; of later ones each machine tells its own caller.
+        """Tells all of the first failure; of later ones each machine tells its own caller.
 
         One that looks like the consequence of another waits a moment for its cause.
         """

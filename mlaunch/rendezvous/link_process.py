@@ -12,7 +12,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -93,7 +94,7 @@ class LinkProcess:
         )
         self._writer = writer
         self._master = str(writer.get_extra_info("peername")[0])
-        _guard(writer, self._cluster.heartbeat_timeout)
+        wire.miss_a_silent_peer(writer, self._cluster.heartbeat_timeout)
         await asyncio.wait_for(wire.introduce(reader, writer, "control", self._cluster.token), wire.HANDSHAKE_TIMEOUT)
         await wire.send(writer, {"join": self._join.as_record()})
         return reader
@@ -200,13 +201,13 @@ class LinkProcess:
     # Values
 
     async def _share(self) -> None:
-        """Our ranks' values to the gate."""
+        """Brings our ranks' values to the gate."""
         for rank, memfd in self._ours.items():
             async with self._dialled("put") as (_, writer):
                 await values.send(writer, rank, memfd, values.Signature(self._token, self._launch_id, rank))
 
     async def _fetch(self, ranks: list[int]) -> None:
-        """The others' values, for the agent; then this machine is done."""
+        """Gets the others' values for the agent; then this machine is done."""
         for rank in ranks:
             async with self._dialled("get") as (reader, writer):
                 await wire.send(writer, {"rank": rank})
@@ -217,7 +218,7 @@ class LinkProcess:
         self._post({"done": 1})
 
     async def _see_through(self, exchange: Coroutine[Any, Any, None]) -> None:
-        """An exchange that breaks is the launch's failure."""
+        """Makes an exchange that breaks the launch's failure."""
         try:
             await exchange
         except (OSError, wire.RefusedError) as error:
@@ -229,14 +230,8 @@ class LinkProcess:
             self._post({"failure": asdict(failure)})
             self._agent.try_send(failure)
 
-    @contextlib.asynccontextmanager
-    async def _dialled(self, role: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        reader, writer = await asyncio.open_connection(self._master, self._cluster.port, limit=wire.LINE_LIMIT)
-        try:
-            await wire.introduce(reader, writer, role, self._cluster.token)
-            yield reader, writer
-        finally:
-            writer.close()
+    def _dialled(self, role: str) -> AbstractAsyncContextManager[wire.Streams]:
+        return wire.dialled(self._master, self._cluster.port, role, self._cluster.token)
 
     @property
     def _token(self) -> str:
@@ -257,10 +252,3 @@ class LinkProcess:
                 await wire.splice(reader, writer, self._master, self._cluster.port, greeting=greet)
         finally:
             writer.close()
-
-
-def _guard(writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Has the kernel give up on a peer that acknowledges nothing for this long."""
-    end: socket.socket = writer.get_extra_info("socket")
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

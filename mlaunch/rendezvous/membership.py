@@ -41,7 +41,7 @@ class Join:
 
     @classmethod
     def of_record(cls, record: Any) -> Join:
-        """ConnectionError for what no machine says."""
+        """Reads one from JSON. ConnectionError for what no machine says."""
         kinds = {"str": str, "int": int}
         if not isinstance(record, dict) or record.keys() != {field.name for field in fields(cls)}:
             raise ConnectionError("what came is no join")
@@ -55,7 +55,7 @@ class Join:
 
 
 def conflict(joined: Sequence[Join], new: Join) -> str:
-    """Why ``new`` does not fit to those that have joined, for all to read; "" if it does."""
+    """Says why ``new`` does not fit to those that have joined, for all to read; "" if it does."""
     if new.n_gpus < 1 or new.ranks[-1] >= new.world_size:
         return f"{new.who} has ranks beyond world_size={new.world_size}"
     for other in joined:
@@ -76,7 +76,7 @@ def conflict(joined: Sequence[Join], new: Join) -> str:
 
 
 def missing(joined: Sequence[Join]) -> list[int]:
-    """The ranks that no machine has brought."""
+    """Returns the ranks that no machine has brought."""
     if not joined:
         return []
     there = {rank for machine in joined for rank in machine.ranks}
@@ -84,7 +84,7 @@ def missing(joined: Sequence[Join]) -> list[int]:
 
 
 def describe(joined: Sequence[Join]) -> str:
-    """Who is there and who is not: "2 machines joined (h1, h2); ranks 8-15 missing"."""
+    """Says who is there and who is not: "2 machines joined (h1, h2); ranks 8-15 missing"."""
     names = ", ".join(machine.host for machine in joined)
     return f"{len(joined)} machine{'s' * (len(joined) != 1)} joined ({names}); {name_ranks(missing(joined))} missing"
 
@@ -95,7 +95,7 @@ def shortened(failure: RankFailure) -> RankFailure:
 
 
 def failure_of_record(record: dict[str, Any]) -> RankFailure:
-    """A failure on another machine, from its JSON: what has another type than it must have is left out."""
+    """Reads a failure on another machine from its JSON; leaves out what has another type than it must have."""
     kinds = {"str": str, "int": int, "int | None": int, "bool": bool}
     wanted = {field.name: kinds.get(str(field.type)) for field in fields(RankFailure)}
     known: dict[str, Any] = {name: value for name, value in record.items() if type(value) is wanted.get(name)}

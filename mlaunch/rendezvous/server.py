@@ -62,7 +62,7 @@ class Server:
 
 
 def serve_until_end_of_input(fd: int) -> None:
-    """The life of a server's process."""
+    """Lives the life of a server's process."""
     from mlaunch.rendezvous.store import serve
 
     store = serve(socket.socket(fileno=fd))

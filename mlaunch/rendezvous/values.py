@@ -33,7 +33,7 @@ class Signature:
 
 
 async def send(writer: asyncio.StreamWriter, rank: int, fd: int | None, signature: Signature | str) -> None:
-    """``fd`` None: the rank returned nothing. ``signature``: to be made on the way, or as it came."""
+    """Sends a rank's value; ``fd`` None: it returned nothing. ``signature``: to be made on the way, or as it came."""
     size = _NONE if fd is None else os.fstat(fd).st_size
     await wire.send(writer, {"rank": rank, "size": size})
     if fd is not None:
@@ -45,7 +45,7 @@ async def send(writer: asyncio.StreamWriter, rank: int, fd: int | None, signatur
 
 
 async def receive(reader: asyncio.StreamReader, token: str, launch_id: str) -> tuple[int, int | None, str]:
-    """Rank, memfd (None: it returned nothing), signature. ConnectionError unless the signature is right."""
+    """Returns rank, memfd (None: it returned nothing), signature. ConnectionError unless the signature is right."""
     header = await wire.read(reader)
     rank, size = header.get("rank"), header.get("size")
     if not isinstance(rank, int) or not isinstance(size, int):

@@ -15,9 +15,12 @@ reaches the store. Without a token on either side the hello is enough.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import secrets
+import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 PROTOCOL = 1
@@ -25,6 +28,7 @@ LINE_LIMIT = 262_144  # bytes of a record
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
 
 Record = dict[str, Any]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class RefusedError(Exception):
@@ -41,7 +45,7 @@ async def send(writer: asyncio.StreamWriter, record: Record) -> None:
 
 
 async def read(reader: asyncio.StreamReader) -> Record:
-    """The next record. ConnectionError at the end of the connection, or for what is no record."""
+    """Returns the next record. ConnectionError at the end of the connection, or for what is no record."""
     try:
         line = await reader.readline()
     except (ValueError, asyncio.LimitOverrunError) as error:
@@ -58,7 +62,7 @@ async def read(reader: asyncio.StreamReader) -> Record:
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: str, token: str | None) -> None:
-    """The client's side. RefusedError if one side does not accept the other; ConnectionError if it is no server."""
+    """Shakes hands as the client. RefusedError if one side rejects the other; ConnectionError if it is no server."""
     nonce = secrets.token_hex(16)
     await send(writer, {"mlaunch": PROTOCOL, "role": role, "nonce": nonce})
     answer = await read(reader)
@@ -79,7 +83,7 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:
-    """The server's side; returns the role. ConnectionError for whoever is not let in, after telling them."""
+    """Shakes hands as the server; returns the client's role. ConnectionError for whoever is not let in."""
     hello = await read(reader)
     role, nonce = hello.get("role"), hello.get("nonce")
     if "mlaunch" not in hello or not isinstance(role, str) or not isinstance(nonce, str):
@@ -102,6 +106,24 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
 def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str) -> str:
     text = "\0".join(("mlaunch", who, client_nonce, server_nonce, role))
     return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+
+
+@contextlib.asynccontextmanager
+async def dialled(host: str, port: int, role: str, token: str | None) -> AsyncIterator[Streams]:
+    """Connects to a gate as a client of this role, for a while. Raises as ``introduce``."""
+    reader, writer = await asyncio.open_connection(host, port, limit=LINE_LIMIT)
+    try:
+        await introduce(reader, writer, role, token)
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def miss_a_silent_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
+    """Has the kernel give up on a peer that acknowledges nothing for this long."""
+    end: socket.socket = writer.get_extra_info("socket")
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 async def splice(

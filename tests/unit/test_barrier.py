@@ -1,0 +1,97 @@
+"""A barrier on stores of every kind, also after some have given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch.rendezvous.address import LOOPBACK
+from mlaunch.rendezvous.barrier import Barrier, NotAllCameError
+from mlaunch.rendezvous.server import Server
+
+LIMIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture(params=["over tcp", "in memory", "in a file"])
+def store(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> Iterator[dist.Store]:
+    if request.param == "in memory":
+        yield dist.HashStore()
+    elif request.param == "in a file":
+        yield dist.FileStore(str(tmp_path / "store"), 1)
+    else:
+        connection = dist.TCPStore(LOOPBACK, server.py_server_port, is_master=False)
+        yield dist.PrefixStore(request.node.name, connection)
+    request.node.funcargs.clear()  # which hold the connection until after the look at what is left
+
+
+def come(store: dist.Store, name: str, size: int = 3, limit: float = LIMIT) -> int:
+    """Meets the others; returns which turn it was."""
+    return Barrier(store, "key", size).meet(name, limit).number
+
+
+def test_it_may_be_used_again_and_again(store: dist.Store) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(4):
+            assert set(pool.map(lambda name: come(store, name), "abc")) == {number}
+
+
+def give_up(store: dist.Store, name: str, size: int = 3, limit: float = 0.05) -> tuple[list[str], str]:
+    """Meets nobody; returns who came, and the limit that passed."""
+    try:
+        come(store, name, size, limit)
+    except NotAllCameError as error:
+        return sorted(error.came), error.limit
+    raise AssertionError("all came")
+
+
+def test_those_who_came_are_named(store: dist.Store) -> None:
+    assert give_up(store, "a") == (["a"], "0.05")
+
+
+def test_all_who_wait_hear_that_one_gave_up(store: dist.Store) -> None:
+    """Though the other would have waited longer, all cannot meet any more."""
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(give_up, store, "patient", 3, LIMIT)
+        store.wait(["key/0/0/0"])
+        assert give_up(store, "hasty") == patient.result(LIMIT) == (["hasty", "patient"], "0.05")
+
+
+def test_who_gave_up_does_not_count_twice(store: dist.Store) -> None:
+    """Two came and gave up; when they try again, with a third, they wait for the fourth."""
+    for name in "ab":
+        give_up(store, name, 4)
+    with ThreadPoolExecutor(3) as pool:
+        again = [pool.submit(come, store, name, 4) for name in "abc"]
+        while store.add("key/2/count", 0) < 3:  # those of a and b are closed
+            assert not any(one.done() for one in again)
+        assert not any(one.done() for one in again)
+        come(store, "d", 4)
+        assert [one.result(LIMIT) for one in again] == [0, 0, 0]
+
+
+def test_what_all_put_is_there_when_one_leaves(store: dist.Store) -> None:
+    def take_part(name: str) -> list[bool]:
+        turn = Barrier(store, "key", 3).meet(name, LIMIT, put=lambda turn: store.set(f"{turn.place}/of {name}", ""))
+        return [store.check([f"{turn.place}/of {other}"]) for other in "abc"]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(take_part, "abc")) == [[True] * 3] * 3
+
+
+def test_it_leaves_no_more_than_the_time_before(store: dist.Store) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        left = []
+        for _ in range(3):
+            list(pool.map(lambda name: come(store, name), "abc"))
+            left.append(store.num_keys())
+    assert left[0] == left[1] == left[2]
