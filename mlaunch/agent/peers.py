@@ -152,7 +152,8 @@ def _wait_for_plan(link: Link, launcher: Channel, parent: int, deadline: float |
     while True:
         ready = wait(sources, None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
-            launcher.try_send(Refused(f"its deadline of {deadline:g} s passed while the machines were joining", late=True))
+            why = f"its deadline of {deadline:g} s passed while the machines were joining"
+            launcher.try_send(Refused(why, late=True))
             raise NoLaunchError
         if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
             raise NoLaunchError

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.text import name_ranks
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device
+from mlaunch.rendezvous import names
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,10 @@ def meet_and_join(spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int]
     """
     import torch.distributed as dist
 
-    from mlaunch.rendezvous.names import from_files_only
-
     dist.set_debug_level_from_env()  # torch read it when the fork server imported it
     member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
-    with from_files_only() if spec.interface else contextlib.nullcontext():
+    with names.from_files_only() if spec.interface else contextlib.nullcontext():
         _meet(spec, rendezvous, member)
 
 
