@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         override_backend,
         synchronized,
     )
+    from mlaunch.rank.current import device
     from mlaunch.rank.join import (
         init_process_group,
         join,
@@ -55,6 +56,7 @@ _NAMES = {
     "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
+    "mlaunch.rank.current": "device",
     "mlaunch.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
     "mlaunch.rank.logs": "RankZeroFilter",
     "mlaunch.rank.progress": "progress",
@@ -81,6 +83,7 @@ __all__ = [
     "__version__",
     "bcast_list_",
     "comm",
+    "device",
     "get_backend",
     "get_client",
     "get_local_device_id",

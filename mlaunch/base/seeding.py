@@ -8,11 +8,12 @@ import sys
 PER_RANK = "per-rank"
 _DEFAULT = 1024  # ColossalAI's
 _LARGEST = 2**32  # numpy takes no more
+ALLOWED = "a whole number from 0 to 4294967295, 'per-rank', 'per-rank:NUMBER', or None"
 
 
 def check(seed: object) -> None:
     """TypeError or ValueError unless ``seed`` is what ``of_rank`` takes, or None."""
-    allowed = "allowed: a whole number from 0 to 4294967295, 'per-rank', 'per-rank:NUMBER', or None"
+    allowed = f"allowed: {ALLOWED}"
     if isinstance(seed, str):
         word, colon, number = seed.partition(":")
         if word != PER_RANK or (colon and not (number.isdecimal() and int(number) < _LARGEST)):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlaunch.base.misuse import misuse
 from mlaunch.caller import start_server
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
@@ -22,6 +23,7 @@ from mlaunch.caller.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import LaunchSpec
 
 
 def call_on_ranks(
@@ -44,7 +46,7 @@ def _attempt(options: Options, call: Call, name: str, restart_count: int) -> End
     environ = {**os.environ, **(options.env or {})}
     server = _server(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-        spec = plan(options, Machine(server.ready(), server.count_devices), name, environ, restart_count)
+        spec = _planned(options, Machine(server.ready(), server.count_devices), name, environ, restart_count)
         history.ready = time.monotonic()
         handle = start_launch(server, spec, _as_sent(options, call), output_plan(options, spec), history)
         try:
@@ -56,6 +58,15 @@ def _attempt(options: Options, call: Call, name: str, restart_count: int) -> End
             server.close()
 
 
+def _planned(
+    options: Options, machine: Machine, name: str, environ: Mapping[str, str], restart_count: int
+) -> LaunchSpec:
+    try:
+        return plan(options, machine, name, environ, restart_count)
+    except (ValueError, FileNotFoundError) as error:  # what this machine does not have
+        raise misuse(error) from None
+
+
 def _as_sent(options: Options, call: Call) -> Call | None:
     if options.start_method == "fork":
         return None
@@ -65,7 +76,12 @@ def _as_sent(options: Options, call: Call) -> Call | None:
 def _server(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
     if options.start_method == "forkserver":
         return warm_server.get(environ)
-    return start_server.start_fork(call) if options.start_method == "fork" else start_server.start_interpreter(environ)
+    if options.start_method == "spawn":
+        return start_server.start_interpreter(environ)
+    try:
+        return start_server.start_fork(call)
+    except RuntimeError as error:  # this process cannot be forked
+        raise misuse(error) from None
 
 
 def flush_streams() -> None:

@@ -1,7 +1,7 @@
 """What a call of a decorated function does in a process that is a rank already: join the others, or refuse.
 
-A process that torchrun, srun or mpirun started joins and runs the function itself. A rank of mlaunch's own refuses:
-it would start as many ranks again in each rank, which is hardly ever meant.
+A process that torchrun, srun, mpirun or submitit started joins and runs the function itself. A rank of
+mlaunch's own refuses: it would start as many ranks again in each rank, which is hardly ever meant.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlaunch.base import seeding
+from mlaunch.base.misuse import misuse
 from mlaunch.caller.options import Options
 from mlaunch.protocol import this_rank
 from mlaunch.rank.recognise import RankInfo, recognise
@@ -25,12 +26,14 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
     """
     if not options.join:
         return None
-    here = this_rank.this_rank
-    if here is not None:
-        raise RuntimeError(
-            f"{name}() is called inside rank {here.rank} of {here.function}, which is launched already. To run "
-            f"it in this rank alone, call {name}.__wrapped__(...); to start new ranks from here, decorate it with "
-            f"@launcher(..., join=False)"
+    rank = this_rank.this_rank
+    if rank is not None:
+        raise misuse(
+            RuntimeError(
+                f"{name}() is called inside rank {rank.rank} of {rank.function}, which is launched already. To "
+                f"run it in this rank alone, call {name}.__wrapped__(...); to start new ranks from here, decorate it "
+                f"with @launcher(..., join=False)"
+            )
         )
     place = recognise(os.environ)
     if place is not None and place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -39,9 +42,11 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
         return place
     if place.launcher == "srun":  # one task per machine, each of which starts that machine's ranks
         return None
-    raise ValueError(
-        f"world_size={options.world_size}, but {place.launcher} started this process as rank {place.rank} of "
-        f"{place.world_size}, and {name}() would join those; allowed: {place.world_size}, None, or join=False"
+    raise misuse(
+        ValueError(
+            f"world_size={options.world_size}, but {place.launcher} started this process as rank {place.rank} of "
+            f"{place.world_size}, and {name}() would join those; allowed: {place.world_size}, None, or join=False"
+        )
     )
 
 
@@ -57,4 +62,5 @@ def run_joined(
         become_rank(place, backend=options.backend, timeout=options.timeout_seconds)
     if options.seed is not None:
         seeding.apply(seeding.of_rank(options.seed, place.rank))
-    return [function(*args, **kwargs)]
+    value = function(*args, **kwargs)
+    return [value if options.results == "all" or place.rank == 0 else None]

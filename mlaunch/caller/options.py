@@ -1,109 +1,193 @@
-"""The options of a launch: names, defaults, and the checks that need no machine."""
+"""The options of a launch. Each is stated once, as a field of ``Options``: name, type, default, values, meaning, flag.
+
+The signature of ``launcher``, its documentation and the checks are made from these fields (``option_text``). What must
+be written elsewhere (``option_types``, the flags of the command) is held to them by ``tests/unit/test_options.py``.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-from mlaunch.base import seeding
+from mlaunch.caller.option_values import (
+    About,
+    Choice,
+    Devices,
+    Directory,
+    Name,
+    Seconds,
+    Secret,
+    Seed,
+    Switch,
+    Variables,
+    Whole,
+    option,
+)
 
-OUTPUTS = ("all", "rank0", "none", "raw")
-START_METHODS = ("forkserver", "fork", "spawn")
 _HIGHEST_PORT = 65535
+
+
+def about(name: str) -> About:
+    """What the field of this name says."""
+    found: About = Options.__dataclass_fields__[name].metadata["about"]
+    return found
 
 
 @dataclass(frozen=True)
 class Options:
-    """What ``launcher`` takes besides the function; see there."""
+    """What ``launcher`` takes besides the function. Those before ``KW_ONLY`` also by position."""
 
-    n_gpus: int | None = None
-    world_size: int | None = None
-    rank_start: int = 0
-    master_ip: str = "localhost"
-    port: int = 0
-    device_type: str = "auto"
-    backend: str | None = None
-    devices: Sequence[int] | None = None
-    timeout: float | timedelta | None = 1800.0
-    grace_period: float = 5.0
-    deadline: float | None = None
-    max_restarts: int = 0
-    start_method: str = "forkserver"
-    env: Mapping[str, str] | None = None
-    seed: int | str | None = None
-    join: bool = True
-    join_timeout: float = 300.0
-    heartbeat_timeout: float = 15.0
-    token: str | None = field(default=None, repr=False)
-    gather: str = "local"
-    output: str = "all"
-    log_dir: str | os.PathLike[str] | None = None
-    progress: bool = True
+    n_gpus: int | None = option(
+        None,
+        Whole(1, optional=True),
+        "Ranks on this machine; on CPUs any number. None: one per visible accelerator, without any one per CPU "
+        "that this process may use.",
+        flag="--nproc-per-node",
+    )
+    world_size: int | None = option(
+        None, Whole(1, optional=True), "Ranks on all machines. None: ``n_gpus``.", flag="--nnodes"
+    )
+    rank_start: int = option(0, Whole(0), "The first rank of this machine.", flag="--node-rank")
+    master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
+    port: int = option(
+        0,
+        Whole(0, _HIGHEST_PORT),
+        "The port of the rendezvous there. 0: chosen by the system, for a launch on one machine.",
+        flag="--master-port",
+    )
+    device_type: str = option(
+        "auto",
+        Name(),
+        '"auto": the accelerator that torch was built for if one is visible, else "cpu". Or one by name: "cpu", '
+        '"cuda", ...',
+    )
+    backend: str | None = option(
+        None,
+        Name(optional=True),
+        "The process group's: any that ``init_process_group`` takes and this torch offers. None: the device's own "
+        "plus gloo for CPU tensors (``cpu:gloo,cuda:nccl``); on CPUs gloo.",
+    )
+    _: KW_ONLY
+    devices: Sequence[int] | None = option(
+        None,
+        Devices(),
+        "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
+        "local rank i finds ``devices[i]`` under the number i.",
+        flag="--devices",
+    )
+    timeout: float | timedelta | None = option(
+        1800.0,
+        Seconds(optional=True, delta=True),
+        "Limit in seconds (or a timedelta) for each collective and for joining the group. None: no limit.",
+    )
+    grace_period: float = option(
+        5.0,
+        Seconds(zero=True),
+        "Seconds between SIGTERM and SIGKILL for ranks that are stopped.",
+        flag="--shutdown-timeout",
+    )
+    deadline: float | None = option(
+        None,
+        Seconds(optional=True),
+        "Limit in seconds for the whole call, restarts included, from the moment at which its ranks are started. "
+        "When it has passed, ranks are stopped and the call raises ``LaunchTimeout``. None: no limit.",
+        flag="--deadline",
+    )
+    max_restarts: int = option(
+        0,
+        Whole(0),
+        "How often all ranks are started again after a failure. Each time in a new process group, with "
+        "``TORCHELASTIC_RESTART_COUNT`` counting up and a warning that says why; the last failure is raised.",
+        flag="--max-restarts",
+    )
+    start_method: str = option(
+        "forkserver",
+        Choice("forkserver", "fork", "spawn"),
+        '"forkserver" (a warm process with torch imported; this process is not forked), "fork" (ranks inherit this '
+        'process\'s memory; refused once an accelerator is initialised) or "spawn" (a fresh interpreter for each '
+        "call).",
+    )
+    env: Mapping[str, str] | None = option(None, Variables(), "Environment variables to add for the ranks.")
+    seed: int | str | None = option(
+        None,
+        Seed(),
+        "Seeds Python's, numpy's and torch's generators. A number: the same on all ranks; \"per-rank\": 1024 plus the "
+        'rank; "per-rank:7": 7 plus the rank. None: each rank\'s torch generator gets a fresh seed.',
+    )
+    join: bool = option(
+        True,
+        Switch(),
+        "In a process that torchrun, srun, mpirun or submitit started as a rank, join the other ranks and run the "
+        "function here, which gives a list of one value, instead of starting ranks. False: always start ranks. "
+        "``MLAUNCH_JOIN=0`` in the environment means the same.",
+    )
+    join_timeout: float = option(
+        300.0, Seconds(), "Seconds for the machines of a launch to come together.", flag="--rdzv-conf"
+    )
+    heartbeat_timeout: float = option(
+        15.0, Seconds(), "Seconds after which a machine that says nothing counts as lost."
+    )
+    token: str | None = option(
+        None,
+        Secret(),
+        "A secret that the machines of a launch share, and prove to each other before anything else. None: that of "
+        "the environment; without it too, whoever reaches the port may join.",
+        flag="--token-file",
+        variable="MLAUNCH_TOKEN",
+        shown=False,
+    )
+    gather: str = option(
+        "local",
+        Choice("local", "all"),
+        '"local": the list of this machine\'s ranks. "all": of all machines\' ranks, by global rank, on each of them; '
+        "needs a token, with which values are signed.",
+    )
+    results: str = option(
+        "all",
+        Choice("all", "rank0"),
+        '"all": every rank\'s value comes back. "rank0": that of rank 0 alone; the others\' are not even pickled, and '
+        "None stands in the list for them.",
+    )
+    output: str = option(
+        "all",
+        Choice("all", "rank0", "none", "raw"),
+        "What ranks print is shown here with their rank in front, ``[3]``, and once where several ranks print the "
+        'same line: "all" of it, that of "rank0" alone, or "none". "raw": ranks write to the streams of this '
+        "process themselves.",
+    )
+    log_dir: str | os.PathLike[str] | None = option(
+        None,
+        Directory(),
+        "A directory in which each call makes one of its own, with a file per attempt, rank and stream.",
+        flag="--log-dir",
+    )
+    progress: bool = option(
+        True,
+        Switch(),
+        "Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra "
+        "``notebook`` there).",
+    )
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError that names the option, the value and what is allowed."""
-        _check_integer("n_gpus", self.n_gpus, 1)
-        _check_integer("world_size", self.world_size, 1)
-        _check_integer("rank_start", self.rank_start, 0, optional=False)
-        _check_integer("port", self.port, 0, _HIGHEST_PORT, optional=False)
-        _check_integer("max_restarts", self.max_restarts, 0, optional=False)
-        _check_text("master_ip", self.master_ip)
-        _check_text("device_type", self.device_type)
-        if self.backend is not None:
-            _check_text("backend", self.backend)
-        if self.start_method not in START_METHODS:
-            allowed = ", ".join(map(repr, START_METHODS))
-            raise ValueError(f"start_method={self.start_method!r}: allowed: {allowed}")
-        if not isinstance(self.join, bool):
-            raise TypeError(f"join={self.join!r}: allowed: True, False")
-        if self.token is not None and (not isinstance(self.token, str) or not self.token):
-            raise TypeError("token: allowed: a string that is not empty (its value is not shown), or None")
-        if self.gather not in {"local", "all"}:
-            raise ValueError(f"gather={self.gather!r}: allowed: 'local', 'all'")
-        if self.output not in OUTPUTS:
-            raise ValueError(f"output={self.output!r}: allowed: {', '.join(map(repr, OUTPUTS))}")
+        for given in fields(self):
+            about(given.name).allowed.check(given.name, getattr(self, given.name))
+        self._check_log_dir()
+        self._check_size()
+        self._check_ranks()
+
+    def _check_log_dir(self) -> None:
         if self.log_dir is not None and (not isinstance(self.log_dir, str | os.PathLike) or self.output == "raw"):
             raise ValueError(
                 f"log_dir={self.log_dir!r} with output={self.output!r}: allowed: a path, unless output='raw' leaves "
                 f"their streams to the ranks"
             )
-        if not isinstance(self.progress, bool):
-            raise TypeError(f"progress={self.progress!r}: allowed: True, False")
-        seeding.check(self.seed)
-        self._check_seconds()
-        self._check_devices()
-        self._check_ranks()
-        self._check_env()
 
-    def _check_seconds(self) -> None:
-        _check_number("grace_period", self.grace_period)
-        if self.grace_period < 0:
-            raise ValueError(f"grace_period={self.grace_period!r}: allowed: seconds, 0 or more")
-        for name in ("join_timeout", "heartbeat_timeout"):
-            _check_number(name, getattr(self, name))
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: allowed: seconds, more than 0")
-        for name, seconds in (("timeout", self.timeout_seconds), ("deadline", self.deadline)):
-            if seconds is not None:
-                _check_number(name, seconds)
-            if seconds is not None and seconds <= 0:
-                value = getattr(self, name)
-                raise ValueError(f"{name}={value!r}: allowed: seconds, more than 0, or None for no limit")
-
-    def _check_devices(self) -> None:
-        if self.devices is None:
-            return
-        if isinstance(self.devices, str) or not isinstance(self.devices, Sequence):
-            raise TypeError(f"devices={self.devices!r}: allowed: a list of device numbers")
-        for device in self.devices:
-            _check_integer("devices", device, 0, optional=False)
-        if not self.devices or len(set(self.devices)) != len(self.devices):
-            raise ValueError(f"devices={list(self.devices)}: allowed: at least one device, each once")
-        if self.n_gpus not in {None, len(self.devices)}:
+    def _check_size(self) -> None:
+        if self.devices is not None and self.n_gpus not in {None, len(self.devices)}:
             raise ValueError(
                 f"n_gpus={self.n_gpus} with devices={list(self.devices)}: allowed: n_gpus={len(self.devices)}, "
                 f"or only one of the two"
@@ -122,44 +206,21 @@ class Options:
                 f"allowed: rank_start + n_gpus up to world_size"
             )
 
-    def _check_env(self) -> None:
-        for name, value in (self.env or {}).items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise TypeError(f"env={{{name!r}: {value!r}}}: allowed: names and values that are strings")
-
     @property
     def timeout_seconds(self) -> float | None:
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
 
     def replaced(self, changes: Mapping[str, Any]) -> Options:
         """A checked copy. TypeError for a name that is no option."""
-        names = {field.name for field in fields(self)}
+        names = [given.name for given in fields(self)]
         for name in changes:
             if name not in names:
-                raise TypeError(f"launcher has no option {name!r}; it has: {', '.join(sorted(names))}")
+                raise TypeError(f"launcher has no option {name!r}{_perhaps(name, names)}")
         return Options(**{**{name: getattr(self, name) for name in names}, **changes})
 
 
-def _check_integer(name: str, value: object, lowest: int, highest: int | None = None, *, optional: bool = True) -> None:
-    allowed = f"whole numbers from {lowest}" + (f" to {highest}" if highest is not None else "")
-    allowed += ", or None" if optional else ""
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: allowed: {allowed}")
-    if value < lowest or (highest is not None and value > highest):
-        raise ValueError(f"{name}={value!r}: allowed: {allowed}")
+def _perhaps(name: str, names: Sequence[str]) -> str:
+    import difflib  # for this alone
 
-
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: allowed: a number of seconds")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: allowed: a finite number of seconds")
-
-
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: allowed: a string")
-    if not value:
-        raise ValueError(f"{name}='': allowed: a name")
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; help(launcher) lists what there is"

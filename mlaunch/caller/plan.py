@@ -54,6 +54,7 @@ def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, st
         secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
         context=_context(environ),
         cluster=cluster,
+        rank0_only=options.results == "rank0",
         gather_all=options.gather == "all" and world_size > placed.local_world_size,
     )
 

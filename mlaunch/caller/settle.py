@@ -12,6 +12,7 @@ from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure
 from mlaunch.base.text import name_ranks
 from mlaunch.caller import notebook
 from mlaunch.caller.failure_text import FailureText, in_order, meanwhile
+from mlaunch.caller.hints import hints_of
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -107,6 +108,8 @@ def _raise_failure(outcome: Outcome) -> None:
     except Exception:  # its class does not exist here, or cannot be made: the text must do
         raise report from None
     add_note(error, f"raised by {cause.who} of {outcome.spec.name} ({cause.place})")
+    for hint in hints_of(cause):
+        add_note(error, hint)
     raise error from report
 
 
@@ -136,7 +139,8 @@ def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
 
 
 def _completed(failure: RankFailure) -> RankFailure:
-    return dataclasses.replace(failure, traceback=notebook.complete(failure.traceback))
+    hints = (*failure.hints, *hints_of(failure))
+    return dataclasses.replace(failure, traceback=notebook.complete(failure.traceback), hints=hints)
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaunch.base.errors import LaunchError
+from mlaunch.base.misuse import misuse
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.output.plan import OutputPlan
@@ -40,7 +41,8 @@ def _send(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
     except Exception as error:  # whatever a __reduce__ may raise
         if call is None:
             raise
-        raise TypeError(f"{_culprit(call, spec.name)} cannot be pickled ({error})") from error
+        cause = pickling.below_the_pickler(error)
+        raise misuse(TypeError(f"{_culprit(call, spec.name)} cannot be pickled ({error})")) from cause
 
 
 def _culprit(call: Call, name: str) -> str:

@@ -14,6 +14,7 @@ from mlaunch.protocol import payload
 
 _DEPTH = 12  # levels; deeper than any message stays readable
 _WIDTH = 10_000  # children looked at per level
+_PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "numpy"})  # whose frames tell nothing
 
 
 def unpicklable(value: object, name: str) -> str:
@@ -43,6 +44,14 @@ def picklable(value: object) -> bool:
     except Exception:  # whatever a __reduce__ may raise
         return False
     return True
+
+
+def below_the_pickler(error: Exception) -> Exception | None:
+    """The exception with only those frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
+        trace = trace.tb_next
+    return None if trace is None else error.with_traceback(trace)
 
 
 def _children(value: object, name: str) -> Iterator[tuple[str, object]]:

@@ -73,6 +73,7 @@ class LaunchSpec:
     node_rank: int = 0  # of this machine, by its ranks
     num_nodes: int = 1
     interface: str = "lo"  # on which the ranks talk; "": not known
+    rank0_only: bool = False  # the caller wants the value of rank 0 alone
     gather_all: bool = False  # the caller wants the values of all machines' ranks
     command: Command | None = None  # None: ranks receive a function
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes

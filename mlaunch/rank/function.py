@@ -19,7 +19,7 @@ from mlaunch.base import seeding
 from mlaunch.protocol import calls, payload, pickling, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
-from mlaunch.rank import device, environment, group, main_module, process
+from mlaunch.rank import current, device, environment, group, main_module, process
 from mlaunch.rank.base import Rank, RankArgs, Task
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class FunctionRank(Rank):
         elif args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
             torch.default_generator.seed()
         self._enter(Phase.BINDING)
-        self._bound = device.bind(spec, args.local_rank)
+        self._bound = current.bound = device.bind(spec, args.local_rank)
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
@@ -107,6 +107,8 @@ class FunctionRank(Rank):
         if self._bound is not None:
             device.synchronize(self._bound)
         self._enter(Phase.ANSWERING)
+        if self._spec.rank0_only and self._spec.rank(self._args.local_rank) != 0:
+            value = None
         try:
             self._answer(Kind.VALUE, value)
         except Exception as error:  # whatever a __reduce__ may raise

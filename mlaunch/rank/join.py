@@ -14,11 +14,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
-from mlaunch.rank import device, environment, group, recognise
+from mlaunch.rank import current, device, environment, group, recognise
 from mlaunch.rank.recognise import RankInfo
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
 _log = logging.getLogger("mlaunch")
@@ -91,7 +90,8 @@ def join_from_openmpi(
 
 
 def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
-    """``join`` under whichever launcher started this process: torchrun, srun, mpirun, looked for in this order.
+    """``join`` under whichever launcher started this process: torchrun, submitit (its local executor), srun, mpirun,
+    looked for in this order.
 
     Where srun and mpirun do not say where rank 0 is, ``MASTER_ADDR`` does, or on one machine loopback; ``MASTER_PORT``,
     or a port drawn from the job's name. ``MLAUNCH_JOIN=0`` turns recognition off.
@@ -102,7 +102,7 @@ def join_from_env(backend: str | None = None, seed: int | str | None = 1024, ver
     info = recognise.recognise(os.environ)
     if info is None:
         raise RuntimeError(
-            f"this process was not started by torchrun, srun or mpirun, as far as its environment tells "
+            f"this process was not started by torchrun, submitit, srun or mpirun, as far as its environment tells "
             f"({recognise.SWITCH}={os.environ.get(recognise.SWITCH, 'unset')}); start it so, or call mlaunch.join()"
         )
     become_rank(info, backend=backend, seed=seed, verbose=verbose)
@@ -138,28 +138,19 @@ def become_rank(
     offered = device.offered()
     accelerator = offered.accelerator if torch.accelerator.is_available() else None
     chosen = device.choose_backend(backend, accelerator or "cpu", offered)
-    bound = _bind(accelerator, info)
+    device_of_rank = current.device_at(info, accelerator)
+    if accelerator is not None:  # before the group is made: NCCL ties itself to the current device
+        torch.accelerator.set_device_index(device_of_rank.index)
     _complete_environment(info)
     store = _meet(info, timeout)
-    group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, bound))
+    group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, device_of_rank))
     atexit.register(_leave)
+    current.bound = device_of_rank
     if seed is not None:
         seeding.apply(seeding.of_rank(seed, info.rank))
     if verbose and info.rank == 0:
         where = f"{_in_brackets(info.host)}:{info.port}"
         _say(f"joined {info.world_size} ranks ({chosen}) at {where}, started by {info.launcher}")
-
-
-def _bind(accelerator: str | None, info: RankInfo) -> torch.device | None:
-    """Makes the rank's device the current one, before the group is made: NCCL ties itself to it."""
-    import torch
-
-    if accelerator is None:
-        return None
-    local_rank = info.rank if info.local_rank is None else info.local_rank
-    bound = torch.device(accelerator, local_rank % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(bound.index)
-    return bound
 
 
 def _meet(info: RankInfo, timeout: float | None) -> dist.Store:

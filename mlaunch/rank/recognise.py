@@ -3,9 +3,11 @@
 In this order, each by variables that nothing else sets:
 
 1. ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: torchrun, and all that follow torch's convention;
-2. ``SLURM_STEP_NUM_TASKS`` with ``SLURM_PROCID`` and ``SLURM_SRUN_COMM_PORT``: a task of srun (a batch script has
+2. ``SUBMITIT_EXECUTOR=local`` with ``SUBMITIT_LOCAL_GLOBALID`` and ``SUBMITIT_LOCAL_NTASKS``: a task of submitit's
+   local executor (those of its Slurm executor are srun's);
+3. ``SLURM_STEP_NUM_TASKS`` with ``SLURM_PROCID`` and ``SLURM_SRUN_COMM_PORT``: a task of srun (a batch script has
    ``SLURM_PROCID=0`` too, but is none);
-3. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``: a process of Open MPI's mpirun.
+4. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``: a process of Open MPI's mpirun.
 
 ``MLAUNCH_JOIN=0`` turns recognition off. A process that a rank of mlaunch started is no rank, though it inherits the
 variables of one.
@@ -24,6 +26,7 @@ SWITCH = "MLAUNCH_JOIN"
 OWNER = "MLAUNCH_RANK_PID"  # the process to which RANK and its like belong
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_SRUN_COMM_PORT")
+_SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_JOB_ID")
 _OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _LOOPBACK = "127.0.0.1"
 _PORTS = (15000, 10000)  # the first, and how many: below those that the system gives to clients
@@ -44,12 +47,13 @@ class RankInfo:
 
 def recognise(environ: Mapping[str, str]) -> RankInfo | None:
     """The place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
-    if environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}:
-        return None
-    if environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
+    switched_off = environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}
+    if switched_off or environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return None
     if all(name in environ for name in _TORCH):
         return from_torch(environ)
+    if environ.get("SUBMITIT_EXECUTOR") == "local" and all(name in environ for name in _SUBMITIT):
+        return from_submitit(environ)
     if all(name in environ for name in _SLURM):
         return from_slurm(environ)
     if all(name in environ for name in _OPENMPI):
@@ -61,6 +65,14 @@ def from_torch(environ: Mapping[str, str]) -> RankInfo:
     rank, size, port = (_number(environ, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     local = _optional(environ, "LOCAL_RANK"), _optional(environ, "LOCAL_WORLD_SIZE")
     return RankInfo("torchrun", rank, size, _text(environ, "MASTER_ADDR", "torchrun"), port, *local)
+
+
+def from_submitit(environ: Mapping[str, str]) -> RankInfo:
+    """Reads a task of submitit's local executor, all of whose tasks are on this machine."""
+    rank = _number(environ, "SUBMITIT_LOCAL_GLOBALID", "submitit")
+    size = _number(environ, "SUBMITIT_LOCAL_NTASKS", "submitit")
+    host, port = _meeting_place(environ, "submitit", f"submitit {environ['SUBMITIT_LOCAL_JOB_ID']}", _LOOPBACK)
+    return RankInfo("submitit", rank, size, host, port, rank, size)
 
 
 def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
@@ -127,7 +139,7 @@ def _optional(environ: Mapping[str, str], name: str) -> int | None:
 
 def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
     if name not in environ:
-        wanted = {"torchrun": _TORCH, "srun": _SLURM, "mpirun": _OPENMPI}[launcher]
+        wanted = {"torchrun": _TORCH, "srun": _SLURM, "submitit": _SUBMITIT, "mpirun": _OPENMPI}[launcher]
         found = [other for other in wanted if other in environ]
         raise RuntimeError(
             f"{name} is not set: was this process started by {launcher}? Of {', '.join(wanted)} the environment has "

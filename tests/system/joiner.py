@@ -24,6 +24,7 @@ def report() -> dict[str, object]:
         "local_size": comm.get_local_size(),
         "total": total.item(),
         "everyone": comm.all_gather(os.getpid()),
+        "device": str(mlaunch.device()),
         "random": [random.random(), torch.rand(1).item()],
     }
 
@@ -33,12 +34,18 @@ def decorated(scale: int) -> dict[str, object]:
     return {**report(), "scale": scale}
 
 
+@mlaunch.launcher(results="rank0")
+def decorated_for_rank0() -> int:
+    return comm.get_rank()
+
+
 def main(how: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     if how == "decorator":
         decorated(1)
         values = decorated(2)  # a second call finds the group
-        said = {**values[0], "values": len(values)}
+        only = decorated_for_rank0()
+        said = {**values[0], "values": len(values), "rank0": only}
     else:
         seed: int | str = "per-rank:7" if how == "per-rank" else 7
         mlaunch.join_from_env(seed=seed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import LaunchError, launcher
 from tests.system.commands import run, write
 
@@ -32,6 +33,13 @@ def test_one_rank_per_device_each_on_its_own() -> None:
     count = torch.accelerator.device_count()
     kind = torch.accelerator.current_accelerator()
     assert launcher(where)() == [(f"{kind}:{i}", 2.0 * count) for i in range(count)]
+
+
+def test_the_device_of_a_rank() -> None:
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    assert launcher(lambda: str(mlaunch.device()))() == [f"{kind}:{i}" for i in range(count)]
+    assert launcher(lambda: str(mlaunch.device()), 2, device_type="cpu")() == ["cpu", "cpu"]
 
 
 def test_a_caller_that_has_initialised_the_device() -> None:

@@ -95,6 +95,29 @@ def test_processes_with_the_environment_of_srun() -> None:
     check([json.loads(process.communicate(timeout=120)[0]) for process in processes])
 
 
+def test_tasks_with_the_environment_of_submitits_local_executor() -> None:
+    with mlaunch.Server() as server:
+        port = str(server.py_server_port)
+    submitit = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": "7",
+                "SUBMITIT_LOCAL_NODEID": "0", "SUBMITIT_LOCAL_JOB_NUM_NODES": "1", "MASTER_PORT": port}  # fmt: skip
+    environs = [
+        {**submitit, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)} for rank in range(2)
+    ]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, JOINER, "decorator"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+    ranks = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    check(ranks)
+    assert [rank["device"] for rank in ranks] == ["cpu", "cpu"]
+    assert [rank["rank0"] for rank in ranks] == [[0], [None]]
+
+
 JOIN = """
 import sys, torch, mlaunch
 from mlaunch import comm
@@ -135,6 +158,21 @@ OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_
            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "x"}  # fmt: skip
 
 
+SUBMITIT = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2",
+            "SUBMITIT_LOCAL_JOB_ID": "4711"}  # fmt: skip
+
+
+def test_recognition_of_submitit() -> None:
+    place = recognise.recognise(SUBMITIT)
+    assert place is not None
+    assert place == recognise.Place("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
+    assert place.port != getattr(recognise.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None)
+    in_slurm = recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
+    assert in_slurm is not None
+    assert in_slurm.launcher == "srun"
+    assert recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm"}) is None
+
+
 def test_recognition() -> None:
     place = recognise.recognise(TORCH)
     assert place == recognise.Place("torchrun", 1, 4, "h", 9, 1, None)
@@ -162,8 +200,8 @@ def test_what_is_not_recognised() -> None:
                                   "MASTER_ADDR, MASTER_PORT the environment has MASTER_ADDR"),
         (lambda: mlaunch.join_from_slurm("h", 1), "SLURM_PROCID is not set: was this process started by srun? Of "),
         (lambda: mlaunch.join_from_openmpi("h", 1), "OMPI_COMM_WORLD_RANK is not set: was this process started by"),
-        (mlaunch.join_from_env, "this process was not started by torchrun, srun or mpirun, as far as its environment "
-                                "tells (MLAUNCH_JOIN=unset); start it so, or call mlaunch.join()"),
+        (mlaunch.join_from_env, "this process was not started by torchrun, submitit, srun or mpirun, as far as its "
+                                "environment tells (MLAUNCH_JOIN=unset); start it so, or call mlaunch.join()"),
         (lambda: recognise.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
         (lambda: recognise.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
          "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from mlaunch.caller.options import Options, about
 from mlaunch.caller.output.plan import Policy
 from mlaunch.cli import flags, run
 from mlaunch.cli.checks import UsageError
@@ -105,6 +107,39 @@ def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: py
             run.main([__file__])
         said = f"mlaunch run: TORCH_ELASTIC_SHUTDOWN_TIMEOUT {value}: allowed: seconds, 0 or more\n"
         assert capsys.readouterr().err == said
+
+
+GIVEN = {  # for each option that a flag sets: what is given, and what becomes of it
+    "n_gpus": (["--nproc-per-node", "3"], 3),
+    "world_size": (["--nnodes", "2", "--master-port", "1"], 6),
+    "rank_start": (["--nnodes", "2", "--node-rank", "1"], 3),
+    "master_ip": (["--nnodes", "2", "--master-addr", "h1"], "h1"),
+    "port": (["--master-port", "1234"], 1234),
+    "grace_period": (["--shutdown-timeout", "7"], 7),
+    "deadline": (["--deadline", "9"], 9),
+    "max_restarts": (["--max-restarts", "2"], 2),
+    "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
+    "token": (["--token-file", "token"], "hush"),
+}
+ELSEWHERE = {"devices", "log_dir"}  # seen to by the command itself: test_devices, test_what_becomes_of_the_output
+
+
+def test_the_flags_of_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token").write_text("hush\n")
+    known = {name for action in flags.parser("mlaunch run", {})._actions for name in action.option_strings}
+    stated = {field.name: about(field.name).flag for field in fields(Options) if about(field.name).flag}
+    assert set(stated.values()) <= known
+    assert stated.keys() == GIVEN.keys() | ELSEWHERE
+    for name, (args, value) in GIVEN.items():
+        assert stated[name] in args
+        assert getattr(job(*args).options(3), name) == value
+
+
+def test_variables_of_options() -> None:
+    stated = {field.name: about(field.name).variable for field in fields(Options) if about(field.name).variable}
+    assert stated == {"token": "MLAUNCH_TOKEN"}
+    assert job(MLAUNCH_TOKEN="hush").options(1).token == "hush"
 
 
 def test_what_changes_nothing() -> None:

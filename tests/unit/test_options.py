@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import pydoc
+import traceback
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from mlaunch import launcher
-from mlaunch.caller import placement
+from mlaunch.caller import option_text, option_types, placement
+from mlaunch.caller.options import Options, about
 from mlaunch.protocol.messages import Ready
 from mlaunch.rank import device
+from tests.conftest import ROOT
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"n_gpus": 0}, ValueError, "n_gpus=0: allowed: whole numbers from 1, or None"),
@@ -43,19 +50,94 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"deadline": float("inf")}, ValueError, "deadline=inf: allowed: a finite number of seconds"),
     ({"grace_period": float("nan")}, ValueError, "grace_period=nan: allowed: a finite number of seconds"),
     ({"env": {"A": 1}}, TypeError, "env={'A': 1}: allowed: names and values that are strings"),
-    ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; it has: backend, deadline, device_type"),
+    ({"results": "rank1"}, ValueError, "results='rank1': allowed: 'all', 'rank0'"),
+    ({"n_gpu": 1}, TypeError, "launcher has no option 'n_gpu'; did you mean 'n_gpus'?"),
+    ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; did you mean 'n_gpus'?"),
+    ({"colour": 1}, TypeError, "launcher has no option 'colour'; help(launcher) lists what there is"),
 ]
 
 
 @pytest.mark.parametrize(("options", "kind", "message"), WRONG, ids=[str(options) for options, _, _ in WRONG])
 def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as caught:
-        launcher(**options)
-    assert message in str(caught.value)
-    with pytest.raises(kind):
-        launcher(lambda: None, **options)
-    with pytest.raises(kind):
-        launcher(lambda: None).options(**options)
+    for use in (launcher, lambda **given: launcher(lambda: None, **given), launcher(lambda: None).options):
+        with pytest.raises(kind) as caught:
+            use(**options)  # type: ignore[operator]
+        assert message in str(caught.value)
+        assert caught.value.__cause__ is None
+        entries = [entry.f_code for entry, _ in traceback.walk_tb(caught.value.__traceback__)]
+        ours = [code.co_name for code in entries if code.co_filename.startswith(str(ROOT / "mlaunch"))]
+        assert ours in (["__new__", "_checked"], ["options", "_checked"])  # and no deeper
+
+
+# Each option is stated once
+
+
+TYPES = {field.name: get_type_hints(Options)[field.name] for field in fields(Options)}
+
+
+def overloads_of_new() -> list[ast.FunctionDef]:
+    tree = ast.parse((ROOT / "mlaunch" / "caller" / "launcher.py").read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__new__"]
+    return [node for node in found if node.decorator_list]
+
+
+def test_type_checkers_see_the_same_options() -> None:
+    assert get_type_hints(option_types.AllOptions) == TYPES
+    positional = [(field.name, field.type) for field in fields(Options) if not field.kw_only]
+    assert len(overloads_of_new()) == 2
+    for node in overloads_of_new():
+        given = [(one.arg, ast.unparse(one.annotation or one)) for one in node.args.args[2:]]
+        assert given == positional
+        assert node.args.kwarg is not None
+        assert ast.unparse(node.args.kwarg.annotation or node) == "Unpack[KeywordOptions]"
+    assert not {name for name, _ in positional} & get_type_hints(option_types.KeywordOptions).keys()
+
+
+def test_signatures() -> None:
+    taken = inspect.signature(launcher).parameters
+    assert list(taken) == ["func", *(field.name for field in fields(Options))]
+    assert all(taken[field.name].default == field.default for field in fields(Options))
+    assert all(taken[name].annotation == kind for name, kind in TYPES.items())
+    launcher(*(one.default for one in taken.values() if one.kind is one.POSITIONAL_OR_KEYWORD))
+    train = launcher(lambda lr, steps=1: lr * steps)
+    assert list(inspect.signature(train).parameters) == ["lr", "steps"]
+    changes = inspect.signature(train.options).parameters
+    assert list(changes) == list(taken)[1:]
+    assert {one.kind for one in changes.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_every_option_is_in_help_and_on_the_page() -> None:
+    said = " ".join(pydoc.plain(pydoc.render_doc(launcher)).replace("|", " ").split())
+    page = " ".join("\n".join(option_text.definitions()).split())
+    for field in fields(Options):
+        meaning = " ".join(about(field.name).meaning.split())
+        assert f"{field.name}: {meaning} Default: {field.default!r}.".replace("|", " ") in said
+        assert f"``{field.name}`` {meaning} Default ``{field.default!r}``; allowed: " in page
+    assert "**options: The fields" not in said
+
+
+def test_the_docstring_may_be_missing() -> None:
+    assert option_text.with_options(None) is None
+
+
+# What surrounds the function
+
+
+@launcher(n_gpus=1)
+@pytest.mark.filterwarnings("ignore::pytest.PytestReturnNotNoneWarning")
+@pytest.mark.parametrize("word", ["one", "two"])
+def test_marks_below_the_decorator_count(word: str) -> None:
+    assert word in {"one", "two"}
+
+
+def test_attributes_of_the_function() -> None:
+    def train() -> None: ...
+
+    vars(train).update(colour="red", options="theirs", last="theirs", _function="theirs", __wrapped__="theirs")
+    ours = launcher(train, 1)
+    assert (ours.colour, ours._function, ours.__wrapped__) == ("red", train, train)  # type: ignore[attr-defined]
+    assert ours.last is None
+    assert ours.options(n_gpus=1).colour == "red"  # type: ignore[attr-defined]
 
 
 def test_positional_order_is_megengines() -> None:

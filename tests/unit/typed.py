@@ -30,3 +30,8 @@ def check(model: Model) -> None:
     bare("one")  # type: ignore[arg-type]
     with_options(1, 2)  # type: ignore[call-arg]
     launcher(n_gpus="two")  # type: ignore[call-overload]
+    with_options.options(n_gpu=1)  # type: ignore[call-arg]
+    with_options.options(n_gpus="two")  # type: ignore[arg-type]
+    launcher(n_gpu=1)  # type: ignore[call-overload]
+    launcher(bare, 2, results="rank0", log_dir="logs", seed=None)
+    launcher(2)  # type: ignore[call-overload]

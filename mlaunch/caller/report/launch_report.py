@@ -33,6 +33,8 @@ class LaunchReport(LaunchRecord):
             lines.append("  ".join([*cells, row[left]]))
         return "\n".join([self.title, *lines, *([f"output in {self.log_dir}"] if self.log_dir else [])])
 
+    __repr__ = __str__  # at a prompt, where only repr() shows
+
     def _repr_html_(self) -> str:
         return timeline.html(self)
 

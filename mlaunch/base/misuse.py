@@ -1,0 +1,20 @@
+"""Marks errors that are the doing of whoever called this package: our own frames do not help their reader."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+_MARK = "_mlaunch_misuse"
+
+
+def misuse(error: E) -> E:
+    """Marks the error, which is to be raised as if from the line that called."""
+    BaseException.__setattr__(error, _MARK, True)  # a class may refuse by a __setattr__ of its own
+    return error
+
+
+def is_misuse(error: BaseException) -> bool:
+    """Whether the error is so marked."""
+    return bool(getattr(error, _MARK, False))

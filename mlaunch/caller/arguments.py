@@ -1,0 +1,73 @@
+"""Whether arguments fit the function, found out before any rank starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
+from types import FunctionType
+from typing import Any
+
+from mlaunch.base.misuse import misuse
+
+_HINTS = {
+    "rank": "torch.distributed.get_rank()",
+    "local_rank": "mlaunch.comm.get_local_rank()",
+    "world_size": "torch.distributed.get_world_size()",
+}
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TypeError, as the call itself would raise, if the function does not take these arguments.
+
+    Only a plain function is asked, and only for its own parameters: what a decorator claims to take may be otherwise.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__signature__"):
+        return
+    signature = inspect.signature(function, follow_wrapped=False)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        raise misuse(TypeError(f"{function.__qualname__}() {_wrong(signature, args, kwargs)}")) from None
+
+
+def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Says what is wrong with the arguments; that some are missing only where nothing else is."""
+    try:
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        return _of_others(str(error), signature, len(args))
+    wanted = [one for one in signature.parameters.values() if one.kind not in _REST]
+    missing = [one for one in wanted if one.default is Parameter.empty and one.name not in given]
+    return _of_missing(missing) + _hint(missing)
+
+
+def _of_missing(missing: Sequence[Parameter]) -> str:
+    """ "missing 2 required positional arguments: 'rank' and 'world_size'"; keyword-only ones if no other are."""
+    found = [one for one in missing if one.kind is not Parameter.KEYWORD_ONLY]
+    kind = "positional" if found else "keyword-only"
+    names = [repr(one.name) for one in found or missing]
+    many = "s" * (len(names) != 1)
+    if len(names) <= 2:
+        return f"missing {len(names)} required {kind} argument{many}: {' and '.join(names)}"
+    return f"missing {len(names)} required {kind} argument{many}: {', '.join(names[:-1])}, and {names[-1]}"
+
+
+def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
+    """What ``inspect`` says of arguments that do not fit, as Python would."""
+    if said != "too many positional arguments":
+        return said if said.startswith("got") else f"got {said}"
+    takes = [one for one in signature.parameters.values() if one.kind in _POSITIONAL]
+    least = sum(one.default is Parameter.empty for one in takes)
+    number = str(least) if least == len(takes) else f"from {least} to {len(takes)}"
+    many = "s" * (len(takes) != 1)
+    return f"takes {number} positional argument{many} but {given} {'were' if given > 1 else 'was'} given"
+
+
+def _hint(missing: Sequence[Parameter]) -> str:
+    calls = [_HINTS[one.name] for one in missing if one.name in _HINTS]
+    if not calls:
+        return ""
+    return f"; unlike torch.multiprocessing.spawn, mlaunch passes no rank: in the function, call {' and '.join(calls)}"

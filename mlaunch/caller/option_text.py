@@ -1,0 +1,82 @@
+"""What is made from the fields of ``Options``: signatures, a docstring's section, a page of the documentation."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields
+from inspect import Parameter, Signature
+from typing import Any, get_type_hints
+
+from mlaunch.caller.options import Options, about
+
+_WIDTH = 112  # of a docstring's lines
+_MARK = "**options:"
+
+
+def positional() -> list[str]:
+    """Names of the options that may be given by position, in their order."""
+    return [option.name for option in fields(Options) if not option.kw_only]
+
+
+def signature_of_launcher() -> Signature:
+    """``launcher(func=None, n_gpus=None, ...)``."""
+    func = Parameter("func", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Callable[..., Any] | None)
+    return Signature([func, *_parameters()])
+
+
+def signature_of_changes() -> Signature:
+    """``options(self, *, n_gpus=None, ...)``, by name only."""
+    first = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+    return Signature([first, *(given.replace(kind=Parameter.KEYWORD_ONLY) for given in _parameters())])
+
+
+class SignatureOfClass:
+    """Tells ``inspect`` what the class takes; an instance takes what its function does."""
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+
+    def __get__(self, instance: object, owner: type | None = None) -> Signature:
+        if instance is None:
+            return self._signature
+        raise AttributeError("__signature__")
+
+
+def _parameters() -> Iterator[Parameter]:
+    types = get_type_hints(Options)
+    for option in fields(Options):
+        kind = Parameter.KEYWORD_ONLY if option.kw_only else Parameter.POSITIONAL_OR_KEYWORD
+        yield Parameter(option.name, kind, default=option.default, annotation=types[option.name])
+
+
+def with_options(docstring: str | None) -> str | None:
+    """The docstring with the options in place of its line "**options: ..."; None (``python -OO``) stays."""
+    if docstring is None:
+        return None
+    lines = []
+    for line in inspect.cleandoc(docstring).splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        if line.lstrip().startswith(_MARK):
+            lines += [entry for option in fields(Options) for entry in _argument(option, indent)]
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _argument(option: Field[Any], indent: str) -> list[str]:
+    text = f"{option.name}: {about(option.name).meaning} Default: {option.default!r}."
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + " " * 4)
+
+
+def definitions() -> list[str]:
+    """The options as a definition list of reStructuredText, by lines."""
+    lines = []
+    for option in fields(Options):
+        said = about(option.name)
+        facts = [f"Default ``{option.default!r}``", f"allowed: {said.allowed}"]
+        facts += [f"flag of ``mlaunch run``: ``{said.flag}``"] if said.flag else []
+        facts += [f"variable: ``{said.variable}``"] if said.variable else []
+        lines += [f"``{option.name}``", f"    {said.meaning}", "", f"    {'; '.join(facts)}.", ""]
+    return lines

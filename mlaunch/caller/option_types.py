@@ -1,0 +1,47 @@
+"""The options as type checkers take them: keywords, each with its type, none required.
+
+A type checker reads types where they are written and nowhere else, so these stand here once more;
+``tests/unit/test_options.py`` holds them to ``Options``. The seven that may be given by position are parameters of
+``launcher.__new__``, and keywords of ``options`` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TypedDict
+
+
+class KeywordOptions(TypedDict, total=False):
+    """Those that are given by name only."""
+
+    devices: Sequence[int] | None
+    timeout: float | timedelta | None
+    grace_period: float
+    deadline: float | None
+    max_restarts: int
+    start_method: str
+    env: Mapping[str, str] | None
+    seed: int | str | None
+    join: bool
+    join_timeout: float
+    heartbeat_timeout: float
+    token: str | None
+    gather: str
+    results: str
+    output: str
+    log_dir: str | os.PathLike[str] | None
+    progress: bool
+
+
+class AllOptions(KeywordOptions, total=False):
+    """All."""
+
+    n_gpus: int | None
+    world_size: int | None
+    rank_start: int
+    master_ip: str
+    port: int
+    device_type: str
+    backend: str | None

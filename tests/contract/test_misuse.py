@@ -1,0 +1,193 @@
+"""What newcomers do wrong is told from their line, before ranks start where that can be; and small helpers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mlaunch
+from mlaunch import LaunchError, launcher
+from tests.conftest import ROOT
+
+
+def frames_of_ours(error: BaseException) -> list[str]:
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [code.co_name for code in codes if code.co_filename.startswith(str(ROOT / "mlaunch"))]
+
+
+def told(call: Callable[[], object], kind: type[Exception]) -> Exception:
+    with pytest.raises(kind) as caught:
+        call()
+    assert frames_of_ours(caught.value) == ["__call__"]
+    return caught.value
+
+
+def takes(*_given: object) -> int:
+    return 1
+
+
+class Refuses:
+    def __reduce__(self) -> str:
+        raise ValueError("refused")
+
+
+def test_an_argument_that_cannot_be_pickled() -> None:
+    error = told(lambda: launcher(takes, 1)(threading.Lock()), TypeError)
+    assert str(error).startswith("argument 0 of takes() is a _thread.lock, which cannot be pickled")
+    assert error.__cause__ is None
+
+
+def test_the_frame_of_a_users_reduce_is_kept() -> None:
+    error = told(lambda: launcher(takes, 1)([Refuses()]), TypeError)
+    assert error.__cause__ is not None
+    assert [entry.name for entry in traceback.extract_tb(error.__cause__.__traceback__)] == ["__reduce__"]
+
+
+def test_what_this_machine_lacks_is_told_from_the_callers_line() -> None:
+    told(launcher(takes, 1, backend="none-such"), ValueError)
+    told(launcher(takes, 2, world_size=4), ValueError)
+
+
+def test_a_launch_inside_a_rank_is_told_from_the_callers_line() -> None:
+    def inside() -> list[str]:
+        with pytest.raises(RuntimeError, match="is called inside rank 0") as caught:
+            launcher(takes, 1)()
+        return frames_of_ours(caught.value)
+
+    assert launcher(inside, 1)()[0][-1:] == ["__call__"]
+
+
+# Arguments that the function does not take
+
+
+def wants(rank: int, world_size: int, lr: float = 0.1) -> float:
+    return rank + world_size + lr
+
+
+def keyword(*, local_rank: int) -> int:
+    return local_rank
+
+
+class Model:
+    @launcher(n_gpus=1)
+    def fit(self, steps: int) -> int:
+        return steps
+
+
+WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+    (wants, (), {}),
+    (wants, (1,), {}),
+    (wants, (1, 2, 3, 4), {}),
+    (wants, (1,), {"rank": 2}),
+    (wants, (1,), {"colour": 2}),
+    (keyword, (), {}),
+    (keyword, (1,), {"local_rank": 1}),
+    (lambda a, b, c: a + b + c, (), {}),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), WRONG)
+def test_the_words_are_pythons(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with pytest.raises(TypeError) as python:
+        function(*args, **kwargs)
+    ours = launcher(function, 1)
+    error = told(lambda: ours(*args, **kwargs), TypeError)
+    said = str(python.value)
+    assert str(error).startswith(said.partition(" positional arguments (")[0].partition(" but ")[0])
+    assert ours.last is None  # no rank was started
+    assert not hasattr(error, "__notes__")
+
+
+def test_a_function_written_for_mp_spawn() -> None:
+    words = (
+        "; unlike torch.multiprocessing.spawn, mlaunch passes no rank: in the function, call "
+        "torch.distributed.get_rank() and torch.distributed.get_world_size()"
+    )
+    assert str(told(launcher(wants, 1), TypeError)).endswith(words)
+    error = told(launcher(keyword, 1), TypeError)
+    assert str(error).endswith("in the function, call mlaunch.comm.get_local_rank()")
+
+
+def test_arguments_of_a_method() -> None:
+    error = told(lambda: Model().fit(), TypeError)  # type: ignore[call-arg]
+    assert str(error) == "Model.fit() missing 1 required positional argument: 'steps'"
+    assert Model().fit(3) == [3]
+
+
+def test_what_a_decorator_passes_is_its_own_business() -> None:
+    @functools.wraps(wants)
+    def passes(*args: Any, **kwargs: Any) -> float:
+        return wants(0, 1, *args, **kwargs)
+
+    assert launcher(passes, 1)(0.5) == [1.5]
+    assert launcher(functools.partial(wants, 1, 2), 1)(0.5) == [3.5]
+    assert launcher(max, 1)(1, 2) == [2]
+
+
+def test_a_second_process_group() -> None:
+    def train() -> None:
+        dist.init_process_group("gloo")
+
+    with pytest.raises(ValueError, match="default process group twice") as caught:
+        launcher(train, 2)()
+    hint = "ranks are in a process group before the function begins: leave init_process_group out of it"
+    assert caught.value.__notes__[-1].startswith(hint)
+    assert isinstance(caught.value.__cause__, LaunchError)
+    assert f"\n  {hint}" in str(caught.value.__cause__)
+
+
+# Helpers
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_the_value_of_rank_0_alone(start_method: str) -> None:
+    def train() -> object:
+        return threading.Lock() if dist.get_rank() else os.getpid()
+
+    ours = launcher(train, 3, results="rank0", start_method=start_method)
+    first, *others = ours()
+    assert ours.last is not None
+    assert first == ours.last.ranks[0].pid
+    assert others == [None, None]
+    with pytest.raises(LaunchError, match="cannot be pickled"):
+        ours.options(results="all")()
+
+
+def test_devices() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("test_gpu sees to it")
+    assert launcher(mlaunch.device, 2)() == [torch.device("cpu")] * 2
+    assert mlaunch.device() == torch.device("cpu")
+
+
+def test_the_latest_reports_are_kept() -> None:
+    @launcher(n_gpus=1)
+    def train(fail: bool) -> None:
+        if fail:
+            raise ValueError("no such luck")
+
+    assert train.history == ()
+    train(False)
+    first = train.last
+    with pytest.raises(ValueError, match="luck"):
+        train.options(seed=1)(True)
+    assert train.history == (first, train.last)
+    assert [report.ranks[0].end for report in train.history] == ["returned", "raised ValueError: no such luck"]
+    train._reports.extend([train.history[-1]] * 19)
+    assert len(train.history) == 20
+    assert first not in train.history
+
+
+def test_a_report_at_a_prompt_is_the_table() -> None:
+    ours = launcher(takes, 1)
+    ours()
+    assert repr(ours.last) == str(ours.last)
+    assert repr(ours.last).startswith("takes()  1 rank on ")
