@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
@@ -12,6 +13,7 @@ from typing import Any, get_type_hints
 from mlaunch.caller.options import Options, about
 
 _WIDTH = 112  # of a docstring's lines
+_WORD = re.compile(r'"([\w:-]+)"')  # a value, which the page shows as such
 _MARK = "**options:"
 
 
@@ -78,5 +80,6 @@ def definitions() -> list[str]:
         facts = [f"Default ``{option.default!r}``", f"allowed: {said.allowed}"]
         facts += [f"flag of ``mlaunch run``: ``{said.flag}``"] if said.flag else []
         facts += [f"variable: ``{said.variable}``"] if said.variable else []
-        lines += [f"``{option.name}``", f"    {said.meaning}", "", f"    {'; '.join(facts)}.", ""]
+        meaning = _WORD.sub(r'``"\1"``', said.meaning)
+        lines += [f"``{option.name}``", f"    {meaning}", "", f"    {'; '.join(facts)}.", ""]
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pydoc
+import re
 import traceback
 from dataclasses import fields
 from datetime import timedelta
@@ -112,6 +113,7 @@ def test_every_option_is_in_help_and_on_the_page() -> None:
     for field in fields(Options):
         meaning = " ".join(about(field.name).meaning.split())
         assert f"{field.name}: {meaning} Default: {field.default!r}.".replace("|", " ") in said
+        meaning = re.sub(r'"([a-z0-9:-]+)"', r'``"\1"``', meaning)
         assert f"``{field.name}`` {meaning} Default ``{field.default!r}``; allowed: " in page
     assert "**options: The fields" not in said
 
