@@ -32,7 +32,7 @@ def report(kind: str) -> str:
     text = re.sub(rf"host {re.escape(socket.gethostname())}\b", "host gpu7", text)
     text = re.sub(r"\bpid \d+", "pid 4242", text)
     text = re.sub(r"memory was [\d.]+ MiB", "memory was 182 MiB", text)
-    return re.sub(r'(decorator.py", line) \d+', r"\1 136", text)
+    return re.sub(r'(launcher.py", line) \d+', r"\1 136", text)
 
 
 if __name__ == "__main__":
