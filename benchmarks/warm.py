@@ -7,6 +7,7 @@ import io
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch.multiprocessing
 
@@ -69,7 +70,10 @@ def _inside(folder: str) -> Iterator[None]:
 def _torchrunx_here() -> None:
     import torchrunx
 
-    results = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo").run(work.reduce_once)
+    # Its agents are started where this process is, and import the function from here.
+    found = {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    ours = torchrunx.Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo", extra_env_vars=found)
+    results = ours.run(work.reduce_once)
     if results.rank(0) != 2.0:
         raise RuntimeError(f"torchrunx returned {results}")
 

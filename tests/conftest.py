@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,34 @@ import pytest
 import mlaunch
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol import registry
+from tests.fresh import Watch, is_fresh
 from tests.processes import alive, descendants, session_of
 
 ROOT = Path(__file__).resolve().parent.parent
+interpreters = Watch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_fresh(item):
+            item.add_marker("fresh")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+def dispositions() -> Iterator[None]:
+    """A shell's background job and ``nohup`` ignore these, and so would every process that tests start."""
+    wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGCHLD: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    wanted |= {signal.SIGQUIT: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    unblocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm(dispositions: None, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The fork server is meant to stay, so it is there before anything is counted."""
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
@@ -39,6 +62,15 @@ def nothing_left_behind():  # type: ignore[no-untyped-def]
         after = _what_is_there()
     left = [f"{name}: {_difference(before[name], after[name])}" for name in before if before[name] != after[name]]
     assert not left, "\n".join(left)
+
+
+@pytest.fixture(autouse=True)
+def marked_if_fresh(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Holds ``tests/fresh.py`` to what happens: a test that it does not mark starts no interpreter."""
+    before = len(interpreters.started)
+    yield
+    started = interpreters.started[before:]
+    assert not started or request.node.get_closest_marker("fresh"), f"tests/fresh.py does not see that it starts {started}"
 
 
 def _difference(was: object, now: object) -> str:

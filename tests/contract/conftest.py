@@ -1,4 +1,4 @@
-"""After whatever a test did to a launch, the next one works."""
+"""For tests that break launches: after whatever they did, the next one works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from mlaunch import launcher
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def the_next_call_works() -> Iterator[None]:
     yield
     assert launcher(lambda: 7, n_gpus=1)() == [7]

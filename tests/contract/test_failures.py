@@ -23,6 +23,7 @@ from mlaunch.protocol.messages import Reaped
 from tests.contract import functions
 from tests.processes import wait_gone
 
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
 METHODS = ("forkserver", "fork", "spawn")
 
 
@@ -244,6 +245,7 @@ def test_the_cause_is_told_from_its_consequences(how: str) -> None:
         assert report.failures[0].rank == culprit
 
 
+@pytest.mark.slow
 def test_no_collective_breaks_before_its_ranks_are_stopped(tmp_path: Path) -> None:
     """The failed rank stays until then: its end would be "Connection closed by peer" to the others."""
 

@@ -24,6 +24,7 @@ from tests.conftest import ROOT
 from tests.contract.crashes import HOW, PLACES, call_at, limits
 from tests.processes import alive, wait_gone
 
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
 

@@ -22,6 +22,7 @@ from mlaunch.caller.failure_text import in_words, summarise
 from mlaunch.protocol.messages import Phase, RankStacks
 
 HERE = os.path.basename(__file__)
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
 METHODS = ("forkserver", "fork", "spawn")
 
 
@@ -169,6 +170,7 @@ def test_ctrl_c_tells_where_the_ranks_were() -> None:
     assert f"was ended by this; ranks 0-1 were in wait at {HERE}:" in error.__notes__[0]
 
 
+@pytest.mark.slow
 def test_the_cause_is_right_every_time_under_load() -> None:
     """Random culprits, both kinds of failure, more ranks than cores."""
     import random

@@ -92,7 +92,9 @@ def test_large_buffers_stay_out_of_the_stream_and_are_mapped() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, ValueError("as a value"), list(range(100_000)), {"a": (1, {2})}, b"x" * 10_000_000], ids=repr
+    "value",
+    [None, ValueError("as a value"), list(range(100_000)), {"a": (1, {2})}, b"x" * 10_000_000],
+    ids=["nothing", "error", "list", "dict", "bytes"],
 )
 def test_values_of_a_rank(value: Any) -> None:
     [back] = launcher(lambda: value, 1)()

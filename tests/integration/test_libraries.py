@@ -11,7 +11,7 @@ import torch
 
 from mlaunch import comm, launcher
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 train_on_cpu = launcher(n_gpus=2, device_type="cpu")
 HIDDEN = 16
 

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mlaunch import launcher
 
+pytestmark = pytest.mark.slow
+
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)

@@ -146,6 +146,8 @@ def test_a_killed_agent_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
     def train() -> None:
+        while not list(tmp_path.glob("mlaunch/*.sock")):
+            os.sched_yield()
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
 from tests.conftest import ROOT
@@ -88,6 +87,8 @@ def plain(output: Any) -> str:
 
 
 def test_the_tour(tmp_path: Path) -> None:
+    import nbformat  # two seconds, which whoever runs other tests need not wait
+
     path = ROOT / "examples" / "tour.ipynb"
     assert not any(cell.get("outputs") for cell in nbformat.read(path, 4).cells)
     tour = nbformat.reads(run(tmp_path, EXECUTE, str(path), str(tmp_path)), 4)
