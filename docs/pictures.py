@@ -79,6 +79,56 @@ def machines() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+# From the first to fork to the last: a room imports only what stands below it.
+ROOMS = (
+    ("cli/", "the command: flags, run, ps, stacks, doctor", "the caller", "#fdf3e1"),
+    ("caller/", "plan, start and drive a launch; output, report", "the caller", "#fdf3e1"),
+    ("forkserver/", "imports torch once; forks an agent per call", "the fork server", "#eef3fa"),
+    ("agent/", "forks, supervises and stops the ranks", "the agent", "#eef3fa"),
+    ("rank/", "become a rank, answer calls, leave; join", "a rank", "#e9f6ea"),
+    ("collectives/", "objects between ranks, groups, reductions", "a rank of any launcher", "#e9f6ea"),
+    ("rendezvous/", "store, gate, link; server and client", "processes of its own", "#f3ecf7"),
+    ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),
+    ("base/", "errors, Linux, words", "all of them", "#f2f2f2"),
+)
+STATIONS = (
+    ("plan", "caller/plan"),
+    ("send", "caller/start"),
+    ("fork the agent", "forkserver/main"),
+    ("join machines", "agent/peers"),
+    ("fork the ranks", "agent/fork_ranks"),
+    ("become a rank", "rank/function"),
+    ("answer the call", "rank/function"),
+    ("release, leave", "agent/supervisor"),
+    ("settle", "caller/settle"),
+)
+
+
+def rooms() -> str:
+    """Where each line of code runs, and the stations of a call."""
+    height = 96 + 46 * len(ROOMS)
+    parts = [HEAD.replace("0 0 760 400", f"0 0 760 {height}").replace('height="400"', f'height="{height}"')]
+    parts += [text(20, 26, "room", anchor="start", fill="#777"), text(400, 26, "runs in", anchor="start", fill="#777")]
+    parts += [text(590, 26, "the life of a call", anchor="start", fill="#777")]
+    for index, (name, what, where, fill) in enumerate(ROOMS):
+        y = 36 + 46 * index
+        parts.append(BOX.format(x=20, y=y, w=550, h=38, fill=fill))
+        parts.append(text(32, y + 24, name, size=15, anchor="start"))
+        parts.append(text(130, y + 24, what, anchor="start", fill="#555"))
+        parts.append(text(412, y + 24, where, anchor="start", fill="#222"))
+    for index, (name, module) in enumerate(STATIONS):
+        y = 36 + 46 * index
+        parts.append(text(600, y + 17, f"{index + 1}. {name}", size=13, anchor="start"))
+        parts.append(text(616, y + 33, module, size=11, anchor="start", fill="#777"))
+    parts += [arrow(12, 50, 12, 36 + 46 * len(ROOMS) - 14)]
+    parts.append(text(20, height - 34, "The arrow: imports. A module imports from its own room and from those below.",
+                      anchor="start", fill="#555"))  # fmt: skip
+    parts.append(text(20, height - 16, "Beside the rooms: comm, errors, launch and run, which are for users to name.",
+                      anchor="start", fill="#555"))  # fmt: skip
+    return "\n".join([*parts, "</svg>", ""])
+
+
 if __name__ == "__main__":
+    (HERE / "rooms.svg").write_text(rooms())
     (HERE / "processes.svg").write_text(processes())
     (HERE / "machines.svg").write_text(machines())
