@@ -16,16 +16,15 @@ from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
+from mlaunch.base.text import last_bytes
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, RanksStarting, Refused
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.store import StoreProcess
-
-_TEXT_LIMIT = 16_384  # characters: a record is small
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def run_agent(order: Order) -> NoReturn:
         linux.kill_children()
         code = 0
     except BaseException:
-        launcher.try_send(AgentFailed(traceback.format_exc()[-_TEXT_LIMIT:]))
+        launcher.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
     finally:
         os._exit(code)
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stack_requests import StackRequests, state_of
 from mlaunch.agent.system import System
+from mlaunch.base.text import last_bytes
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
-
-_TEXT_LIMIT = 32_768  # bytes of a rank's stacks; a record is small
 
 
 class Stopping:
@@ -102,7 +101,7 @@ class Stopping:
         self.on_begin()
 
     def _stacks_of(self, rank: RankProcess) -> RankStacks:
-        text = rank.stacks.encode()[-_TEXT_LIMIT:].decode(errors="ignore")
+        text = last_bytes(rank.stacks, TEXT_LIMIT)
         return RankStacks(rank.rank, self._board[rank.local_rank], state_of(rank.pid), text)
 
     def _working(self) -> list[RankProcess]:

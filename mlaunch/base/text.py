@@ -1,4 +1,4 @@
-"""Sizes, durations and ranks in words, the same wherever a person reads them."""
+"""Sizes, durations and ranks in words, the same wherever a person reads them; and texts that must fit somewhere."""
 
 from __future__ import annotations
 
@@ -54,3 +54,13 @@ def ranges(ranks: Iterable[int], between: str) -> str:
         else:
             runs.append([rank])
     return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def first_bytes(text: str, limit: int) -> str:
+    """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps the beginning."""
+    return text.encode(errors="replace")[:limit].decode(errors="ignore")
+
+
+def last_bytes(text: str, limit: int) -> str:
+    """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps the end."""
+    return text.encode(errors="replace")[-limit:].decode(errors="ignore")

@@ -6,8 +6,9 @@ import os
 from typing import NoReturn
 
 from mlaunch.base import linux
+from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import DeviceCount
 
 
@@ -19,7 +20,7 @@ def count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:
         os.environ.update(payload.read(environ_fd))
         answer = DeviceCount(_count())
     except BaseException as error:  # whatever a driver may raise
-        answer = DeviceCount(0, f"{type(error).__name__}: {error}")
+        answer = DeviceCount(0, first_bytes(f"{type(error).__name__}: {error}", TEXT_LIMIT))
     try:
         Channel.adopt(answer_fd).try_send(answer)
     finally:

@@ -18,10 +18,11 @@ from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all
+from mlaunch.base.text import last_bytes
 from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.huge_pages import use_huge_pages
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, CountDevices, NotReady, Reaped, Retire, StartLaunch
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
@@ -103,7 +104,7 @@ class _ForkServer:
 
             self.control.try_send(device.offered())
         except (Exception, SystemExit):
-            self.control.try_send(NotReady(traceback.format_exc()))
+            self.control.try_send(NotReady(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
             return False
         if self.call is None:
             gc.collect()
@@ -164,7 +165,7 @@ class _ForkServer:
             return os.fork()
         except OSError:
             channel = Channel.adopt(channel_fd)
-            channel.try_send(AgentFailed(traceback.format_exc()))
+            channel.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
             channel.try_send(Reaped(1))
             channel.close()
             return None

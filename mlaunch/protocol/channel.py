@@ -12,7 +12,8 @@ from typing import Any
 
 from mlaunch.base import linux
 
-_RECORD_LIMIT = 65536  # a record is small by design: what can grow travels in a memfd beside it
+RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
+TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
 _FD_LIMIT = 8
 
 
@@ -36,8 +37,17 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, record: object, fds: Sequence[int] = ()) -> None:
-        """Raises BrokenPipeError or ConnectionResetError if the other end is gone."""
-        socket.send_fds(self._socket, [pickle.dumps(record)], fds)
+        """Sends a record, and duplicates of file descriptors.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: The other end is gone.
+            ValueError: The record is larger than a receiver can take, which would cut it.
+        """
+        data = pickle.dumps(record)
+        if len(data) > RECORD_LIMIT:
+            kind = type(record).__name__
+            raise ValueError(f"a {kind} of {len(data)} bytes; a record holds {RECORD_LIMIT}: its texts must be bounded")
+        socket.send_fds(self._socket, [data], fds)
 
     def try_send(self, record: object, fds: Sequence[int] = ()) -> None:
         """As ``send``, but a lost listener is no error."""
@@ -45,16 +55,23 @@ class Channel:
             self.send(record, fds)
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The next record and its file descriptors, which the receiver owns; EOFError when the other end is gone."""
+        """Returns the next record and its file descriptors, which the receiver owns.
+
+        Raises:
+            EOFError: The other end is gone.
+            OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
+        """
         try:
-            data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, _FD_LIMIT)
         except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
-            data, fds, flags, _ = socket.recv_fds(self._socket, _RECORD_LIMIT, _FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, _FD_LIMIT)
         if not data:
             raise EOFError("the other end of the channel is closed")
-        if flags & socket.MSG_CTRUNC:
+        if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
             for fd in fds:
                 os.close(fd)
+            if flags & socket.MSG_TRUNC:
+                raise OSError(errno.EMSGSIZE, f"a record of more than {RECORD_LIMIT} bytes came, and was cut")
             raise OSError(errno.EMFILE, "no file descriptor is left to receive a rank's answer with (see ulimit -n)")
         for fd in fds:
             os.set_inheritable(fd, False)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass, field
+import sys
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlaunch.protocol.messages import CAUSE_DELAY
@@ -22,6 +23,7 @@ from mlaunch.rendezvous import membership, values, wire
 from mlaunch.rendezvous.membership import Join
 
 _STRANGERS = 512  # connections at a time that have not proved themselves
+_COMPLAINTS, _COMPLAINT = 5, 200  # lines about strangers, and characters of each
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
 BEATS = 5  # heartbeats within the time after which a machine counts as lost
 
@@ -44,6 +46,7 @@ class Gate:
         self._heartbeat_timeout = heartbeat_timeout
         self._members: list[_Member] = []
         self._strangers = 0
+        self._complaints = 0
         self._begun = False
         self._refusal = ""
         self._failure: dict[str, Any] | None = None
@@ -73,8 +76,17 @@ class Gate:
                     await self._take_value(reader, self._token)
                 elif role == "get":
                     await self._give_value(reader, writer)
+        except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
+            self._complain(error)
         finally:
             writer.close()
+
+    def _complain(self, error: Exception) -> None:
+        """Says in a line that a connection was closed for an error of ours; soon no more, lest strangers fill a log."""
+        self._complaints += 1
+        if self._complaints <= _COMPLAINTS:
+            what = " ".join(f"{type(error).__name__}: {error}"[:_COMPLAINT].split())
+            print(f"mlaunch: the gate closed a connection: {what}", file=sys.stderr, flush=True)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         if self._strangers >= _STRANGERS:
@@ -136,7 +148,8 @@ class Gate:
 
     async def _hear(self, member: _Member, record: wire.Record) -> None:
         if isinstance(record.get("failure"), dict):
-            self._start(self._fail(record["failure"], source=member))
+            failure = membership.shortened(membership.failure_of_record(record["failure"]))
+            self._start(self._fail(asdict(failure), source=member))
         elif "done" in record:
             member.done = True
             self._end_if_over()
@@ -157,11 +170,11 @@ class Gate:
         rank, memfd, signature = await values.receive(reader, token, self._launch_id)
         self._values[rank] = memfd, signature
         if self._members and len(self._values) == self._members[0].join.world_size:
-            await self._tell_all({"values": sorted(self._values)})
+            await self._tell_all({"values": 1})
 
     async def _give_value(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank = (await asyncio.wait_for(wire.read(reader), wire.HANDSHAKE_TIMEOUT)).get("rank")
-        if rank in self._values:
+        if isinstance(rank, int) and rank in self._values:
             memfd, signature = self._values[rank]
             await values.send(writer, rank, memfd, signature)
 

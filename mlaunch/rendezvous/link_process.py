@@ -18,7 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.protocol.channel import Channel
+from mlaunch.base.text import first_bytes
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous import values, wire
@@ -65,7 +66,7 @@ class LinkProcess:
             limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
             self._agent.try_send(Refused(f"{self._state()}; {limit}", late=True))
         except wire.RefusedError as refusal:
-            self._agent.try_send(Refused(str(refusal)))
+            self._agent.try_send(Refused(first_bytes(str(refusal), TEXT_LIMIT)))
         except _OverError:
             pass
 
@@ -107,7 +108,7 @@ class LinkProcess:
                 if "refused" in record:
                     raise wire.RefusedError(str(record["refused"]))
                 if "waiting" in record:
-                    self._joined = str(record["waiting"])
+                    self._joined = first_bytes(str(record["waiting"]), TEXT_LIMIT // 2)
                 if "plan" in record:
                     self._take(record["plan"])
                     return
@@ -159,7 +160,8 @@ class LinkProcess:
                     self._failed = True
                     self._agent.try_send(shortened(failure_of_record(record["failure"])))
                 elif "values" in record:
-                    self._begin(self._fetch([rank for rank in record["values"] if rank not in self._ours]))
+                    everyone = range(self._join.world_size)
+                    self._begin(self._fetch([rank for rank in everyone if rank not in self._ours]))
                 elif "over" in record:
                     self._agent.try_send(Over())
                     raise _OverError

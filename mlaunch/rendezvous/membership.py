@@ -7,11 +7,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.text import name_ranks
+from mlaunch.base.text import first_bytes, last_bytes, name_ranks
 
-_LONGEST = 1000  # characters: of a function's qualified name
+_LONGEST = {"host": 255, "function": 1000}  # characters; of what is not listed here:
+_SHORT = 100
+_NAMED = 20  # machines in a sentence
+_SENTENCE = 16_000  # bytes of it
 _MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
-_WHAT, _TRACEBACK = 4_000, 16_000  # characters that other machines hear of a failure
+# What other machines hear of a failure, in bytes of UTF-8: altogether less than half of a record between processes, and
+# as JSON, where each may become six, less than a line of the control protocol.
+_WHAT, _TRACEBACK, _DETAIL, _HINTS = 4_000, 16_000, 500, 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,8 @@ class Join:
             raise ConnectionError("what came is no join")
         if not all(type(record[field.name]) is kinds[str(field.type)] for field in fields(cls)):
             raise ConnectionError("what came is no join")
-        if not all(text.isprintable() and len(text) <= _LONGEST for text in record.values() if isinstance(text, str)):
+        texts = {name: text for name, text in record.items() if isinstance(text, str)}
+        if not all(text.isprintable() and len(text) <= _LONGEST.get(name, _SHORT) for name, text in texts.items()):
             raise ConnectionError("what came is no join")
         if not all(0 <= number <= _MOST for number in record.values() if isinstance(number, int)):
             raise ConnectionError("what came is no join")
@@ -85,13 +91,26 @@ def missing(joined: Sequence[Join]) -> list[int]:
 
 def describe(joined: Sequence[Join]) -> str:
     """Says who is there and who is not: "2 machines joined (h1, h2); ranks 8-15 missing"."""
-    names = ", ".join(machine.host for machine in joined)
-    return f"{len(joined)} machine{'s' * (len(joined) != 1)} joined ({names}); {name_ranks(missing(joined))} missing"
+    names = ", ".join(machine.host for machine in joined[:_NAMED])
+    if len(joined) > _NAMED:
+        names += f" and {len(joined) - _NAMED} more"
+    machines = f"{len(joined)} machine{'s' * (len(joined) != 1)}"
+    return first_bytes(f"{machines} joined ({names}); {name_ranks(missing(joined))} missing", _SENTENCE)
 
 
 def shortened(failure: RankFailure) -> RankFailure:
-    """As it fits into a record: what it says of itself from its beginning, its traceback to its end."""
-    return replace(failure, what=failure.what[:_WHAT], traceback=failure.traceback[-_TRACEBACK:])
+    """Cuts a failure to what fits into a record: its traceback to the end, all else to the beginning."""
+    return replace(
+        failure,
+        what=first_bytes(failure.what, _WHAT),
+        traceback=last_bytes(failure.traceback, _TRACEBACK),
+        phase=first_bytes(failure.phase, _DETAIL),
+        host=first_bytes(failure.host, _DETAIL),
+        device=first_bytes(failure.device, _DETAIL),
+        type_name=first_bytes(failure.type_name, _DETAIL),
+        subject=first_bytes(failure.subject, _DETAIL),
+        hints=tuple(first_bytes(hint, _DETAIL) for hint in failure.hints[:_HINTS]),
+    )
 
 
 def failure_of_record(record: dict[str, Any]) -> RankFailure:
@@ -99,5 +118,5 @@ def failure_of_record(record: dict[str, Any]) -> RankFailure:
     kinds = {"str": str, "int": int, "int | None": int, "bool": bool}
     wanted = {field.name: kinds.get(str(field.type)) for field in fields(RankFailure)}
     known: dict[str, Any] = {name: value for name, value in record.items() if type(value) is wanted.get(name)}
-    hints = tuple(map(str, record.get("hints") or ()))
+    hints = tuple(map(str, record["hints"])) if isinstance(record.get("hints"), list) else ()
     return replace(RankFailure(None, 0, "failed"), **known, hints=hints)

@@ -18,14 +18,18 @@ import asyncio
 import contextlib
 import hmac
 import json
+import re
 import secrets
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 PROTOCOL = 1
+ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
 HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
+
+_NONCE = re.compile("[0-9a-f]{1,64}")
 
 Record = dict[str, Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -36,7 +40,11 @@ class RefusedError(Exception):
 
 
 def encode(record: Record) -> bytes:
-    return json.dumps(record).encode() + b"\n"
+    """Makes the line of a record. ValueError if it is longer than the other side would read."""
+    line = json.dumps(record).encode() + b"\n"
+    if len(line) > LINE_LIMIT:
+        raise ValueError(f"a record of {len(line)} bytes; a line holds {LINE_LIMIT}: its texts must be bounded")
+    return line
 
 
 async def send(writer: asyncio.StreamWriter, record: Record) -> None:
@@ -67,10 +75,10 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     await send(writer, {"mlaunch": PROTOCOL, "role": role, "nonce": nonce})
     answer = await read(reader)
     if "challenge" in answer:
-        theirs = str(answer["challenge"])
+        theirs = _nonce(answer["challenge"])
         if token is None:
             raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
-        if not hmac.compare_digest(str(answer.get("proof")), _prove(token, "server", nonce, theirs, role)):
+        if not _is(answer.get("proof"), _prove(token, "server", nonce, theirs, role)):
             raise RefusedError("wrong token: this machine's and the master's differ")
         await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
         answer = await read(reader)
@@ -85,22 +93,35 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:
     """Shakes hands as the server; returns the client's role. ConnectionError for whoever is not let in."""
     hello = await read(reader)
-    role, nonce = hello.get("role"), hello.get("nonce")
-    if "mlaunch" not in hello or not isinstance(role, str) or not isinstance(nonce, str):
+    role, version = hello.get("role"), hello.get("mlaunch")
+    if not isinstance(version, int) or role not in ROLES:
         raise ConnectionError("a client that does not speak mlaunch")
-    if hello["mlaunch"] != PROTOCOL:
-        await send(writer, {"refused": f"the master speaks protocol {PROTOCOL}, this machine {hello['mlaunch']}: "
+    nonce = _nonce(hello.get("nonce"))
+    if version != PROTOCOL:
+        await send(writer, {"refused": f"the master speaks protocol {PROTOCOL}, this machine {version}: "
                                        f"the versions of mlaunch differ"})  # fmt: skip
         raise ConnectionError("a client of another version")
     if token is not None:
         ours = secrets.token_hex(16)
         await send(writer, {"challenge": ours, "proof": _prove(token, "server", nonce, ours, role)})
         proof = (await read(reader)).get("proof")
-        if not hmac.compare_digest(str(proof), _prove(token, "client", nonce, ours, role)):
+        if not _is(proof, _prove(token, "client", nonce, ours, role)):
             await send(writer, {"refused": "wrong token: this machine's and the master's differ"})
             raise ConnectionError("a client with a wrong token")
     await send(writer, {"welcome": PROTOCOL})
     return role
+
+
+def _nonce(said: Any) -> str:
+    """Returns what the other side drew. ConnectionError for what no side of ours draws."""
+    if not isinstance(said, str) or not _NONCE.fullmatch(said):
+        raise ConnectionError("what came is no nonce")
+    return said
+
+
+def _is(said: Any, proof: str) -> bool:
+    """Tells whether that is the proof, in a time that does not tell how much of it is right."""
+    return hmac.compare_digest(str(said).encode(errors="replace"), proof.encode())
 
 
 def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str) -> str:

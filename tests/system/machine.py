@@ -28,7 +28,7 @@ def train(how: dict[str, Any]) -> Any:
     if rank == how.get("rank") and attempt < how.get("attempts", 1):
         print("failing", flush=True)
         if how["how"] == "raise":
-            raise ValueError(f"no such luck on {socket.gethostname()}" + " and" * (how.get("words", 0) // 4))
+            raise ValueError(f"no such luck on {socket.gethostname()}" + how.get("word", " and") * how.get("words", 0))
         os.kill(os.getpid(), signal.SIGKILL)
     if how.get("wait"):
         if rank == how.get("first", 0):

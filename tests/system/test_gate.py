@@ -8,12 +8,14 @@ import functools
 import gc
 import json
 import os
+import pickle
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch.base.errors import RankFailure
+from mlaunch.protocol import channel
+from mlaunch.protocol.messages import Waiting
 from mlaunch.rendezvous import names, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
@@ -155,6 +159,36 @@ def test_a_failure_from_another_machine_is_not_trusted() -> None:
     assert told == RankFailure(None, 0, "failed", host="h", hints=("1",))
     long = shortened(RankFailure(1, 2, "x" * 10_000, traceback="y" * 99_999 + "end"))
     assert (len(long.what), len(long.traceback), long.traceback[-3:]) == (4_000, 16_000, "end")
+
+
+@pytest.mark.parametrize("letter", ["x", "\0", "\N{GRINNING FACE}", "\udcff", '"'])
+def test_a_failure_fits_into_every_record_on_its_way(letter: str) -> None:
+    long = letter * 100_000
+    texts = dict.fromkeys(("what", "phase", "host", "device", "type_name", "traceback", "subject"), long)
+    told = shortened(RankFailure(rank=1, pid=2, hints=(long,) * 50, **texts))
+    assert len(pickle.dumps(told)) <= channel.RECORD_LIMIT
+    assert failure_of_record(json.loads(wire.encode({"failure": asdict(told)}))["failure"]) == told
+
+
+def test_what_is_waited_for_fits_into_every_record() -> None:
+    many = [
+        join(rank, 1, 10_000, host=f"{rank:03}" + "\N{GREEK SMALL LETTER MU}" * 252) for rank in range(0, 10_000, 2)
+    ]
+    told = describe(many)
+    assert told.startswith("5000 machines joined (000")
+    assert f"{many[19].host} and 4980 more); ranks 1, 3, 5" in told
+    assert len(pickle.dumps(Waiting(told))) <= channel.RECORD_LIMIT
+    assert len(wire.encode({"waiting": told})) <= wire.LINE_LIMIT
+
+
+def test_a_line_that_nobody_would_read_is_refused_where_it_comes_from() -> None:
+    with pytest.raises(ValueError, match=f"a line holds {wire.LINE_LIMIT}"):
+        wire.encode({"failure": "x" * wire.LINE_LIMIT})
+
+
+def test_a_failure_with_odd_hints_is_still_told() -> None:
+    for hints in (7, "text", {"a": 1}, None):
+        assert failure_of_record({"what": "broke", "hints": hints}).hints == ()
 
 
 def test_a_cause_outranks_its_consequence(gate: StoreProcess) -> None:
@@ -315,7 +349,8 @@ def test_what_fits_together() -> None:
 
 @pytest.mark.parametrize("record", [
     None, [], {}, {"host": "h"}, {**join(0, 1, 1).as_record(), "n_gpus": "1"},
-    join(0, 1, 1, host="\x1b[2J").as_record(), join(0, 1, 10**12).as_record(), join(0, 10**12, 1, host="h").as_record(),
+    join(0, 1, 1, host="\x1b[2J").as_record(), join(0, 1, 1, host="h" * 256).as_record(),
+    join(0, 1, 10**12).as_record(), join(0, 10**12, 1, host="h").as_record(),
 ])  # fmt: skip
 def test_what_is_no_join(record: Any) -> None:
     with pytest.raises(ConnectionError, match="what came is no join"):

@@ -127,10 +127,19 @@ def test_one_failure_ends_all(network: Network, how: str, culprit: int) -> None:
 def test_a_failure_with_much_to_say(network: Network) -> None:
     """More than a record between processes may hold: the other machine hears its beginning."""
     with launched(network, 1, 1) as machines:
-        machines.start_all({"rank": 0, "how": "raise", "words": 300_000, "wait": True})
+        machines.start_all({"rank": 0, "how": "raise", "words": 75_000, "wait": True})
         first, second = machines.ends()
     assert len(first["text"]) > 300_000
     assert second["text"].startswith("rank 0 of train() raised ValueError: no such luck on ")
+
+
+def test_a_failure_in_characters_of_many_bytes(network: Network) -> None:
+    """A record is bounded in bytes: 14,000 of these have 56,000, twice, in the message and in the traceback."""
+    with launched(network, 1, 1) as machines:
+        machines.start_all({"rank": 0, "how": "raise", "word": "\N{GRINNING FACE}", "words": 14_000, "wait": True})
+        _, second = machines.ends()
+    assert second["text"].startswith("rank 0 of train() raised ValueError: no such luck on ")
+    assert "\N{GRINNING FACE}" * 900 in second["text"]
 
 
 @both

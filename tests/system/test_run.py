@@ -220,6 +220,13 @@ def test_modules_imported_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ModuleNotFoundError: No module named 'nowhere'")
 
 
+def test_a_module_that_fails_with_much_to_say(tmp_path: Path) -> None:
+    write(tmp_path, "raise ValueError(chr(0x1F600) * 25_000 + ' in the end')", "loud.py")
+    done = run(tmp_path, "--preload", "loud", write(tmp_path, "print('never')"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.rstrip().endswith(" in the end")
+
+
 def test_a_restart(tmp_path: Path) -> None:
     script = write(tmp_path, """
 import os, sys

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pickle
+import socket
+
 import pytest
 
-from mlaunch.protocol.channel import Channel
+from mlaunch.base.text import first_bytes, last_bytes
+from mlaunch.protocol.channel import RECORD_LIMIT, Channel
 
 
 def test_what_was_said_before_the_end_is_heard() -> None:
@@ -18,3 +24,40 @@ def test_what_was_said_before_the_end_is_heard() -> None:
     with pytest.raises(EOFError):
         ours.receive()
     ours.close()
+
+
+def test_a_record_at_the_bound_passes_and_a_larger_one_is_refused_where_it_comes_from() -> None:
+    ours, theirs = Channel.pair()
+    overhead = len(pickle.dumps(b"x" * 60_000)) - 60_000
+    theirs.send(b"x" * (RECORD_LIMIT - overhead))
+    assert len(ours.receive()[0]) == RECORD_LIMIT - overhead
+    for send in (theirs.send, theirs.try_send):
+        with pytest.raises(ValueError, match=rf"a bytes of {RECORD_LIMIT + 1} bytes; a record holds {RECORD_LIMIT}"):
+            send(b"x" * (RECORD_LIMIT - overhead + 1))
+    ours.close()
+    theirs.close()
+
+
+def test_a_record_that_was_cut_is_an_error_and_leaks_no_descriptor() -> None:
+    ours, theirs = Channel.pair()
+    reader, writer = os.pipe()
+    socket.send_fds(theirs._socket, [b"x" * (RECORD_LIMIT + 1)], [writer])
+    os.close(writer)
+    with pytest.raises(OSError, match="was cut") as caught:
+        ours.receive()
+    assert caught.value.errno == errno.EMSGSIZE
+    assert os.read(reader, 1) == b""  # nobody holds the other end
+    os.close(reader)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("text", ["plain", "\N{GRINNING FACE}" * 5, "a\N{GRINNING FACE}b", "\udcff" * 9, ""])
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_a_text_is_cut_between_characters(text: str, limit: int) -> None:
+    whole = text.encode(errors="replace").decode()
+    beginning, end = first_bytes(text, limit), last_bytes(text, limit)
+    assert whole.startswith(beginning)
+    assert whole.endswith(end)
+    for part in (beginning, end):
+        assert min(limit, len(whole.encode())) - 4 < len(part.encode()) <= limit
