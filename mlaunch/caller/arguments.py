@@ -58,7 +58,7 @@ def _of_missing(missing: Sequence[Parameter]) -> str:
 def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
     """What ``inspect`` says of arguments that do not fit, as Python would."""
     if said != "too many positional arguments":
-        return said if said.startswith("got") else f"got {said}"
+        return f"got {said}" if said.startswith("multiple") else said
     takes = [one for one in signature.parameters.values() if one.kind in _POSITIONAL]
     least = sum(one.default is Parameter.empty for one in takes)
     number = str(least) if least == len(takes) else f"from {least} to {len(takes)}"

@@ -118,6 +118,27 @@ def test_every_option_is_in_help_and_on_the_page() -> None:
     assert "**options: The fields" not in said
 
 
+def test_tab_completes_options() -> None:
+    completer = pytest.importorskip("IPython.core.completer", reason="IPython is not installed")
+    ours = completer.IPCompleter(
+        namespace={"launcher": launcher, "train": launcher(lambda steps: steps)}, use_jedi=False
+    )
+    for text, meant in (("launcher(n_g", "n_gpus="), ("train.options(max_", "max_restarts="), ("train(st", "steps=")):
+        with completer.provisionalcompleter():
+            assert meant in [found.text for found in ours.completions(text, len(text))]
+
+
+def test_a_notebook_shows_one_frame_of_ours() -> None:
+    ultratb = pytest.importorskip("IPython.core.ultratb", reason="IPython is not installed")
+    for use in (lambda: launcher(n_gpu=2), lambda: launcher(lambda: None).options(seed="x")):
+        try:
+            use()
+        except (TypeError, ValueError) as error:
+            text = ultratb.VerboseTB().text(type(error), error, error.__traceback__)
+        files = re.findall(r"^File .*?(\w+\.py)", re.sub(r"\x1b\[[\d;]*m", "", text), flags=re.MULTILINE)
+        assert files == ["test_options.py", "test_options.py", "launcher.py"]
+
+
 def test_the_docstring_may_be_missing() -> None:
     assert option_text.with_options(None) is None
 
