@@ -21,6 +21,7 @@ from tests.fresh import Watch, is_fresh
 from tests.processes import alive, descendants, session_of
 
 ROOT = Path(__file__).resolve().parent.parent
+OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
 interpreters = Watch()
 
 
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fresh")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def dispositions() -> Iterator[None]:
     """A shell's background job and ``nohup`` ignore these, and so would every process that tests start."""
     wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGCHLD: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
@@ -44,8 +45,9 @@ def dispositions() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm(dispositions: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The fork server is meant to stay, so it is there before anything is counted."""
+    request.getfixturevalue("dispositions")
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
     mlaunch.launcher(lambda: None, n_gpus=1)()
@@ -70,7 +72,8 @@ def marked_if_fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     before = len(interpreters.started)
     yield
     started = interpreters.started[before:]
-    assert not started or request.node.get_closest_marker("fresh"), f"tests/fresh.py does not see that it starts {started}"
+    marked = request.node.get_closest_marker("fresh")
+    assert marked or not started, f"tests/fresh.py does not see that it starts {started}"
 
 
 def _difference(was: object, now: object) -> str:

@@ -1,7 +1,8 @@
 """Which tests start a fresh interpreter, as their code shows it: so nobody marks them by hand.
 
-A test does if its own code, or what it uses of the suite (fixtures, helpers, classes), names ``sys.executable``, mlaunch's
-public ``Server`` or ``start_method="spawn"``, or if one of its parameters does. ``Watch`` holds tests to it while they run.
+A test does if its own code, or what it uses of the suite (fixtures, helpers, classes), names ``sys.executable``,
+mlaunch's public ``Server`` or ``start_method="spawn"``, or if one of its parameters does. ``Watch`` holds tests to it
+while they run.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def _methods(cls: type) -> Iterator[object]:
     for base in cls.__mro__:
         if _ours(base):
             for part in vars(base).values():
-                part = getattr(part, "__func__", getattr(part, "fget", part))
-                yield getattr(part, "__wrapped__", part)
+                function = getattr(part, "__func__", getattr(part, "fget", part))
+                yield getattr(function, "__wrapped__", function)
 
 
 def _words(code: CodeType) -> tuple[set[str], set[object]]:

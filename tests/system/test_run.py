@@ -266,12 +266,16 @@ while True:
 
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
 def test_signals_are_passed_on(tmp_path: Path, name: str, status: int) -> None:
-    process = start(tmp_path, *PAIR, "--grace-period", "0.5", write(tmp_path, STUBBORN), name, "stubborn")
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
-    family = descendants(process.pid)
-    process.send_signal(signal.Signals[name])
-    out, err = process.communicate(timeout=60)
+    for grace_period in ("0.5", "5", "30"):
+        process = start(tmp_path, *PAIR, "--grace-period", grace_period, write(tmp_path, STUBBORN), name, "stubborn")
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+        family = descendants(process.pid)
+        assert len(family) >= 4  # fork server, agent, ranks
+        process.send_signal(signal.Signals[name])
+        out, err = process.communicate(timeout=90)
+        if out and "did not show its stack" not in err:
+            break  # else the machine is so busy that a rank could not do in time what it was asked to
     assert (process.returncode, out) == (status, f"saved at {name}\n"), err
     first, second = err.splitlines()
     assert first == f"mlaunch: ended by {name}"

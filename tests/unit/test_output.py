@@ -198,15 +198,16 @@ def test_a_stream_of_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("gone", [None, "closed"])
-def test_no_stream_to_show_it_on(monkeypatch: pytest.MonkeyPatch, gone: str | None) -> None:
+def test_no_stream_to_show_it_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: str | None) -> None:
     stream = None
     if gone:
         stream = io.StringIO()
         stream.close()
     monkeypatch.setattr(sys, "stdout", stream)
-    pipes = Pipes(plan(1, Policy()), 1)
-    pipes.write(0, 1, b"lost\n" * 3)
+    pipes = Pipes(plan(1, Policy(kept=True), tmp_path), 1)
+    pipes.write(0, 1, b"not shown\n" * 3)
     pipes.finish()
+    assert (tmp_path / "attempt_0" / "0" / "stdout.log").read_bytes() == b"not shown\n" * 3
 
 
 def test_the_relay_returns_when_it_is_wanted_elsewhere() -> None:
