@@ -48,6 +48,7 @@ def run_agent(order: Order) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         linux.adopt_orphans()
+        linux.wake_with(order.parent)
         order.foreign.close_in_child()
         _take_over_streams(order)
         with error_file.with_directory(payload.read(order.spec_fd)) as spec:

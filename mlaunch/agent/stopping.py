@@ -85,7 +85,7 @@ class Stopping:
         for rank in self._working():
             self._launcher.try_send(self._stacks_of(rank))
             rank.stopped = True
-            self._system.group(rank.pid, self.number)
+            self._signal(rank, self.number)
         for rank in self._ranks.values():
             rank.release()
 
@@ -93,8 +93,12 @@ class Stopping:
         """Forces."""
         for rank in self._ranks.values():
             rank.stopped = True
-            self._system.group(rank.pid, signal.SIGKILL)
+            self._signal(rank, signal.SIGKILL)
         self._kill_at = None
+
+    def _signal(self, rank: RankProcess, number: int) -> None:
+        self._system.group(rank.pid, number)
+        self._system.stray(rank.pid, rank.pidfd, number)
 
     def _begin(self) -> None:
         self.begun, self._ask_at = True, None

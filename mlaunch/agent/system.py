@@ -13,8 +13,11 @@ from mlaunch.protocol.messages import Phase
 
 @dataclass(frozen=True)
 class System:
-    """``clock`` gives monotonic seconds. ``request`` asks for stacks; False: that rank cannot answer."""
+    """``clock`` gives monotonic seconds. ``group`` signals a process group by its leader's pid; ``stray`` a process, by
+    pid and pidfd, that has left its own. ``request`` asks for stacks; False: that rank cannot answer.
+    """
 
     clock: Callable[[], float] = time.monotonic
     group: Callable[[int, int], None] = linux.signal_group
+    stray: Callable[[int, int, int], None] = linux.signal_if_not_leader
     request: Callable[[int, Phase], bool] = stack_requests.request

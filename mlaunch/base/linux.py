@@ -36,6 +36,16 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def wake_with(parent: int) -> None:
+    """Has the kernel send SIGCONT when the thread of ``parent`` that forked this process ends.
+
+    It wakes a process that somebody has stopped, which then sees that its parent is gone; to others it does nothing.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGCONT)
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose own parent dies, so that daemons cannot escape."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -48,6 +58,15 @@ def above_standard(fd: int) -> int:
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
     os.close(fd)
     return moved
+
+
+def identity(fd: int) -> tuple[int, int] | None:
+    """Returns what a descriptor stands for; None if it is closed."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def open_standard_streams() -> None:
@@ -73,6 +92,13 @@ def signal_group(pgid: int, number: int) -> None:
         os.killpg(pgid, number)
 
 
+def signal_if_not_leader(pid: int, pidfd: int, number: int) -> None:
+    """Signals a process that leads no group of its own any more, and that its group's signal would miss."""
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) != pid:
+            signal.pidfd_send_signal(pidfd, number)
+
+
 def has_children() -> bool:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -82,12 +108,24 @@ def has_children() -> bool:
 
 
 def children() -> set[int]:
-    """The pids whose parent is this process, zombies included."""
+    """Returns the pids whose parent is this process, zombies included; none where /proc is not there or another's.
+
+    In a namespace of pids with the outer /proc, the numbers there mean other processes here.
+    """
     pids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            pids.update(map(int, (task / "children").read_text().split()))
-    return pids
+    with contextlib.suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                pids.update(map(int, (task / "children").read_text().split()))
+    return {pid for pid in pids if _is_child(pid)}
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def kill_children(spare: Collection[int] = (), patience: float = 5.0) -> None:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import misuse
-from mlaunch.caller import start_server
+from mlaunch.caller import interrupts, start_server
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
@@ -18,7 +19,7 @@ from mlaunch.caller.plan import Machine, plan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
-from mlaunch.caller.start import start_launch
+from mlaunch.caller.start import ServerGoneError, start_launch
 from mlaunch.caller.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
@@ -38,10 +39,22 @@ def call_on_ranks(
     def attempt(deadline: float | None, restart_count: int) -> Ended:
         return _attempt(options.replaced({"deadline": deadline, "log_dir": log_dir}), call, name, restart_count)
 
-    return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+    with interrupts.deferred():
+        return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
 
 
 def _attempt(options: Options, call: Call, name: str, restart_count: int) -> Ended:
+    ended = _try(options, call, name, restart_count)
+    # A warm server that is killed just before the call still looks alive; nothing has run, so a new one is asked.
+    if ended is None and options.start_method == "forkserver":
+        ended = _try(options, call, name, restart_count)
+    if ended is None:
+        raise LaunchError(f"the fork server was killed before it could start {name}, and another one as well")
+    return ended
+
+
+def _try(options: Options, call: Call, name: str, restart_count: int) -> Ended | None:
+    """Returns how one attempt ended; None if the fork server was gone before it had started anything."""
     history = History()
     environ = {**os.environ, **(options.env or {})}
     server = _server(options, call, environ)
@@ -50,9 +63,14 @@ def _attempt(options: Options, call: Call, name: str, restart_count: int) -> End
         history.ready = time.monotonic()
         handle = start_launch(server, spec, _as_sent(options, call), output_plan(options, spec), history)
         try:
-            return handle.wait()
+            ended = handle.wait()
+            return None if handle.never_began and options.start_method == "forkserver" else ended
         finally:
             handle.close()
+    except ServerGoneError:
+        if options.start_method == "forkserver":
+            return None
+        raise
     finally:
         if options.start_method != "forkserver":
             server.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch.base.errors import LaunchError, describe_exit
 from mlaunch.base.fds import close_all
+from mlaunch.caller import interrupts
 from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -33,7 +35,7 @@ class ForkServer:
         _open_channels.add(control)
 
     def ready(self) -> Ready:
-        """What its torch offers; waits for the import. LaunchError if it could not be imported."""
+        """Tells what its torch offers; waits for the import. LaunchError if it could not be imported."""
         with self._lock:
             if self._waiting:
                 raise RuntimeError(
@@ -50,8 +52,9 @@ class ForkServer:
 
     def _hear(self) -> Ready:
         try:
-            record, _ = self._control.receive()
-        except EOFError:
+            interrupts.wait_readable([self._control.fileno()])
+            record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
+        except (EOFError, ConnectionResetError):
             raise LaunchError(f"{self.describe_end()} before it was ready") from None
         if isinstance(record, NotReady):
             raise LaunchError(
@@ -62,18 +65,26 @@ class ForkServer:
         return record
 
     def describe_end(self) -> str:
-        """How the server, whose connection was found closed, came to its end."""
+        """Says how the server, whose connection was found closed, came to its end."""
         exitcode = self._wait(5.0)
         died = "closed its connection" if exitcode is None else describe_exit(exitcode)
         return f"the fork server (pid {self.pid}) {died}"
 
     def alive(self) -> bool:
-        return self._wait(0.0) is None
+        """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's."""
+        return self._control.intact() and self._wait(0.0) is None
+
+    def kill(self) -> None:
+        """Ends it at once; its launches end with it."""
+        if self._wait(0.0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
 
     def count_devices(self, environ: Mapping[str, str]) -> int:
-        """The accelerators visible in ``environ``; counted in a process of its own, since it wakes the driver."""
+        """Counts the accelerators visible in ``environ``. In a process of its own, since it wakes the driver."""
         ours = self._ask(CountDevices(), [("environ", dict(environ))])
         try:
+            interrupts.wait_readable([ours.fileno()])
             answer, _ = ours.receive()
         except EOFError:
             answer = None
@@ -98,7 +109,8 @@ class ForkServer:
         try:
             for name, value in values:
                 memfds.append(payload.create(name))
-                payload.write(memfds[-1], value)
+                with interrupts.allowed():  # it runs code of the user's, and may take long
+                    payload.write(memfds[-1], value)
             with self._lock:
                 self._control.send(record, [*memfds, theirs.fileno(), *extra])
         except BaseException:
@@ -111,20 +123,23 @@ class ForkServer:
 
     def retire(self) -> None:
         """Lets running launches end, then the server; does not wait."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._control.send(Retire())
+        if self._control.intact():
+            self._control.try_send(Retire())
 
-    def close(self, patience: float = 10.0) -> None:
+    def close(self, timeout: float = 10.0) -> None:
         """Ends the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
         for launch in list(self._launches):
-            launch.try_send(Cancel())
+            if launch.intact():
+                launch.try_send(Cancel())
         self._control.close()
-        self._wait(patience)
+        if self._wait(timeout) is None:  # somebody has stopped it
+            self.kill()
+            self._wait(timeout)
 
 
 @contextlib.contextmanager
 def _standard_streams():  # type: ignore[no-untyped-def]
-    """Descriptors 1 and 2 of this moment, or /dev/null for one that is closed."""
+    """Gives descriptors 1 and 2 of this moment, or /dev/null for one that is closed."""
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         yield [fd if _is_open(fd) else null for fd in (1, 2)]
@@ -141,7 +156,7 @@ def _is_open(fd: int) -> bool:
 
 
 def forget_inherited() -> None:
-    """After a fork of the caller, in the child: the parent's servers and launches are not ours."""
+    """Closes the parent's servers and launches, which are not ours, in a fork of the caller."""
     for channel in list(_open_channels):
         channel.close()
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.base import linux
+from mlaunch.caller import interrupts
 from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.limits import Limits
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.settle import Ended, add_note, settle
 from mlaunch.caller.status import status_lines
-from mlaunch.protocol import registry
+from mlaunch.protocol import error_file, registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Cancel, RankStarted, Reaped, Waiting
+from mlaunch.protocol.messages import AgentStarted, Cancel, RankStarted, Reaped, Waiting
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -44,8 +46,10 @@ class LaunchHandle:
     history: History
     outcome: Outcome = field(init=False)
     waiting: str = ""  # for other machines
+    never_began: bool = False  # the fork server was gone before it had forked the agent
 
     def __post_init__(self) -> None:
+        self._limits = Limits(self.spec.grace_period, self.spec.deadline, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
         self.relay.watch(self.agent.fileno())
@@ -56,17 +60,20 @@ class LaunchHandle:
 
     def timeout(self) -> float | None:
         """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
-        return self.relay.timeout()
+        due = [seconds for seconds in (self.relay.timeout(), self._limits.timeout()) if seconds is not None]
+        return min(due, default=None)
 
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the launch's last word."""
-        return self.agent.fileno() not in self.relay.carry() or self._hear()
+        if self.agent.fileno() in self.relay.carry():
+            return self._hear()
+        return self._press()
 
     def wait(self) -> Ended:
         """Waits for the launch's last process. An interrupt ends the launch, and is how it ended."""
         try:
             while self.step():
-                linux.wait_readable([self.fileno()], self.timeout())
+                interrupts.wait_readable([self.fileno()], self.timeout())
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
             if self.outcome.stacks:
@@ -74,7 +81,8 @@ class LaunchHandle:
                 add_note(interrupt, f"{self.spec.name} was ended by this; {doing}")
             self.outcome.interrupt = interrupt
         self.relay.finish()
-        return settle(self.outcome, self.report())
+        with interrupts.allowed():  # values are unpickled by code of the user's
+            return settle(self.outcome, self.report())
 
     def report(self) -> LaunchReport:
         """Reports what has happened so far."""
@@ -83,6 +91,8 @@ class LaunchHandle:
     def close(self) -> None:
         self.outcome.close()
         self.agent.close()
+        if self._limits.agent is not None:
+            os.close(self._limits.agent)
         self.relay.close()
         self.history.close()
 
@@ -91,6 +101,7 @@ class LaunchHandle:
         force = over = False
         while not over:
             try:
+                self._limits.begin_cancel(force=force)
                 self.agent.try_send(Cancel(force, number))
                 self._hear_out()
                 over = True
@@ -104,23 +115,35 @@ class LaunchHandle:
             with contextlib.suppress(OSError):
                 over = not self.step()
                 if not over:
-                    linux.wait_readable([self.fileno()], self.timeout())
+                    interrupts.wait_readable([self.fileno()], self.timeout())
 
     def _hear(self) -> bool:
         """Takes in one record; False after the last."""
         try:
             record, fds = self.agent.receive()
         except EOFError:
-            self.outcome.broken = self.server.describe_end()
+            self.outcome.broken = self.outcome.broken or self.server.describe_end()
+            self.never_began = self._limits.agent is None
             return False
+        if isinstance(record, AgentStarted):
+            (self._limits.agent,) = fds
         self.history.take(record, fds)
         self.outcome.take(record, fds)
         if isinstance(record, Reaped):
             if record.exitcode != 0:
                 registry.remove(self.spec.context.environ, self.spec.launch_id)
+                error_file.remove_directory(self.spec)
             return False
         self._show(record, fds)
         return True
+
+    def _press(self) -> bool:
+        """Kills what does not answer although it should have; False if nobody is left to hear."""
+        killed = self._limits.overdue()
+        if killed and not self.outcome.broken:
+            self.outcome.broken = "its agent or its fork server did not answer (was one stopped?) and was killed"
+            self.outcome.late = self.outcome.interrupt is None and self.spec.deadline is not None
+        return killed != "nobody"
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):

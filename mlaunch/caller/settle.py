@@ -49,7 +49,7 @@ def _values_or_raise(outcome: Outcome) -> list[Any]:
     if outcome.refused is not None:
         kind = LaunchTimeout if outcome.refused.late else LaunchError
         raise kind(f"{outcome.spec.name} was not started: {outcome.refused.text}")
-    if outcome.late and outcome.stopped:
+    if outcome.late and (outcome.stopped or outcome.broken):
         _raise_timeout(outcome)
     if outcome.broken and not outcome.failures:
         raise _error(outcome, LaunchError, f"{outcome.spec.name} was ended: {outcome.broken}")
@@ -84,8 +84,8 @@ def _value(outcome: Outcome, rank: int) -> Any:
 def _raise_timeout(outcome: Outcome) -> None:
     spec = outcome.spec
     silent = [rank for rank in outcome.stopped if rank not in outcome.values]
-    who = f"{name_ranks(silent)} had not returned"
-    if not silent:
+    who = f"{name_ranks(silent)} had not returned" if silent else outcome.broken
+    if not silent and outcome.stopped:
         who = f"{name_ranks(outcome.stopped)} had returned but not ended"
     lines = [
         f"{spec.name} did not finish within its deadline of {spec.deadline:g} s; {who}",

@@ -17,13 +17,17 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import LaunchSpec
 
 
+class ServerGoneError(LaunchError):
+    """The fork server was gone before it could start a launch."""
+
+
 def start_launch(
     server: ForkServer, spec: LaunchSpec, call: Call | None, output: OutputPlan, history: History
 ) -> LaunchHandle:
     """Sends the launch to the fork server. ``call`` None: the ranks have it in memory, or run a command.
 
     Raises:
-        LaunchError: The fork server is gone.
+        ServerGoneError: The fork server is gone.
         TypeError: The function or an argument cannot be pickled.
     """
     spec = dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
@@ -35,7 +39,7 @@ def _send(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
     try:
         return server.launch(spec, call)
     except (BrokenPipeError, ConnectionResetError) as error:
-        raise LaunchError(f"{server.describe_end()} before it could start {spec.name}") from error
+        raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
     except OSError:  # no file descriptor, no memory: not the call's fault
         raise
     except Exception as error:  # whatever a __reduce__ may raise

@@ -1,4 +1,4 @@
-"""The one warm fork server of this process."""
+"""The one warm fork server of this process, and starting it before it is needed."""
 
 from __future__ import annotations
 
@@ -64,3 +64,13 @@ def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
 warm_server = WarmServer()
 atexit.register(warm_server.close)
 os.register_at_fork(after_in_child=warm_server.forget)
+
+
+def warm_up() -> None:
+    """Starts this process's fork server in the background and returns at once.
+
+    The first launch of a process otherwise waits while the fork server imports torch. Called as a script's first
+    statement, before its own ``import torch``, the two imports run at the same time. A server that is already there
+    is kept.
+    """
+    warm_server.get(os.environ)

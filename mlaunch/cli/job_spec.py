@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Mapping
 
 from mlaunch.caller.plan import Machine, plan, working_directory
@@ -36,6 +37,7 @@ def spec_of(
         role=job.role,
         run_id=job.run_id or planned.launch_id,
         error_dir=error_dir,
+        temporary=tempfile.gettempdir(),
         virtual_local_rank=job.virtual_local_rank,
         numa_binding=job.numa_binding,
     )

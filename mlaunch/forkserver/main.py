@@ -7,6 +7,7 @@ runs no user code and has one Python thread, so what is forked from it is clean.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.text import last_bytes
@@ -23,11 +25,12 @@ from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.huge_pages import use_huge_pages
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import AgentFailed, CountDevices, NotReady, Reaped, Retire, StartLaunch
+from mlaunch.protocol.messages import AgentFailed, AgentStarted, CountDevices, NotReady, Reaped, Retire, StartLaunch
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = ("torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main")
 
+_STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
 _IDLE = 0.02  # seconds after a launch without another
 _SOON_ENOUGH = 3  # launches without such a pause
 
@@ -46,6 +49,7 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours
         linux.open_standard_streams()
         linux.adopt_orphans()
+        linux.wake_with(caller)
         if call is None:
             os.chdir("/")  # a server that stays must not keep a file system busy
         _ForkServer(control, caller, call, preload).run()
@@ -119,7 +123,8 @@ class _ForkServer:
 
     def _settle(self) -> None:
         """Makes later launches faster, for a tenth of a second that a script of one launch need not spend."""
-        use_huge_pages()
+        with contextlib.suppress(OSError):  # no /proc
+            use_huge_pages()
         self.settled = True
 
     def _obey(self, caller: int) -> bool:
@@ -171,7 +176,10 @@ class _ForkServer:
             return None
 
     def _keep(self, pid: int, channel_fd: int, *, is_agent: bool) -> None:
-        self.children[os.pidfd_open(pid)] = _Child(pid, Channel.adopt(channel_fd), is_agent)
+        pidfd, channel = os.pidfd_open(pid), Channel.adopt(channel_fd)
+        self.children[pidfd] = _Child(pid, channel, is_agent)
+        if is_agent:
+            channel.try_send(AgentStarted(), [pidfd])
 
     def _owned(self, caller: int) -> OwnedFds:
         channels = [self.control, *(child.channel for child in self.children.values())]
@@ -195,7 +203,9 @@ class _ForkServer:
             child.channel.close()
         for pidfd, child in self.children.items():
             if child.is_agent:  # bounded by its grace period
-                linux.wait_readable([pidfd])
+                while not linux.wait_readable([pidfd], _STOPPED_TIMEOUT):
+                    if state_of(child.pid) in {"T", "t"}:  # somebody has stopped it, and nobody may ever let it go on
+                        os.kill(child.pid, signal.SIGKILL)
                 os.waitpid(child.pid, 0)
 
 

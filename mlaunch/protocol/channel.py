@@ -22,6 +22,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._identity = linux.identity(end.fileno())
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -35,6 +36,10 @@ class Channel:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def intact(self) -> bool:
+        """Tells whether the descriptor is still this channel's: others may have closed it and opened a file."""
+        return linux.identity(self._socket.fileno()) == self._identity
 
     def send(self, record: object, fds: Sequence[int] = ()) -> None:
         """Sends a record, and duplicates of file descriptors.
@@ -77,5 +82,15 @@ class Channel:
             os.set_inheritable(fd, False)
         return pickle.loads(data), list(fds)
 
+    def peek(self) -> Any:
+        """Returns the next record, without descriptors, and leaves it there. EOFError if the other end is gone."""
+        data = self._socket.recv(RECORD_LIMIT, socket.MSG_PEEK)
+        if not data:
+            raise EOFError("the other end of the channel is closed")
+        return pickle.loads(data)
+
     def close(self) -> None:
+        """Closes the descriptor, unless it has become somebody else's."""
+        if self._socket.fileno() >= 0 and not self.intact():
+            self._socket.detach()
         self._socket.close()

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +35,22 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
         yield spec
         return
     # No TemporaryDirectory: each rank, forked in here, would remove it in its exit handlers.
-    path = tempfile.mkdtemp(prefix="mlaunch-run-")
+    path = _own_directory(spec)
+    os.mkdir(path, 0o700)
     try:
         yield dataclasses.replace(spec, command=dataclasses.replace(spec.command, error_dir=path))
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_directory(spec: LaunchSpec) -> None:
+    """Removes what an agent has left that was killed; called by its launcher."""
+    if spec.command is not None and not spec.command.error_dir:
+        shutil.rmtree(_own_directory(spec), ignore_errors=True)
+
+
+def _own_directory(spec: LaunchSpec) -> str:
+    return os.path.join(spec.command.temporary if spec.command else "", f"mlaunch-run-{spec.launch_id}")
 
 
 def copy_into(path: str, crash_fd: int) -> None:

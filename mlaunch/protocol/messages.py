@@ -11,6 +11,7 @@ link -> agent -> launcher Waiting, Refused, RankFailure         (launches over s
 link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
 link -> agent             Planned, Over
 agent -> link             RankFailure, Value, Done
+fork server -> launcher   AgentStarted
 fork server -> launcher   Reaped                                (the launch's last word)
 """
 
@@ -55,6 +56,11 @@ class DeviceCount:
 @dataclass(frozen=True)
 class StartLaunch:
     """Starts a launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""
+
+
+@dataclass(frozen=True)
+class AgentStarted:
+    """The launch's agent was forked. Attached: its pidfd, with which the launcher can end it if it does not answer."""
 
 
 @dataclass(frozen=True)

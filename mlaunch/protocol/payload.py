@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
 import mmap
 import os
 import pickle
 import struct
+import sys
+import types
 from collections import ChainMap
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -88,7 +91,19 @@ def pickle_by_name(file: IO[bytes], value: object) -> Parts:
 
 def _pickle_by_value(file: IO[bytes], value: object) -> Parts:
     table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
-    return _pickle_with(cloudpickle.Pickler, table, file, value)
+    return _pickle_with(_ByValuePickler, table, file, value)
+
+
+class _ByValuePickler(cloudpickle.Pickler):
+    """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is not types.ModuleType and issubclass(kind, types.ModuleType):
+            name = getattr(obj, "__name__", "")
+            if sys.modules.get(name) is obj:
+                return importlib.import_module, (name,)
+        return super().reducer_override(obj)
 
 
 def _reduce_cached(function: Any) -> str | tuple[Any, ...]:

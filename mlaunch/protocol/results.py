@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 
@@ -19,10 +21,15 @@ class ResultQueue(SimpleQueue[Answer]):
 
     _reader: Connection
     _writer: Connection
+    _rlock: contextlib.nullcontext[None]
+    _wlock: None
+    _poll: Callable[[], bool]
 
-    def __init__(self) -> None:
-        super().__init__(ctx=multiprocessing.get_context("fork"))
+    def __init__(self) -> None:  # not the parent's, which makes locks in /dev/shm that may be full
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self._rlock = contextlib.nullcontext()  # one process reads
         self._wlock = None
+        self._poll = self._reader.poll
 
     def fileno(self) -> int:
         return self._reader.fileno()

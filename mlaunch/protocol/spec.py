@@ -31,7 +31,8 @@ class Command:
     args: tuple[str, ...]  # "${local_rank}" in them is replaced
     role: str
     run_id: str
-    error_dir: str  # for the files that torch's ``record`` writes; "": one of the agent's own
+    error_dir: str  # for the files that torch's ``record`` writes; "": one of the agent's own, in ``temporary``
+    temporary: str = "/tmp"
     virtual_local_rank: bool = False  # each rank sees one device, and is its local rank 0
     numa_binding: str | None = None  # torch's name for a mode
 

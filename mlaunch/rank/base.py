@@ -51,7 +51,7 @@ class Rank:
         self._pid = os.getpid()
         self._device = args.spec.device_type
         self._task: Task | None = None
-        self._kept = [_identity(fd) for fd in (args.results.queue.writer_fileno(), args.channel.fileno())]
+        self._kept = [(fd, linux.identity(fd)) for fd in (args.results.queue.writer_fileno(), args.channel.fileno())]
 
     def live(self) -> int:
         """Lives a rank's life; returns the exit code."""
@@ -88,7 +88,7 @@ class Rank:
         if not isinstance(record, RunCall):
             return None
         answer_fd, *call_fds = fds
-        self._kept[2:] = [_identity(answer_fd)]
+        self._kept[2:] = [(answer_fd, linux.identity(answer_fd))]
         self._task = Task(record.number, answer_fd, call_fds[0] if call_fds else None)
         return self._task
 
@@ -108,7 +108,7 @@ class Rank:
         if os.getpid() != self._pid:
             _end(f"process {os.getpid()}, a fork of {who}, has returned from the function as if it were the rank; "
                  f"it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
-        if any(_identity(fd) != (fd, kept) for fd, kept in self._kept):
+        if any(linux.identity(fd) != kept for fd, kept in self._kept):
             self._enter(Phase.SEVERED)
             _end(f"{who} cannot answer: its function closed file descriptors that belong to mlaunch "
                  f"(os.closerange?); close only those that it opened")  # fmt: skip
@@ -121,15 +121,6 @@ class Rank:
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
         self._answer(kind, remote, consequence=remote_error.is_consequence(remote))
         self._args.channel.receive()  # stays until the others are stopped, whose collectives its end would break
-
-
-def _identity(fd: int) -> tuple[int, tuple[int, int] | None]:
-    """What a descriptor stands for; None if it is closed."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return fd, None
-    return fd, (status.st_dev, status.st_ino)
 
 
 def _end(text: str) -> NoReturn:

@@ -126,7 +126,7 @@ def _is(said: Any, proof: str) -> bool:
 
 def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str) -> str:
     text = "\0".join(("mlaunch", who, client_nonce, server_nonce, role))
-    return hmac.new(token.encode(), text.encode(), "sha256").hexdigest()
+    return str(hmac.new(token.encode(), text.encode(), "sha256").hexdigest())
 
 
 @contextlib.asynccontextmanager

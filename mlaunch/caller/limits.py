@@ -1,0 +1,59 @@
+"""What a caller does by itself where a launch's own processes do not answer: kill the agent, then the fork server.
+
+The agent keeps the deadline and the grace period. It cannot if somebody has stopped it (SIGSTOP, a debugger, a frozen
+cgroup), so its caller watches it, a moment more patient than it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
+
+_MARGIN = 2.0  # seconds beyond what an agent may take
+
+
+@dataclass
+class Limits:
+    """``kill_server`` ends the fork server at once. Times in seconds."""
+
+    grace_period: float
+    deadline: float | None
+    kill_server: Callable[[], None]
+    agent: int | None = None  # its pidfd, once it is known
+    _due: float | None = None
+    _steps: list[str] = field(default_factory=lambda: ["agent", "server", "nobody"])
+
+    def __post_init__(self) -> None:
+        if self.deadline is not None:
+            self._due = time.monotonic() + self.deadline + self._reaction()
+
+    def timeout(self) -> float | None:
+        """Returns the seconds until ``overdue`` may be true; None: it never is."""
+        return None if self._due is None else max(0.0, self._due - time.monotonic())
+
+    def begin_cancel(self, *, force: bool) -> None:
+        """The agent was asked to end the launch."""
+        self._due = time.monotonic() + (_MARGIN if force else self._reaction())
+
+    def overdue(self) -> str:
+        """Takes the next step, if it is due; returns who was killed, or "nobody" if nobody is left to be; else ""."""
+        if self._due is None or time.monotonic() < self._due:
+            return ""
+        self._due = time.monotonic() + _MARGIN
+        step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
+        if step == "agent" and self.agent is None:
+            step = self._steps.pop(0)
+        if step == "agent" and self.agent is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.agent, signal.SIGKILL)
+        elif step == "server":
+            self.kill_server()
+        return step
+
+    def _reaction(self) -> float:
+        return STACKS_TIMEOUT + self.grace_period + _MARGIN
