@@ -165,7 +165,7 @@ SUBMITIT = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMI
 def test_recognition_of_submitit() -> None:
     place = recognise.recognise(SUBMITIT)
     assert place is not None
-    assert place == recognise.Place("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
+    assert place == recognise.RankInfo("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
     assert place.port != getattr(recognise.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None)
     in_slurm = recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
     assert in_slurm is not None
@@ -175,12 +175,12 @@ def test_recognition_of_submitit() -> None:
 
 def test_recognition() -> None:
     place = recognise.recognise(TORCH)
-    assert place == recognise.Place("torchrun", 1, 4, "h", 9, 1, None)
+    assert place == recognise.RankInfo("torchrun", 1, 4, "h", 9, 1, None)
     place = recognise.recognise({**SLURM, "MASTER_PORT": "9"})
-    assert place == recognise.Place("srun", 3, 4, "h", 9, 1, 2)
+    assert place == recognise.RankInfo("srun", 3, 4, "h", 9, 1, 2)
     place = recognise.recognise(OPENMPI)
     assert place is not None
-    assert (place.launcher, place.host, place.rank, place.local_size) == ("mpirun", "127.0.0.1", 1, 2)
+    assert (place.launcher, place.host, place.rank, place.local_world_size) == ("mpirun", "127.0.0.1", 1, 2)
     assert 15000 <= place.port < 25000
     assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
 
