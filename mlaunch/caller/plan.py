@@ -14,7 +14,7 @@ from mlaunch.caller import placement
 from mlaunch.caller.options import Options
 from mlaunch.caller.placement import Placement
 from mlaunch.protocol.messages import Ready
-from mlaunch.protocol.spec import Cluster, Context, LaunchSpec
+from mlaunch.protocol.spec import Cluster, Context, LaunchSpec, check_token
 from mlaunch.rank import device
 
 _log = logging.getLogger("mlaunch")
@@ -74,6 +74,7 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
 
 def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Cluster:
     token = options.token if options.token is not None else environ.get("MLAUNCH_TOKEN")
+    check_token(token, "MLAUNCH_TOKEN" if options.token is None else "token")
     if options.gather == "all" and not token:
         raise ValueError(
             "gather='all' without a token: values of other machines are unpickled here, so the machines must share a "

@@ -16,6 +16,7 @@ from pathlib import Path
 from mlaunch.caller.options import Options
 from mlaunch.caller.plan import working_directory
 from mlaunch.cli.checks import UsageError, at_least, grace_period_of, numbers, optional, seconds_of, signals_of
+from mlaunch.protocol.spec import check_token
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -245,6 +246,10 @@ def _conf(text: str) -> dict[str, str]:
 
 def _token(file: str | None, environ: Mapping[str, str]) -> str | None:
     if file is None:
+        try:
+            check_token(environ.get("MLAUNCH_TOKEN"), "MLAUNCH_TOKEN")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         return environ.get("MLAUNCH_TOKEN")
     try:
         token = Path(file).read_text().strip()

@@ -85,7 +85,7 @@ class Gate:
         """Says in a line that a connection was closed for an error of ours; soon no more, lest strangers fill a log."""
         self._complaints += 1
         if self._complaints <= _COMPLAINTS:
-            what = " ".join(f"{type(error).__name__}: {error}"[:_COMPLAINT].split())
+            what = f"{type(error).__name__} {str(error)[:_COMPLAINT]!a}"
             print(f"mlaunch: the gate closed a connection: {what}", file=sys.stderr, flush=True)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:

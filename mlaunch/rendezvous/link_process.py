@@ -109,7 +109,7 @@ class LinkProcess:
                     raise wire.RefusedError(str(record["refused"]))
                 if "waiting" in record:
                     self._joined = first_bytes(str(record["waiting"]), TEXT_LIMIT // 2)
-                if "plan" in record:
+                if isinstance(record.get("plan"), dict):
                     self._take(record["plan"])
                     return
         finally:

@@ -93,7 +93,7 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:
     """Shakes hands as the server; returns the client's role. ConnectionError for whoever is not let in."""
     hello = await read(reader)
-    role, version = hello.get("role"), hello.get("mlaunch")
+    role, version = str(hello.get("role")), hello.get("mlaunch")
     if not isinstance(version, int) or role not in ROLES:
         raise ConnectionError("a client that does not speak mlaunch")
     nonce = _nonce(hello.get("nonce"))

@@ -36,18 +36,21 @@ from mlaunch.rendezvous.store import GateConfig, StoreProcess
 TOKEN = "hush"
 
 
-@pytest.fixture
-def gate() -> Iterator[StoreProcess]:
+@contextlib.contextmanager
+def served(token: str | None = TOKEN) -> Iterator[StoreProcess]:
     """Its process, as an agent starts it; ``port`` is the public one."""
-    store, public = listen(), listen()
-    config = GateConfig(public, "launch", TOKEN, 60.0)
-    server = StoreProcess(store, gate=config)
-    server.port = public.getsockname()[1]
-    store.close()
-    public.close()
+    with listen() as store, listen() as public:
+        server = StoreProcess(store, gate=GateConfig(public, "launch", token, 60.0))
+        server.port = public.getsockname()[1]
     yield server
     server.kill()
     server.reap()
+
+
+@pytest.fixture
+def gate() -> Iterator[StoreProcess]:
+    with served() as server:
+        yield server
 
 
 def join(rank_start: int, n_gpus: int, world_size: int, **changes: Any) -> Join:
@@ -384,6 +387,65 @@ def test_strangers_change_nothing(gate: StoreProcess) -> None:
     plan, before, after = asyncio.run(fuzz())
     assert plan["launch_id"] == "launch"
     assert after - before < 64 * 2**20, f"{before} -> {after}"
+
+
+HELLO = {"mlaunch": wire.PROTOCOL, "role": "control", "nonce": "0" * 32}
+ODD = [
+    [{**HELLO, "nonce": "\ud800"}],
+    [{**HELLO, "nonce": "x" * 200_000}],
+    [{**HELLO, "nonce": 7}],
+    [{**HELLO, "role": "\ud800"}],
+    [{**HELLO, "role": []}],
+    [{**HELLO, "mlaunch": "\ud800" * 40_000}],
+    [{**HELLO, "mlaunch": 10**4000}],
+    [HELLO, {"proof": "\N{LATIN SMALL LETTER E WITH ACUTE}"}],
+    [HELLO, {"proof": "\ud800"}],
+    [HELLO, {"proof": []}],
+    [HELLO, {"join": {"host": []}}],
+    [HELLO, {"join": join(0, 1, 1, host="\ud800").as_record()}],
+    [{**HELLO, "role": "get"}, {"rank": []}],
+    [{**HELLO, "role": "get"}, {"rank": {}}],
+    [{**HELLO, "role": "put"}, {"rank": [], "size": "x"}],
+]
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+def test_strangers_make_the_gate_say_nothing(token: str | None, capfd: pytest.CaptureFixture[str]) -> None:
+    async def speak(port: int, records: list[dict[str, Any]]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(OSError):  # it has heard enough
+            writer.writelines(json.dumps(record).encode() + b"\n" for record in records)
+            writer.write_eof()
+            await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+
+    with served(token) as gate:
+        for records in ODD:
+            asyncio.run(speak(gate.port, records))
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.CaptureFixture[str]) -> None:
+    class Broken(Gate):
+        async def _admit(self, *_: Any) -> str:
+            raise RuntimeError("line\n\x1b" * 1000)
+
+    async def knock(times: int) -> None:
+        gate = Broken(0, "launch", None, 60.0)
+        with listen() as listener:
+            serving = asyncio.ensure_future(gate.serve(listener))
+            for _ in range(times):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+                writer.close()
+            serving.cancel()
+            await asyncio.wait([serving])
+
+    asyncio.run(knock(20))
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 5
+    assert all(line.startswith("mlaunch: the gate closed a connection: RuntimeError 'line") for line in said)
+    assert all(line.isprintable() and len(line) < 1000 for line in said)
 
 
 def test_nothing_is_known_without_the_token(gate: StoreProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import fields
 from typing import Any
@@ -188,6 +189,11 @@ def test_the_prefix_is_torchruns() -> None:
     for environ, prefix in (({}, "[trainer3]:"), (template, "3> ")):
         plan = output_plan(wishes, 4, "trainer", None, environ)
         assert plan.prefix([3]) == prefix
+
+
+def test_a_token_that_is_no_utf_8_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"^MLAUNCH_TOKEN is no text in UTF-8"):
+        job(MLAUNCH_TOKEN=os.fsdecode(b"hush\xff"))
 
 
 def test_a_token_is_not_shown(tmp_path: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import pydoc
 import re
 import traceback
@@ -255,3 +256,14 @@ def test_more_devices_than_there_are() -> None:
         placement.place_on_accelerators("cuda", 5, None, 4, {})
     with pytest.raises(ValueError, match=r"devices=\[0, 4\]: \[4\] do not exist; the 4 visible cuda device\(s\) are"):
         placement.place_on_accelerators("cuda", None, [0, 4], 4, {})
+
+
+def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment may hold any bytes."""
+    machines: dict[str, Any] = {"n_gpus": 1, "world_size": 2, "port": 1, "master_ip": "127.0.0.1"}
+    monkeypatch.setenv("MLAUNCH_TOKEN", os.fsdecode(b"hush\xff"))
+    cases: list[tuple[dict[str, Any], str]] = [({}, "MLAUNCH_TOKEN"), ({"token": "hush\udcff"}, "token")]
+    for options, name in cases:
+        with pytest.raises(ValueError, match=rf"^{name} is no text in UTF-8, so other machines could not") as caught:
+            launcher(lambda: None, **machines, **options)()
+        assert "hush" not in str(caught.value)
