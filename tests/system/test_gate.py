@@ -14,7 +14,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
@@ -409,20 +409,36 @@ ODD = [
 ]
 
 
+@contextlib.asynccontextmanager
+async def serving(gate: Gate) -> AsyncIterator[tuple[str, int]]:
+    """Here, so that what it writes and logs can be read; yields its address."""
+    with listen() as listener:
+        task = asyncio.ensure_future(gate.serve(listener))
+        yield listener.getsockname()
+        task.cancel()
+        await asyncio.wait([task])
+
+
 @pytest.mark.parametrize("token", [TOKEN, None])
-def test_strangers_make_the_gate_say_nothing(token: str | None, capfd: pytest.CaptureFixture[str]) -> None:
-    async def speak(port: int, records: list[dict[str, Any]]) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+def test_strangers_make_the_gate_say_nothing(
+    token: str | None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def speak(address: tuple[str, int], records: list[dict[str, Any]]) -> None:
+        reader, writer = await asyncio.open_connection(*address)
         with contextlib.suppress(OSError):  # it has heard enough
             writer.writelines(json.dumps(record).encode() + b"\n" for record in records)
             writer.write_eof()
             await asyncio.wait_for(reader.read(), 60)
         writer.close()
 
-    with served(token) as gate:
-        for records in ODD:
-            asyncio.run(speak(gate.port, records))
+    async def everyone() -> None:
+        async with serving(Gate(0, "launch", token, 60.0)) as address:
+            for records in ODD:
+                await speak(address, records)
+
+    asyncio.run(everyone())
     assert capfd.readouterr().err == ""
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.CaptureFixture[str]) -> None:
@@ -431,15 +447,11 @@ def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.Captur
             raise RuntimeError("line\n\x1b" * 1000)
 
     async def knock(times: int) -> None:
-        gate = Broken(0, "launch", None, 60.0)
-        with listen() as listener:
-            serving = asyncio.ensure_future(gate.serve(listener))
+        async with serving(Broken(0, "launch", None, 60.0)) as address:
             for _ in range(times):
-                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                reader, writer = await asyncio.open_connection(*address)
                 assert await asyncio.wait_for(reader.read(), 60) == b""
                 writer.close()
-            serving.cancel()
-            await asyncio.wait([serving])
 
     asyncio.run(knock(20))
     said = capfd.readouterr().err.splitlines()
