@@ -22,10 +22,12 @@ from tests.processes import alive, descendants, session_of
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
+COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any are left out
 interpreters = Watch()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = list(items)
     for item in items:
         if is_fresh(item):
             item.add_marker("fresh")

@@ -7,6 +7,7 @@ while they run.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType, FunctionType
@@ -20,13 +21,44 @@ _SPAWN = "spawn"
 
 def is_fresh(item: pytest.Item) -> bool:
     """Says whether a test starts an interpreter."""
-    if not isinstance(item, pytest.Function):
-        return False
     callspec = getattr(item, "callspec", None)
     if callspec is not None and any(_starts_one(value) for value in callspec.params.values()):
         return True
-    seen: set[object] = set()
-    return any(_shows(function, seen) for function in _functions_of(item))
+    return any(_shows(function) for function in used_by(item))
+
+
+def used_by(item: pytest.Item) -> Iterator[FunctionType]:
+    """The functions of the suite that a test uses: itself, its fixtures, what these name, and so on."""
+    waiting: list[object] = list(_functions_of(item)) if isinstance(item, pytest.Function) else []
+    seen = set()
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, type) and _ours(thing):
+            waiting += _methods(thing)
+        elif isinstance(thing, FunctionType) and _ours(thing) and thing not in seen:
+            seen.add(thing)
+            yield thing
+            waiting += (value for _, value in globals_of(thing))
+
+
+def globals_of(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The global names that a function uses, with their values; None for what it imports itself."""
+    for name in words(function.__code__)[0]:
+        yield name, function.__globals__.get(name)
+
+
+@functools.lru_cache(None)
+def words(code: CodeType) -> tuple[frozenset[str], frozenset[object]]:
+    """The names and the constants of a function, with those of the functions inside it."""
+    names, constants = set(code.co_names), set()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner = words(constant)
+            names |= inner[0]
+            constants |= inner[1]
+        else:
+            constants |= set(constant) if isinstance(constant, (tuple, frozenset)) else {constant}
+    return frozenset(names), frozenset(constants)
 
 
 def _functions_of(item: pytest.Function) -> Iterator[object]:
@@ -35,36 +67,7 @@ def _functions_of(item: pytest.Function) -> Iterator[object]:
     info = item._fixtureinfo
     for name in info.names_closure:
         for definition in info.name2fixturedefs.get(name, ()):
-            if _ours(definition.func):
-                yield definition.func
-
-
-def _ours(thing: object) -> bool:
-    """Whether it belongs to the suite, not to mlaunch or a library."""
-    return str(getattr(thing, "__module__", "")).split(".")[0] in {"tests", "conftest"}
-
-
-def _starts_one(value: object) -> bool:
-    return value == _SPAWN or (isinstance(value, (str, list, tuple, dict)) and sys.executable in repr(value))
-
-
-def _shows(function: object, seen: set[object]) -> bool:
-    """Whether a function or class, or one that it uses, starts an interpreter."""
-    if not isinstance(function, (FunctionType, type)) or function in seen:
-        return False
-    seen.add(function)
-    if isinstance(function, type):
-        return any(_shows(part, seen) for part in _methods(function))
-    names, constants = _words(function.__code__)
-    if names & _NAMES or _SPAWN in constants:
-        return True
-    return any(_used(function.__globals__[name], seen) for name in names & function.__globals__.keys())
-
-
-def _used(value: Any, seen: set[object]) -> bool:
-    if isinstance(value, (FunctionType, type)):
-        return _ours(value) and _shows(value, seen)
-    return _starts_one(value) or (isinstance(value, (list, tuple)) and _SPAWN in value)
+            yield definition.func
 
 
 def _methods(cls: type) -> Iterator[object]:
@@ -75,17 +78,21 @@ def _methods(cls: type) -> Iterator[object]:
                 yield getattr(function, "__wrapped__", function)
 
 
-def _words(code: CodeType) -> tuple[set[str], set[object]]:
-    """The names and the constants of a function, with those of the functions inside it."""
-    names, constants = set(code.co_names), set()
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inner = _words(constant)
-            names |= inner[0]
-            constants |= inner[1]
-        else:
-            constants |= set(constant) if isinstance(constant, (tuple, frozenset)) else {constant}
-    return names, constants
+def _ours(thing: object) -> bool:
+    """Whether it belongs to the suite, not to mlaunch or a library."""
+    return str(getattr(thing, "__module__", "")).split(".")[0] in {"tests", "conftest"}
+
+
+def _shows(function: FunctionType) -> bool:
+    names, constants = words(function.__code__)
+    return bool(names & _NAMES) or _SPAWN in constants or any(_starts_one(value) for _, value in globals_of(function))
+
+
+def _starts_one(value: object) -> bool:
+    """Whether a parameter or a constant of a module is a command of this interpreter, or a way to start one."""
+    if isinstance(value, (list, tuple)) and _SPAWN in value:
+        return True
+    return value == _SPAWN or (isinstance(value, (str, list, tuple, dict)) and sys.executable in repr(value))
 
 
 class Watch:

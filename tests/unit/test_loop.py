@@ -1,0 +1,115 @@
+"""The fast loop, ``-m "not slow and not fresh"``: what is in it, and what is not."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import FrameType, ModuleType
+
+import pytest
+
+import mlaunch
+from mlaunch import comm, launcher
+from tests.conftest import COLLECTED, OURS, ROOT
+from tests.fresh import globals_of, used_by
+from tests.unit.test_house import MODULES
+
+
+def fast_tests(config: pytest.Config) -> list[pytest.Item]:
+    items = config.stash[COLLECTED]
+    if {item.path for item in items} < set((ROOT / "tests").rglob("test_*.py")):
+        pytest.skip("only a part of the suite was collected")
+    return [item for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("fresh"))]
+
+
+def named_by(item: pytest.Item) -> set[str]:
+    """The modules of the package whose functions, classes or constants a test uses by name."""
+    found = set()
+    for function in used_by(item):
+        for name, value in globals_of(function):
+            if isinstance(value, ModuleType):
+                found.add(value.__name__)
+            else:
+                found |= {name, str(getattr(value, "__module__", ""))}
+    return found
+
+
+def called(run: Callable[[], object], fd: int) -> set[str]:
+    """The modules of which a function is called meanwhile, here or in a fork of this process."""
+    seen: set[str] = set()
+
+    def note(frame: FrameType, event: str, _arg: object) -> None:
+        code = frame.f_code
+        file = code.co_filename
+        if event == "call" and file.startswith(OURS) and file not in seen and code.co_flags & inspect.CO_OPTIMIZED:
+            seen.add(file)
+            os.write(fd, f"mlaunch.{file.removeprefix(OURS).removesuffix('.py').replace(os.sep, '.')}\n".encode())
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return set(os.pread(fd, 1 << 20, 0).decode().split())
+
+
+def all_that_a_rank_does() -> None:
+    def train() -> None:
+        comm.create_local_process_group()
+        comm.reduce_dict({"loss": 1.0})
+        comm.synchronize()
+        mlaunch.group_barrier()
+        mlaunch.get_client().user_set("key", threading.Lock)
+        if comm.get_rank() == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("no such luck")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is started again
+        launcher(train, 2, start_method="fork", max_restarts=1)()
+
+
+# What no fast test names, with one that cannot pass without it.
+INSIDE = {
+    "mlaunch.__main__": "test_the_modules_that_are_commands",
+    "mlaunch._version": "test_the_version",
+    "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
+    "mlaunch.caller.hints": "test_a_killed_ranks_peak_memory_is_told",
+    "mlaunch.caller.launch": "test_launch",
+    "mlaunch.caller.output.files": "test_files",
+    "mlaunch.caller.report.records": "test_the_report_of_a_call",
+    "mlaunch.caller.report.timeline": "test_the_report_of_a_call",
+    "mlaunch.caller.warm_up": "test_warming_up_twice_starts_one_fork_server",
+    "mlaunch.cli.job_spec": "test_the_plan",
+    "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
+    "mlaunch.launch": "test_the_modules_that_are_commands",
+    "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
+    "mlaunch.rank.current": "test_the_device_of_a_rank",
+    "mlaunch.rank.join": "test_join_refuses",
+    "mlaunch.rank.logs": "test_the_rank_zero_filter",
+    "mlaunch.rank.main_module": "test_closures_lambdas_and_local_classes_travel",
+    "mlaunch.rendezvous.link": "test_two_machines_that_are_threads",
+    "mlaunch.rendezvous.link_process": "test_two_machines_that_are_threads",
+    "mlaunch.rendezvous.waiting": "test_ranks_share_the_launchs_own_server",
+    "mlaunch.run": "test_the_modules_that_are_commands",
+}
+
+
+def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:
+    """By the name of what a fast test uses; or in these calls, of which all processes are forks of this one."""
+    fast = fast_tests(request.config)
+    assert set(INSIDE.values()) <= {getattr(item, "originalname", "") for item in fast}
+    named = set().union(*map(named_by, fast))
+    fd = os.memfd_create("called")
+    os.set_inheritable(fd, True)
+    reached = called(all_that_a_rank_does, fd)
+    os.close(fd)
+    code = {module for module in MODULES if (ROOT / f"{module.replace('.', '/')}.py").exists()}
+    assert len(reached) > 20
+    assert not (left := sorted(code - named - reached - INSIDE.keys())), " ".join(left)
+    assert not (stale := INSIDE.keys() - code), stale
