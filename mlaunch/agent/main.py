@@ -23,8 +23,13 @@ from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, RanksStarting, Refused
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rendezvous import names
 from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.store import StoreProcess
+from mlaunch.rendezvous.store import serve
+
+
+# The store, whose destructor would wait for its thread; the end of the process takes it anyway.
+_until_exit: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,12 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
     launcher.try_send(RanksStarting(time.monotonic()), [results.board.fd])
     owned.add(listener.fileno())
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
-    server = joined.server or _serve_store(spec, listener, owned)
+    if spec.cluster is None:
+        _host_store(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     supervisor = Supervisor(
-        Supervision(ranks, results, server, launcher, parent, spec.grace_period, inspection, joined.peers)
+        Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
     )
     supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline)
     os.close(order.call_fd)
@@ -105,12 +111,14 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         inspection.close()
 
 
-def _serve_store(spec: LaunchSpec, listener: socket.socket, owned: OwnedFds) -> StoreProcess | None:
-    """Starts the store of a launch on one machine, after its ranks.
+def _host_store(listener: socket.socket) -> None:
+    """Hosts the store of a launch on one machine in this process, which forks nothing any more.
 
-    They can already connect, since the socket listens, and have work to do until they need it.
+    The ranks can already connect, since the socket listens, and have work to do until they need it. In a launch over
+    several machines the gate's process has the store, since machines join before ranks are forked.
     """
-    return StoreProcess(listener, close_in_child=set(owned) - {listener.fileno()}) if spec.cluster is None else None
+    names.look_up_in_files_only()  # this process knows nobody but by address
+    _until_exit.append(serve(listener.dup()))
 
 
 def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:

@@ -28,7 +28,9 @@ from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, AgentStarted, CountDevices, NotReady, Reaped, Retire, StartLaunch
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
-_PRELOAD = ("torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main")
+_PRELOAD = (
+    "torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main", "mlaunch.rendezvous.store_client"
+)  # fmt: skip
 
 _STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
 _IDLE = 0.02  # seconds after a launch without another

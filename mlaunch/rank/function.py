@@ -51,11 +51,12 @@ class FunctionRank(Rank):
         return 0
 
     def _end_by(self, leaving: SystemExit) -> int:
-        """Ends as the function wished by sys.exit. What else raises it (a ``__reduce__``, a module) is a failure."""
-        if self._phase not in {Phase.RUNNING, Phase.LEAVING}:
+        """Ends as sys.exit wishes; but success outside of the function (in a ``__reduce__``, a module) is a failure."""
+        code = process.exit_code(leaving)
+        if code == 0 and self._phase not in {Phase.RUNNING, Phase.LEAVING}:
             return self._end_failed(leaving)
         atexit._run_exitfuncs()
-        return process.exit_code(leaving)
+        return code
 
     def _end_failed(self, error: BaseException) -> int:
         self._report(error, kind=Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR)

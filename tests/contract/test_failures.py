@@ -6,10 +6,12 @@ import builtins
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +281,7 @@ def states_of_this_launch() -> list[str]:
 def test_finished_ranks_results_are_in_the_error() -> None:
     def train() -> int:
         if dist.get_rank() == 1:
-            while "waiting for the others to return" not in states_of_this_launch():
+            while not any("it returned" in state for state in states_of_this_launch()):
                 os.sched_yield()
             raise_value_error()
         return 10
@@ -419,14 +421,25 @@ def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_death_of_the_rendezvous_server() -> None:
+    """A launch over two machines has one, in a process beside the master's agent; here both machines are this one."""
+
     def server() -> int:
         from tests.processes import children
 
         siblings = [pid for pid in children(os.getppid()) if pid != os.getpid()]
-        return next(pid for pid in siblings if os.getpgid(pid) == os.getpgid(os.getppid()))
+        return min(
+            pid for pid in siblings if os.getpgid(pid) == os.getpgid(os.getppid())
+        )  # it is forked before the link
 
-    with pytest.raises(LaunchError, match=r"the rendezvous server of .* was killed by SIGKILL"):
-        launcher(kill_when_told(server), 2)()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    train = launcher(kill_when_told(server), 1, 2, master_ip="127.0.0.1", port=port, grace_period=1)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(train.options(rank_start=1))
+        with pytest.raises(LaunchError, match=r"the rendezvous server of .* was killed by SIGKILL"):
+            train()
+        with pytest.raises(LaunchError, match=r"the master at 127.0.0.1, port .* was lost"):
+            other.result(60)
 
 
 # Ctrl-C

@@ -42,7 +42,7 @@ def test_a_fork_server_that_dies_early() -> None:
 
 
 def test_a_fork_server_that_says_something_else() -> None:
-    server = fork_server(lambda channel: channel.tell(Reaped(3)))
+    server = fork_server(lambda channel: channel.try_send(Reaped(3)))
     with pytest.raises(LaunchError, match=r"sent Reaped\(exitcode=3\) where Ready was expected"):
         server.ready()
     server.close()
@@ -62,7 +62,7 @@ def test_devices_that_cannot_be_counted(answer: object, words: str) -> None:
     def count() -> None:
         _, fds = theirs.receive()
         channel = Channel.adopt(fds[1])
-        channel.tell(answer)
+        channel.try_send(answer)
         channel.close()
         os.close(fds[0])
 

@@ -44,7 +44,7 @@ def test_no_orphans(start_method: str, victim: str, nohup: bool) -> None:
     [server] = descendants(process.pid)[:1]
     [agent] = descendants(server)[:1]
     family = [process.pid, *descendants(process.pid)]
-    assert len(family) == 6  # caller, fork server, agent, two ranks, rendezvous server
+    assert len(family) == 5  # caller, fork server, agent, two ranks
     os.kill({"caller": process.pid, "fork server": server, "agent": agent}[victim], signal.SIGKILL)
     process.wait(60)
     process.stdout.close()

@@ -81,7 +81,12 @@ class World:
                 theirs,
                 self.parent.fileno(),
                 grace_period=5.0,
-                system=System(lambda: self.now, self._signal, lambda pid, _phase: self.pids[pid] in self.talkative),
+                system=System(
+                    clock=lambda: self.now,
+                    group=self._signal,
+                    stray=lambda _pid, _pidfd, _number: None,
+                    request=lambda pid, _phase: self.pids[pid] in self.talkative,
+                ),
             )
         )
         self.supervisor.begin_call(None, self.deadline)
