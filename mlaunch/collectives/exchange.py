@@ -46,7 +46,7 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return group
     if group not in _gloo_twins:
         ranks = dist.get_process_group_ranks(group)
-        _gloo_twins[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _gloo_twins[group] = world.subgroup(ranks, "gloo")
     return _gloo_twins[group]
 
 

@@ -37,7 +37,7 @@ class Group:
 
     @property
     def ranks(self) -> list[int]:
-        """The members' ranks in the world."""
+        """The members' ranks in the world, in the group's order."""
         return dist.get_process_group_ranks(self.process_group) if is_distributed() else [0]
 
     @property
@@ -109,8 +109,12 @@ def _accelerated() -> bool:
 def new_group(proc_ranks: Sequence[int]) -> Group:
     """Makes a group of these ranks. Collective for them alone: the others need not call it.
 
+    Its members are counted in the order given, which must be the same on all: ``Group.rank``, and the root of
+    ``bcast_list_``, which is the first.
+
     Raises:
-        ValueError: A rank twice, or one that the world does not have, or this process is not among them.
+        ValueError: A rank twice, or one that the world does not have, or this process is not among them; or the order
+            is not ascending, and this torch can form no such group.
     """
     ranks, size = list(proc_ranks), get_world_size()
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
@@ -120,7 +124,7 @@ def new_group(proc_ranks: Sequence[int]) -> Group:
     if not is_distributed():
         return WORLD
     backend = _backends[-1] if _backends else None
-    return Group(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    return Group(world.subgroup(ranks, backend))
 
 
 def group_barrier(group: Group = WORLD) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 from mlaunch.base.text import name_ranks
@@ -19,6 +23,21 @@ def group() -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError("there is no process group here; call this in a rank, after init_process_group")
     return group
+
+
+def subgroup(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
+    """Makes a group of these ranks, counted within it in the order given. Collective for them alone.
+
+    Raises:
+        ValueError: This torch counts them in ascending order, and another is given.
+    """
+    ordered: dict[str, Any] = {}
+    if ranks != sorted(ranks):
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise ValueError(f"torch {torch.__version__} forms groups of ascending ranks; allowed: {sorted(ranks)}")
+        ordered["sort_ranks"] = False
+    made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True, **ordered)
+    return made
 
 
 def get_rank() -> int:

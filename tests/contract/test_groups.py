@@ -52,14 +52,38 @@ def test_groups() -> None:
         tensor = torch.tensor([float(mlaunch.get_rank() + 1)])
         mlaunch.bcast_list_([tensor], group)
         mlaunch.group_barrier(group)
-        return group.size, group.rank, group.key, group.is_single_machine, tensor.item()
+        gathered = comm.all_gather(mlaunch.get_rank(), group.process_group)
+        at_first = comm.gather(mlaunch.get_rank(), 0, group.process_group)
+        sent = comm.broadcast_object(mlaunch.get_rank(), 1, group.process_group)
+        return group.size, group.rank, group.key, group.is_single_machine, tensor.item(), gathered, at_first, sent
 
-    source = train()
-    assert source[1] == "ValueError: new_group([0, 2]): this is rank 1; only the group's members may call it"
-    assert source[0][0] == 2
-    assert sorted([source[0][1], source[2][1]]) == [0, 1]
-    assert source[0][2] == source[2][2]
-    assert source[0][4] == source[2][4]
+    first, second, third = train()
+    assert second == "ValueError: new_group([0, 2]): this is rank 1; only the group's members may call it"
+    # In the order given, as MegEngine's: rank 2 is the group's first, and its root.
+    assert first == (2, 1, "2,0", True, 3.0, [2, 0], [], 0)
+    assert third == (2, 0, "2,0", True, 3.0, [2, 0], [2, 0], 0)
+
+
+def test_the_twin_of_a_group_keeps_its_order() -> None:
+    @mlaunch.launcher(n_gpus=2)
+    def train() -> Any:
+        from mlaunch.collectives import exchange, world
+
+        group = world.subgroup([1, 0], "cuda:gloo")  # for accelerators alone
+        return dist.get_process_group_ranks(exchange.cpu_group(group)), comm.all_gather(mlaunch.get_rank(), group)
+
+    assert train() == [([1, 0], [1, 0])] * 2
+
+
+def test_an_order_that_an_older_torch_would_lose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlaunch.collectives import world
+
+    def new_group(ranks: list[int], backend: str | None = None, use_local_synchronization: bool = False) -> None:
+        """As torch's was."""
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(ValueError, match=r"torch .* forms groups of ascending ranks; allowed: \[0, 2\]"):
+        world.subgroup([2, 0], None)
 
 
 def test_a_group_that_cannot_be() -> None:
