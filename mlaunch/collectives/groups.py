@@ -200,6 +200,7 @@ def make_allreduce_cb(
 def get_client() -> Client:
     """Returns a client of the store that this launch's ranks share. RuntimeError without a process group."""
     world.group()
+    # Ranks of other launchers share no secret: whoever reaches their store is trusted, as torch itself does.
     secret = this_rank.this_rank.secret if this_rank.this_rank is not None else ""
     return Client(store=dist.distributed_c10d._get_default_store(), secret=secret)
 

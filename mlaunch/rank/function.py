@@ -72,7 +72,8 @@ class FunctionRank(Rank):
         process.reset_process()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         rank = spec.rank(args.local_rank)
-        this_rank.this_rank = this_rank.ThisRank(spec.name, rank, spec.secret)
+        # Several launches may have one token: what ranks of one have signed counts for nothing in another.
+        this_rank.this_rank = this_rank.ThisRank(spec.name, rank, f"{spec.secret}/{spec.launch_id}")
         if spec.seed is not None:
             seeding.apply(seeding.of_rank(spec.seed, rank))
         elif args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice

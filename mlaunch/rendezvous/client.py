@@ -1,12 +1,11 @@
 """What processes share besides collectives: values under names, barriers, broadcasts. In MegEngine's words.
 
-Every wait has a limit, and says who is missing. Values are pickled, so a server is for processes that trust each other;
-those of a launch's ranks are signed with its secret.
+Every wait has a limit, and says who is missing. Values are pickled, so they are signed with the server's secret, and
+nothing is unpickled that is not.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import pickle
 import socket
@@ -18,12 +17,12 @@ from typing import Any
 import torch.distributed as dist
 
 from mlaunch.rendezvous.barrier import Barrier, NotAllCameError, Turn
+from mlaunch.rendezvous.secret import Signer, known, variable
 from mlaunch.rendezvous.waiting import wait_for
 
 _SPACE = "mlaunch/user"
 _NOTHING = "nothing"  # no pickle, and no number
 _KEPT = 2  # versions of a value, for readers that are just about to read
-_SIGNATURE = 32  # bytes
 _SLICE = 10.0  # seconds
 
 
@@ -37,7 +36,8 @@ class Client:
         port: Its port.
         timeout: Limit in seconds for reaching the server, and for each operation that waits.
         store: Instead of an address: a connection that exists.
-        secret: Shared by all clients: values are signed with it, and the signature checked before they are unpickled.
+        secret: The server's (``Server.secret``), with which values are signed; nothing else is unpickled. None: the one in
+            the environment, which children of the server's process inherit. Barriers need none.
 
     Raises:
         ConnectionError: The server could not be reached within ``timeout``.
@@ -50,7 +50,7 @@ class Client:
         *,
         timeout: float = 1800.0,
         store: dist.Store | None = None,
-        secret: str = "",
+        secret: str | None = None,
     ) -> None:
         if store is None:
             if port == 0:
@@ -58,13 +58,16 @@ class Client:
             store = _connect(master_ip, port, timeout)
         self._store: Any = dist.PrefixStore(_SPACE, store)  # whose annotations lack bytes and ``append``
         self._timeout = timeout
-        self._secret = secret.encode()
+        secret = known(port) if secret is None else secret
+        self._signer = None if secret is None else Signer(secret)
+        self._variable = variable(port)
 
     def user_set(self, key: str, val: Any) -> None:
         """Puts a picklable value under a name, in place of any before. Waits for nobody."""
-        place = f"value/{key}"
+        place, signer = f"value/{key}", self._known_signer(f"user_set({key!r})")
+        data = pickle.dumps(val)
         version = self._store.add(f"{place}/version", 1)
-        self._store.set(f"{place}/{version}", self._pack(val))
+        self._store.set(f"{place}/{version}", signer.sign(f"{place}/{version}", data))
         for name in (f"{place}/{version - _KEPT}", f"{place}/{version - _KEPT}/taken"):
             self._store.delete_key(name)
 
@@ -77,6 +80,7 @@ class Client:
         return self._wait_for_value(key, f"user_pop({key!r})", timeout, take=True)
 
     def _wait_for_value(self, key: str, what: str, timeout: float | None, *, take: bool) -> Any:
+        self._known_signer(what)
         place, limit = f"value/{key}", self._limit(timeout)
         deadline = time.monotonic() + limit
         while True:
@@ -84,7 +88,7 @@ class Client:
             taken = self._peek(f"{place}/{version}/taken") is not None
             value = None if taken else self._peek(f"{place}/{version}")
             if value is not None and (not take or self._store.add(f"{place}/{version}/taken", 1) == 1):
-                return self._unpack(value, what)
+                return self._unpack(f"{place}/{version}", value, what)
             awaited = version + 1 if taken or value is not None or version == 0 else version
             left = deadline - time.monotonic()
             # In slices, since a version that others replace meanwhile never comes.
@@ -113,14 +117,15 @@ class Client:
             TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
         """
         what = f"bcast_val(..., {key!r})"
+        signer, data = self._known_signer(what), pickle.dumps(val)
 
         def put(turn: Turn) -> None:
             if val is not None:
-                self._store.set(f"{turn.place}/value", self._pack(val))
+                self._store.set(f"{turn.place}/value", signer.sign(f"{turn.place}/value", data))
 
         value = f"{self._meet(f'bcast/{key}', size, what, timeout, put).place}/value"
         sent = self._peek(value)
-        found = None if sent is None else self._unpack(sent, what)
+        found = None if sent is None else self._unpack(value, sent, what)
         if self._store.add(f"{value}/read", 1) == size:
             self._store.delete_key(value)
             self._store.delete_key(f"{value}/read")
@@ -135,13 +140,17 @@ class Client:
             names = ", ".join(error.came) + _absent(place.partition("/")[2], error.came)
             raise TimeoutError(f"{what}: {len(error.came)} of {size} came within {error.limit} s: {names}") from None
 
-    def _pack(self, val: Any) -> bytes:
-        pickled = pickle.dumps(val)
-        return hmac.digest(self._secret, pickled, "sha256") + pickled
+    def _known_signer(self, what: str) -> Signer:
+        if self._signer is None:
+            raise ValueError(
+                f"{what}: this client has no secret to sign values with; give it secret=server.secret, or start its "
+                f"process with {self._variable} in the environment"
+            )
+        return self._signer
 
-    def _unpack(self, packed: bytes, what: str) -> Any:
-        signature, pickled = packed[:_SIGNATURE], packed[_SIGNATURE:]
-        if not hmac.compare_digest(signature, hmac.digest(self._secret, pickled, "sha256")):
+    def _unpack(self, place: str, signed: bytes, what: str) -> Any:
+        pickled = self._known_signer(what).open(place, signed)
+        if pickled is None:
             raise ValueError(f"{what}: the value has another signature: it was set by a client with another secret")
         return pickle.loads(pickled)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
+from mlaunch.rendezvous import secret
 from mlaunch.rendezvous.address import LOOPBACK, listen
 
 _BOOTSTRAP = (
@@ -26,6 +28,8 @@ class Server:
     """A server that lives as long as this process, or until ``close()``. Also a context manager.
 
     It listens before this returns; clients that come while its process is still importing torch are served then.
+    Clients in this process and in those that it starts from now on find the server's secret in the environment
+    (``MLAUNCH_SECRET_<port>``); others are given it.
 
     Args:
         port: Where to listen; 0: chosen by the system.
@@ -33,6 +37,7 @@ class Server:
 
     Attributes:
         py_server_port: The port on which it listens.
+        secret: Signs the clients' values. It is drawn for each server, and the server itself does not know it.
 
     Raises:
         OSError: The port is taken, or the address is not this machine's.
@@ -48,7 +53,10 @@ class Server:
                 pass_fds=[fd],
                 start_new_session=True,
             )
-        self._close = weakref.finalize(self, _end, self._process)
+        self.secret = secret.draw()
+        name = secret.variable(self.py_server_port)
+        os.environ[name] = self.secret
+        self._close = weakref.finalize(self, _end, self._process, name)
 
     def close(self) -> None:
         """Ends the server; its clients lose their connection."""
@@ -82,13 +90,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     listener = listen(args.address, args.port)
     address, port = listener.getsockname()[:2]
     print(f"serving at {address}, port {port}", flush=True)
+    if secret.known(port) is None:
+        print(f"clients need {secret.variable(port)}={secret.draw()} in their environment", flush=True)
     store = serve(listener)
     with contextlib.suppress(KeyboardInterrupt):
         while store is not None:
             signal.pause()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], variable: str) -> None:
+    os.environ.pop(variable, None)
     if process.stdin is not None:
         process.stdin.close()
     process.kill()

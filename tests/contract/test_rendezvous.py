@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Client, Server, launcher
@@ -45,6 +48,85 @@ def test_a_value_of_a_stranger_is_not_unpickled(server: Server) -> None:
         client(server, secret="hush").user_get("key")
     client(server, secret="hush").user_set("key", 2)
     assert client(server, secret="hush").user_get("key") == 2
+
+
+class Bomb:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+def test_what_a_stranger_put_there_is_not_unpickled(server: Server, tmp_path: Path) -> None:
+    """With defaults on both sides: anybody on this machine can write to the store."""
+    ours = client(server, timeout=60)
+    stranger: Any = dist.PrefixStore("mlaunch/user", dist.TCPStore("127.0.0.1", server.py_server_port))
+    for place in ("value/key/1", "bcast/key/0/0/value"):
+        stranger.set(place, b"\0" * 32 + pickle.dumps(Bomb(tmp_path / "ran")))
+    stranger.add("value/key/version", 1)
+    for call in (ours.user_get, ours.user_pop, lambda key: ours.bcast_val(None, key, 1)):
+        with pytest.raises(ValueError, match="the value has another signature"):
+            call("key")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_signature_holds_for_one_place(server: Server) -> None:
+    """A signed value that somebody moved, or brought back, is not the one that was put there."""
+    ours = client(server, timeout=60)
+    ours.user_set("old", "first")
+    stranger: Any = dist.PrefixStore("mlaunch/user", dist.TCPStore("127.0.0.1", server.py_server_port))
+    signed = stranger.get("value/old/1")
+    ours.user_set("old", "second")
+    stranger.set("value/old/2", signed)
+    ours.user_set("new", "third")
+    stranger.set("value/new/1", signed)
+    for key in ("old", "new"):
+        with pytest.raises(ValueError, match="the value has another signature"):
+            ours.user_get(key)
+
+
+def test_a_client_without_a_secret_carries_no_values(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"MLAUNCH_SECRET_{server.py_server_port}"
+    assert os.environ[name] == server.secret
+    with monkeypatch.context() as patch:
+        patch.delenv(name)
+        ours = client(server, timeout=60)
+    calls = (lambda: ours.user_set("k", 1), lambda: ours.user_get("k"), lambda: ours.bcast_val(1, "k", 1))
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"has no secret to sign values with; .* {name} in the environment"):
+            call()
+    ours.group_barrier("k", 1)  # which carries none
+    given = client(server, secret=server.secret)
+    given.user_set("k", 1)
+    assert client(server).user_get("k") == given.user_get("k") == 1
+
+
+def test_a_closed_server_leaves_no_secret() -> None:
+    with Server() as first, Server() as second:
+        assert first.secret != second.secret
+    assert not [name for name in os.environ if name.startswith("MLAUNCH_SECRET")]
+
+
+def test_children_find_the_secret(server: Server, run_script: Any) -> None:
+    client(server).user_set("key", "value")
+    done = run_script(f"import mlaunch\nprint(mlaunch.Client(port={server.py_server_port}).user_get('key', 60))")
+    assert done.stdout == "value\n", done.stderr
+
+
+def test_ranks_sign_for_their_launch_alone() -> None:
+    def train() -> tuple[str, str]:
+        from mlaunch.protocol import this_rank
+
+        assert this_rank.this_rank is not None
+        secret, _, launch = this_rank.this_rank.secret.partition("/")
+        return secret, launch
+
+    first, second = (launcher(train, 1)()[0] for _ in range(2))
+    assert first[0] != second[0]
+    assert first[1] != second[1]
 
 
 def test_a_value_is_waited_for_and_popped_by_one(server: Server) -> None:
@@ -133,7 +215,10 @@ def test_a_server_alone() -> None:
         assert process.stdout is not None
         told = re.fullmatch(r"serving at (\S+), port (\d+)\n", process.stdout.readline())
         assert told is not None
-        ours = Client(told[1], int(told[2]))
+        pattern = rf"clients need MLAUNCH_SECRET_{told[2]}=(\w+) in their environment\n"
+        copied = re.fullmatch(pattern, process.stdout.readline())
+        assert copied is not None
+        ours = Client(told[1], int(told[2]), secret=copied[1])
         ours.user_set("a", 1)
         assert ours.user_get("a") == 1
         process.send_signal(signal.SIGINT)
