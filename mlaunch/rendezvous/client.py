@@ -36,8 +36,8 @@ class Client:
         port: Its port.
         timeout: Limit in seconds for reaching the server, and for each operation that waits.
         store: Instead of an address: a connection that exists.
-        secret: The server's (``Server.secret``), with which values are signed; nothing else is unpickled. None: the one in
-            the environment, which children of the server's process inherit. Barriers need none.
+        secret: The server's (``Server.secret``), with which values are signed; nothing else is unpickled. None: the
+            environment's, which children of the server's process inherit. Barriers need none.
 
     Raises:
         ConnectionError: The server could not be reached within ``timeout``.
