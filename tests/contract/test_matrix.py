@@ -112,13 +112,17 @@ def test_the_caller_dies(where: str, start_method: str) -> None:
     wait_gone([pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if marked(pid, mark)])
 
 
+SOAK = int(os.environ.get("MLAUNCH_SOAK", "250"))
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(max(1800, 6 * SOAK))
 def test_many_launches_of_which_a_third_fail() -> None:
     """MLAUNCH_SOAK is how many; whatever one leaves behind shows in the next, or in the leak fixture."""
     chance = random.Random(os.environ.get("MLAUNCH_SOAK_SEED", "3"))
     hows = [how for how in HOW if how != "caller dies"]
     failed = 0
-    for _ in range(int(os.environ.get("MLAUNCH_SOAK", "250"))):
+    for _ in range(SOAK):
         if chance.randrange(3) == 0:
             where, how = chance.choice([*PLACES, "unpickling"]), chance.choice(hows)
             check(where, how, call_at(where, how, "forkserver"))
