@@ -53,6 +53,11 @@ class Outcome:
         if taker is not None:
             taker(self, record, fds)
 
+    @property
+    def failed(self) -> bool:
+        """Tells whether there will be an error instead of values."""
+        return bool(self.failures or self.stopped or self.broken or self.refused or self.interrupt)
+
     def doing(self) -> list[str]:
         """Says what ranks were doing that were stopped."""
         return summarise(self.stacks.values())

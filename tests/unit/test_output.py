@@ -163,6 +163,7 @@ class Pipes:
         for writer in self._writers.values():
             os.close(writer)
         self.relay.finish()
+        self.relay.close()
 
 
 def prefix(ranks: Sequence[int]) -> str:

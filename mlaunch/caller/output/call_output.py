@@ -11,6 +11,7 @@ from mlaunch.caller.output.files import LogFile
 from mlaunch.caller.output.lines import Splitter
 from mlaunch.caller.output.merging import Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
+from mlaunch.caller.output.side_by_side import Number
 
 _FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
 
@@ -33,9 +34,10 @@ class CallOutput:
         self.plan = plan
         self._attempt = attempt
         self._clock = clock
-        self._console = Console()
+        self.console = Console()
         self._merger = Merger(size) if plan.merge and size > 1 else None
         self._display = Display(plan.area, clock())
+        self._number = Number()
         self._streams: list[Stream] = []
         self.status: Callable[[], list[str]] = list  # the lines above the bars
 
@@ -72,33 +74,49 @@ class CallOutput:
         """Shows what is due."""
         self._show_waiting()
         now = self._clock()
-        if self._display.due is not None and now >= self._display.due:
-            self._display.draw([*self.status(), *self._bars()], now)
+        if self._display.due is None or now < self._display.due:
+            return
+        if self.console.blocked is not None:
+            self._display.postpone(now)
+            return
+        looks = [*self._status(), *self._bars()]
+        with self._display.lock:
+            self.console.write(2, self._display.draw(looks, now).encode())
 
     def finish(self) -> None:
         """Shows what still waits, and leaves of the lines that change what should stay."""
         self._show_waiting(everything=True)
-        self._display.close(self.status())
+        with self._display.lock:
+            self.console.write(2, self._display.close(self._status()).encode())
 
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""
-        self._display.close([])
+        with self._display.lock:
+            self.console.write(2, self._display.close([]).encode())
+        self.console.close()
+        self._number.give_back()
 
     def say(self, text: str) -> None:
         """Shows a message of our own."""
-        self._display.make_room()
-        self._console.say(text)
+        self._print(2, f"mlaunch: {text}\n".encode(errors="backslashreplace"))
+
+    def _status(self) -> list[str]:
+        return [f"{self._number.label()}{line}" for line in self.status()]
 
     def _bars(self) -> list[str]:
         return [
-            f"{self.plan.prefix([stream.rank])}{stream.splitter.bar.decode(errors='replace')}"
+            f"{self._prefix([stream.rank])}{stream.splitter.bar.decode(errors='replace')}"
             for stream in self._streams
             if stream.policy.shown and stream.splitter.bar
         ]
 
+    def _prefix(self, ranks: Sequence[int]) -> str:
+        return self._number.label(self.plan.name) + self.plan.prefix(ranks)
+
     def _print(self, stream: int, data: bytes) -> None:
-        self._display.make_room()
-        self._console.write(stream, data)
+        with self._display.lock:
+            self.console.write(2, self._display.make_room().encode())
+            self.console.write(stream, data)
 
     def _take_lines(self, stream: Stream, lines: Sequence[bytes], *, flood: bool = False) -> None:
         if self._merger is not None and not flood:
@@ -107,11 +125,11 @@ class CallOutput:
                 self._merger.add(stream.rank, stream.number, line, now)
         elif lines:
             self._show_waiting(everything=True)
-            prefix = self.plan.prefix([stream.rank]).encode()
+            prefix = self._prefix([stream.rank]).encode()
             self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
 
     def _show_waiting(self, *, everything: bool = False) -> None:
         if self._merger is None:
             return
         for line in self._merger.take(self._clock(), everything=everything):
-            self._print(line.stream, self.plan.prefix(line.ranks).encode() + line.text + b"\n")
+            self._print(line.stream, self._prefix(line.ranks).encode() + line.text + b"\n")

@@ -1,38 +1,132 @@
 """Where people see what ranks print: this process's ``sys.stdout`` and ``sys.stderr`` of the moment.
 
-So it arrives in the running cell of a notebook, and in what a test captures.
+So it arrives in the running cell of a notebook, and in what a test captures. Nothing here waits for whoever reads a
+pipe or a terminal, until the launch is over: what they do not take now waits its turn.
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
+import math
+import select
 import sys
+import time
+from collections import deque
 from typing import Any
+
+from mlaunch.caller import interrupts
+from mlaunch.caller.output.outlet import Outlet, descriptor
+
+_PATIENCE = 2.0  # seconds in which nobody reads, after which nobody will
 
 
 class Console:
-    """Two streams. One that cannot be written to (a reader that left) is given up: that must not end a training."""
+    """Two streams, written to in the order of what is printed.
+
+    One that cannot be written to (a reader that left) is given up: that must not end a training.
+    """
 
     def __init__(self) -> None:
+        self._waiting: deque[tuple[int, memoryview]] = deque()
+        self._outlets: dict[int, Outlet] = {}  # by stream
         self._lost: set[int] = set()
+        self._interrupt: BaseException | None = None
 
     def write(self, stream: int, data: bytes) -> None:
-        if stream in self._lost:
+        """Writes it, after what waits."""
+        if stream in self._lost or not data:
             return
-        target: Any = sys.stdout if stream == 1 else sys.stderr
-        try:
-            raw = getattr(target, "buffer", None)
-            if raw is None:  # a notebook's
-                target.write(data.decode(errors="backslashreplace"))
-            else:
-                target.flush()
-                raw.write(data)
-            target.flush()
-        except (AttributeError, OSError, ValueError):  # None, gone or full, closed
-            self._lost.add(stream)
+        self._waiting.append((stream, memoryview(data)))
+        if len(self._waiting) == 1:
+            self.drain()
 
     def say(self, text: str) -> None:
-        """A message of our own."""
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            sys.stderr.write(f"mlaunch: {text}\n")
-            sys.stderr.flush()
+        """Writes a message of our own."""
+        self.write(2, f"mlaunch: {text}\n".encode(errors="backslashreplace"))
+
+    @property
+    def blocked(self) -> int | None:
+        """The descriptor that must take more before ``drain`` can go on; None if nothing waits."""
+        return self._outlets[self._waiting[0][0]].fd if self._waiting else None
+
+    def drain(self) -> bool:
+        """Writes what can be written without waiting; True if nothing is left."""
+        while self._waiting:
+            stream, data = self._waiting[0]
+            written = self._try_write(stream, data)
+            if written == 0:
+                return False
+            if written < len(data):
+                self._waiting[0] = stream, data[written:]
+            else:
+                self._waiting.popleft()
+        return True
+
+    def wait(self, until: float = math.inf) -> None:
+        """Waits until all is written; after ``until``, in monotonic seconds, only for who still reads."""
+        while not self.drain():
+            patience = max(until - time.monotonic(), _PATIENCE)
+            poll = select.poll()
+            poll.register(self.blocked or 0, select.POLLOUT)
+            with interrupts.allowed():
+                ready = poll.poll(None if math.isinf(patience) else patience * 1000)
+            if not ready:
+                self._leave_unread(self._waiting[0][0])
+        self.raise_interrupt()
+
+    def raise_interrupt(self) -> None:
+        """Raises what came while a stream object was busy: Ctrl-C, or what another handler raised."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def close(self) -> None:
+        """Drops what waits."""
+        self._waiting.clear()
+        for outlet in self._outlets.values():
+            outlet.close()
+        self._outlets.clear()
+
+    def _try_write(self, stream: int, data: memoryview) -> int:
+        """Returns how much need not be written any more."""
+        began = time.monotonic()
+        if stream in self._lost:
+            return len(data)
+        try:
+            return self._write(stream, data)
+        except Exception:  # None, gone, full, closed; a stream object may raise anything
+            self._lost.add(stream)
+        except BaseException as interrupt:
+            self._interrupt = interrupt
+            if time.monotonic() - began > _PATIENCE:  # it waits, and would the next time, too
+                self._lost.add(stream)
+        return len(data)
+
+    def _write(self, stream: int, data: memoryview) -> int:
+        """Returns how much was written; 0 if none can be without waiting."""
+        target: Any = sys.stdout if stream == 1 else sys.stderr
+        fd = descriptor(target)
+        if fd is not None:
+            return self._outlet(stream, fd).write(data, target.flush)
+        with interrupts.allowed():  # code of the user's, maybe
+            if isinstance(target, io.TextIOWrapper):
+                target.flush()
+                target.buffer.write(data)
+            else:  # a notebook's; one that copies what it is given
+                target.write(bytes(data).decode(errors="backslashreplace"))
+            target.flush()
+        return len(data)
+
+    def _outlet(self, stream: int, fd: int) -> Outlet:
+        outlet = self._outlets.get(stream)
+        if outlet is None or not outlet.leads_to(fd):
+            self._outlets[stream], before = Outlet(fd), outlet
+            if before is not None:
+                before.close()
+        return self._outlets[stream]
+
+    def _leave_unread(self, stream: int) -> None:
+        self._lost.add(stream)
+        self._waiting = deque(item for item in self._waiting if item[0] != stream)
+        if stream == 1:
+            self.say("nobody reads stdout; the last of what ranks printed there is not shown")

@@ -7,6 +7,7 @@ Elsewhere, or without rich on a terminal, there are none.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -18,15 +19,28 @@ _PERIOD = 0.1  # seconds between two looks
 
 
 class Area(Protocol):
-    """Where lines can be replaced."""
+    """Where lines can be replaced. What its methods return is to be written to stderr."""
 
-    def show(self, text: str) -> None: ...
+    def show(self, text: str) -> str: ...
 
-    def hide(self) -> None:
+    def hide(self) -> str:
         """Makes room for what is printed."""
 
-    def close(self, lines: list[str]) -> None:
+    def close(self, lines: list[str]) -> str:
         """Leaves of these what should stay."""
+
+
+class _Paper(io.StringIO):
+    """What rich takes for a terminal: nothing waits for the real one, and all that is printed goes one way."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def take(self) -> str:
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        return text
 
 
 class Terminal:
@@ -35,10 +49,11 @@ class Terminal:
     def __init__(self) -> None:
         from rich.console import Console
 
-        self._console = Console(file=sys.stderr)
+        self._paper = _Paper()
+        self._console = Console(file=self._paper)
         self._live: Any = None
 
-    def show(self, text: str) -> None:
+    def show(self, text: str) -> str:
         from rich.live import Live
         from rich.text import Text
 
@@ -49,17 +64,20 @@ class Terminal:
             self._live.start(refresh=True)
         else:
             self._live.update(looks, refresh=True)
+        return self._paper.take()
 
-    def hide(self) -> None:
+    def hide(self) -> str:
         if self._live is not None:
             self._live.stop()
         self._live = None
+        return self._paper.take()
 
-    def close(self, lines: list[str]) -> None:
+    def close(self, lines: list[str]) -> str:
         """The first was of interest while it changed."""
-        self.hide()
+        shown = self.hide()
         for line in lines[1:]:
             self._console.print(line, markup=False, highlight=False)
+        return shown + self._paper.take()
 
 
 class Notebook:
@@ -67,23 +85,24 @@ class Notebook:
 
     def __init__(self) -> None:
         self._id = uuid.uuid4().hex
-        self._shown = ""
+        self._shown: str | None = None
 
-    def show(self, text: str) -> None:
+    def show(self, text: str) -> str:
         import IPython.display
 
         display: Any = IPython.display.display  # untyped
         if text != self._shown:
             data = {"text/plain": text}
-            display(data, raw=True, display_id=self._id, update=bool(self._shown))
+            display(data, raw=True, display_id=self._id, update=self._shown is not None)
         self._shown = text
+        return ""
 
-    def hide(self) -> None:
-        """What is printed goes below."""
+    def hide(self) -> str:
+        """Takes the place above the first line that is printed."""
+        return "" if self._shown is not None else self.show("")
 
-    def close(self, lines: list[str]) -> None:
-        if self._shown and lines:
-            self.show("\n".join(lines))
+    def close(self, lines: list[str]) -> str:
+        return self.show("\n".join(lines)) if self._shown and lines else ""
 
 
 def area() -> Area | None:
@@ -100,31 +119,43 @@ def area() -> Area | None:
 class Display:
     """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock.
 
-    Of launches at the same time, in several threads, the first that is drawn has the place.
+    Of launches at the same time, in several threads, the first has the place; whoever prints makes room there. What
+    methods return is to be written to stderr, by who holds ``lock``.
     """
 
-    _taken = threading.Lock()
+    lock = threading.RLock()
+    _holder: Display | None = None
 
     def __init__(self, place: Area | None, start: float) -> None:
         self._area = place
-        self._shown = False
         self.due = None if place is None else start + _PATIENCE
 
-    def draw(self, lines: list[str], now: float) -> None:
+    def draw(self, lines: list[str], now: float) -> str:
+        self.postpone(now)
+        return self._area.show("\n".join(lines)) if self._area is not None and self._take_place() else ""
+
+    def postpone(self, now: float) -> None:
         self.due = now + _PERIOD
-        if self._area is not None and (self._shown or self._taken.acquire(blocking=False)):
-            self._shown = True
-            self._area.show("\n".join(lines))
 
-    def make_room(self) -> None:
+    def make_room(self) -> str:
         """Something is about to be printed."""
-        if self._area is not None and self._shown:
-            self._area.hide()
+        if self._area is not None:
+            self._take_place()
+        holder = Display._holder
+        return holder._area.hide() if holder is not None and holder._area is not None else ""
 
-    def close(self, lines: list[str]) -> None:
-        if self._area is not None and self._shown:
-            try:
-                self._area.close(lines)
-            finally:  # a closed terminal must not keep the place from later launches
-                self._taken.release()
-        self._area = self.due = None
+    def close(self, lines: list[str]) -> str:
+        area, self._area, self.due = self._area, None, None
+        try:
+            return area.close(lines) if area is not None and Display._holder is self else ""
+        finally:
+            self._leave_place()
+
+    def _take_place(self) -> bool:
+        if Display._holder is None:
+            Display._holder = self
+        return Display._holder is self
+
+    def _leave_place(self) -> None:
+        if Display._holder is self:
+            Display._holder = None

@@ -31,7 +31,8 @@ def output_plan(options: Options, spec: LaunchSpec) -> OutputPlan:
         shown = output == "all" or (output == "rank0" and spec.rank(local_rank) == 0)
         for stream in STREAMS:
             policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
-    return OutputPlan(policies, _prefix(spec), directory, area=area() if options.progress else None)
+    name = spec.name.rpartition(".")[2].removesuffix("()")
+    return OutputPlan(policies, _prefix(spec), directory, area=area() if options.progress else None, name=name)
 
 
 def _prefix(spec: LaunchSpec) -> Callable[[Sequence[int]], str]:

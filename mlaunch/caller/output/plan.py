@@ -23,7 +23,8 @@ class OutputPlan:
     """What becomes of the output of a call on this machine.
 
     ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. ``prefix``: of
-    the ranks that printed a line. ``merge``: equal lines are shown once.
+    the ranks that printed a line. ``merge``: equal lines are shown once. ``name``: of the launch, where others may run
+    at the same time.
     """
 
     policies: dict[tuple[int, int], Policy]
@@ -32,6 +33,7 @@ class OutputPlan:
     by_local_rank: bool = False  # the directories of its files are named by
     merge: bool = True
     area: Area | None = None  # for lines that change
+    name: str = ""
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """Returns the streams of a rank that are ours to carry."""

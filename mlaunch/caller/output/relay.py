@@ -6,9 +6,13 @@ stream is held in memory. What a rank has printed is read to its end after its d
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
+import math
 import os
 import select
+import termios
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +20,7 @@ from mlaunch.caller.output.call_output import CallOutput, Stream
 from mlaunch.caller.output.plan import OutputPlan
 
 _READ = 65536  # bytes: a pipe holds no more
+_LOOKS = 5
 
 
 class Relay:
@@ -26,6 +31,7 @@ class Relay:
         self.output = CallOutput(plan, size, attempt, clock)
         self._streams: dict[int, Stream] = {}  # by file descriptor
         self._watched: set[int] = set()
+        self._awaited: int | None = None  # what people read, while they do not read it; ranks wait as long
         self._poll = select.epoll()
 
     def fileno(self) -> int:
@@ -42,7 +48,8 @@ class Relay:
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
             os.set_blocking(fd, False)
             self._streams[fd] = self.output.open_stream(rank, local_rank, number)
-            self._poll.register(fd, select.EPOLLIN)
+            if fd in self._readable():
+                self._poll.register(fd, select.EPOLLIN)
 
     def timeout(self) -> float | None:
         """Returns the seconds until ``carry`` is due though nothing can be read; None: it is not."""
@@ -52,19 +59,24 @@ class Relay:
     def carry(self) -> set[int]:
         """Carries what has come, without waiting; returns the watched descriptors that can be read."""
         ready = {fd for fd, _ in self._poll.poll(0)}
-        for fd in ready - self._watched:
-            self._read(fd)
+        if self._awaited in ready and self.output.console.drain():
+            self._await(None)
+        self._read_round(ready & self._streams.keys())
         self.output.show_due()
+        self._await(self.output.console.blocked)
+        self.output.console.raise_interrupt()
         return ready & self._watched
 
-    def finish(self) -> None:
-        """Carries what ranks left that are all gone."""
-        for fd in list(self._streams):
-            while fd in self._streams and self._read(fd):
-                pass
-            if fd in self._streams:  # somebody who outlived the launch holds the other end
-                self._close(fd)
+    def finish(self, until: float = math.inf) -> None:
+        """Carries what ranks left that are all gone; after ``until`` no longer for people who do not read."""
+        self.output.console.wait(until)
+        self._await(None)
+        while self._read_round(set(self._streams)):
+            self.output.console.wait(until)
+        for fd in list(self._streams):  # somebody who outlived the launch holds the other end
+            self._close(fd)
         self.output.finish()
+        self.output.console.wait(until)
 
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""
@@ -73,10 +85,54 @@ class Relay:
             self._close(fd)
         self._poll.close()
 
-    def _read(self, fd: int) -> bool:
+    def _readable(self) -> list[int]:
+        """The pipes that are read now: a rank whose lines people do not read must wait."""
+        return [fd for fd, stream in self._streams.items() if self._awaited is None or not stream.policy.shown]
+
+    def _await(self, fd: int | None) -> None:
+        """Has the poll tell when a descriptor takes more, and not of the ranks that wait for it; None: of all ranks."""
+        if fd == self._awaited:
+            return
+        before = set(self._readable())
+        if self._awaited is not None:
+            with contextlib.suppress(OSError):  # it was closed
+                self._poll.unregister(self._awaited)
+        self._awaited = fd
+        if fd is not None:
+            self._poll.register(fd, select.EPOLLOUT)
+        after = set(self._readable())
+        for pipe in before - after:
+            self._poll.unregister(pipe)
+        for pipe in after - before:
+            self._poll.register(pipe, select.EPOLLIN)
+
+    def _read_round(self, ready: set[int]) -> bool:
+        """Reads what had come at one moment from all pipes, if one is ready; False if nothing had.
+
+        Of what came later there may be a line in a pipe that is read late, whose predecessor is in one that was read
+        before: ranks print, meet and print.
+        """
+        sizes = self._sizes() if ready else {}
+        found = [self._read(fd, min(size, _READ) or 1) for fd, size in sizes.items() if size or fd in ready]
+        return any(found)
+
+    def _sizes(self) -> dict[int, int]:
+        """Returns how many bytes waited in each pipe at one moment.
+
+        It is between two looks that found the same. Ranks that print all the time get no more than a few looks.
+        """
+        before: dict[int, int] = {}
+        for _ in range(_LOOKS):
+            sizes = {fd: _size(fd) for fd in self._readable()}
+            if sizes == before:
+                break
+            before = sizes
+        return sizes
+
+    def _read(self, fd: int, most: int) -> bool:
         """Reads from one pipe; False if nothing has come."""
         try:
-            data = os.read(fd, _READ)
+            data = os.read(fd, most)
         except BlockingIOError:
             return False
         if not data:
@@ -91,3 +147,10 @@ class Relay:
             self._poll.unregister(fd)
         os.close(fd)
         self.output.end_stream(stream)
+
+
+def _size(fd: int) -> int:
+    """Returns how many bytes wait in a pipe."""
+    size = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, size)
+    return size[0]
