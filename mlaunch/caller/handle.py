@@ -156,7 +156,7 @@ class LaunchHandle:
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
-            self.relay.adopt(record.rank, record.rank - self.spec.rank_start, fds)
+            self.relay.adopt(record.rank, record.rank - self.spec.rank_start, fds, self.history.board)
         elif isinstance(record, Waiting):
             self.waiting = record.text
             self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")

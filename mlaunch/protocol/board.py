@@ -10,12 +10,18 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlaunch.base import linux
 from mlaunch.protocol.messages import Phase
 
-_ROW = 256  # bytes
+_STAMP = struct.Struct("=qqd")  # start, end, when
+_STAMPS = 256  # of the latest writes
+_COUNT = struct.Struct("=q")
+_STREAM = _COUNT.size + _STAMPS * _STAMP.size
+_STAMPS_AT = 256
+_ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
@@ -24,7 +30,7 @@ _DONE = struct.Struct("=qd")
 _DONE_AT = 8
 _LOOP_AT = 128
 _TEXT_AT = _LOOP_AT + _LOOP.size
-_TEXT_LIMIT = _ROW - _TEXT_AT
+_TEXT_LIMIT = _STAMPS_AT - _TEXT_AT
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,21 @@ class Board:
         number, done, at, total, start, length = _LOOP.unpack_from(self._memory, row + _LOOP_AT)
         text = self._memory[row + _TEXT_AT : row + _TEXT_AT + length]
         return Loop(number, done, at, total, start, text.decode(errors="replace"))
+
+    def stamp(self, local_rank: int, stream: int, start: int, end: int) -> None:
+        """Notes that bytes ``start`` to ``end`` of what a rank prints are about to be written. ``stream``: 1 or 2."""
+        base = local_rank * _ROW + _STAMPS_AT + (stream - 1) * _STREAM
+        (count,) = _COUNT.unpack_from(self._memory, base)
+        place = base + _COUNT.size + count % _STAMPS * _STAMP.size
+        _STAMP.pack_into(self._memory, place, start, end, time.monotonic())
+        _COUNT.pack_into(self._memory, base, count + 1)
+
+    def stamps(self, local_rank: int, stream: int) -> Iterator[tuple[int, int, float]]:
+        """Yields (start, end, when) of the latest writes that were noted, the latest first."""
+        base = local_rank * _ROW + _STAMPS_AT + (stream - 1) * _STREAM
+        (count,) = _COUNT.unpack_from(self._memory, base)
+        for index in range(count - 1, max(count - _STAMPS, 0) - 1, -1):
+            yield _STAMP.unpack_from(self._memory, base + _COUNT.size + index % _STAMPS * _STAMP.size)
 
     def close(self) -> None:
         self._memory.close()

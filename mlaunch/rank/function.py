@@ -21,6 +21,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.rank import current, device, environment, group, main_module, process
 from mlaunch.rank.base import Rank, RankArgs, Task
+from mlaunch.rank.stamped import StampedFile
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ class FunctionRank(Rank):
         import torch
 
         args, spec = self._args, self._spec
-        process.reset_process()
+        process.reset_process(open_stream=lambda fd: StampedFile(fd, args.results.board, args.local_rank))
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         rank = spec.rank(args.local_rank)
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.

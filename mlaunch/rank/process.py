@@ -10,6 +10,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from mlaunch.base import linux
@@ -17,7 +18,11 @@ from mlaunch.base import linux
 _INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
-def reset_process(*, of_a_function: bool = True) -> None:
+def _plain(fd: int) -> io.FileIO:
+    return io.FileIO(fd, "wb", closefd=False)
+
+
+def reset_process(*, of_a_function: bool = True, open_stream: Callable[[int], io.FileIO] = _plain) -> None:
     """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them.
 
     A command keeps the exit handlers of the modules that were imported for it, and chooses its streams.
@@ -32,7 +37,7 @@ def reset_process(*, of_a_function: bool = True) -> None:
         atexit._clear()
         atexit.register(logging.shutdown)
         sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
-        sys.stdout, sys.stderr = _stream(1), _stream(2)
+        sys.stdout, sys.stderr = _by_lines(open_stream(1)), _by_lines(open_stream(2))
     gc.enable()
 
 
@@ -45,11 +50,9 @@ def set_environ(wanted: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _stream(fd: int) -> TextIO:
+def _by_lines(file: io.FileIO) -> TextIO:
     # By lines, so that lines of several ranks do not mix and a killed rank's last ones are not lost.
-    return io.TextIOWrapper(
-        open(fd, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
+    return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def flush() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -176,6 +177,46 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, fil
     assert done.stdout.endswith("[0] the end\n")
     assert len(done.stdout) > 256 << 20
     assert int(done.stderr) < 32
+
+
+UNREAD = """
+import os, sys
+from mlaunch import LaunchTimeout, launcher
+def flood():
+    while True:
+        os.write(1, b"x" * 99 + b"\\n")
+try:
+    launcher(flood, 2, deadline={deadline}, grace_period=1)()
+except (KeyboardInterrupt, LaunchTimeout) as error:
+    print(type(error).__name__, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("deadline", "error"), [("2", "LaunchTimeout"), ("None", "KeyboardInterrupt")])
+def test_nobody_reads(tmp_path: Path, deadline: str, error: str) -> None:
+    """A full pipe holds up neither the deadline nor Ctrl-C, of which one does."""
+    (tmp_path / "script.py").write_text(UNREAD.format(deadline=deadline))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "script.py"]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **streams) as process:
+        try:
+            assert select.select([process.stdout], [], [], 60)[0]
+            if deadline == "None":
+                process.send_signal(signal.SIGINT)
+            process.wait(60)
+            assert error in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_stream_that_raises_does_not_end_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.StringIO):
+        def write(self, _: str) -> int:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(sys, "stdout", Broken())
+    assert launcher(lambda: print("lost") or 1, 2)() == [1, 1]  # type: ignore[func-returns-value]
 
 
 def test_the_report_of_a_call(tmp_path: Path) -> None:

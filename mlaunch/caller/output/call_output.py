@@ -12,6 +12,8 @@ from mlaunch.caller.output.lines import Splitter
 from mlaunch.caller.output.merging import Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
 from mlaunch.caller.output.side_by_side import Number
+from mlaunch.caller.output.times import Times
+from mlaunch.protocol.board import Board
 
 _FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
 
@@ -24,6 +26,7 @@ class Stream:
     number: int  # 1 or 2
     policy: Policy
     file: LogFile | None
+    times: Times
     splitter: Splitter = field(default_factory=Splitter)
 
 
@@ -39,29 +42,32 @@ class CallOutput:
         self._display = Display(plan.area, clock())
         self._number = Number()
         self._streams: list[Stream] = []
+        self._fresh: list[tuple[float, Stream, bytes]] = []  # lines of this round, with the time of their writing
         self.status: Callable[[], list[str]] = list  # the lines above the bars
 
-    def open_stream(self, rank: int, local_rank: int, number: int) -> Stream:
-        """Opens its file, if the plan wants one."""
+    def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> Stream:
+        """Opens its file, if the plan wants one. ``board``: where the rank notes when it writes."""
         policy, file = self.plan.policies[local_rank, number], None
         if policy.kept and self.plan.directory is not None:
             name = local_rank if self.plan.by_local_rank else rank
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
-        self._streams.append(Stream(rank, number, policy, file))
+        self._streams.append(Stream(rank, number, policy, file, Times(board, local_rank, number)))
         return self._streams[-1]
 
     def take(self, stream: Stream, data: bytes) -> None:
         """Takes what a rank has printed."""
         if stream.file is not None:
             stream.file.write(data)
-        if stream.policy.shown:
-            self._take_lines(stream, stream.splitter.feed(data), flood=len(data) >= _FLOOD)
+        if not stream.policy.shown:
+            return
+        for at, part in stream.times.cut(data, self._clock()):
+            self._take_lines(stream, stream.splitter.feed(part), at, flood=len(data) >= _FLOOD)
 
     def end_stream(self, stream: Stream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
         self._streams.remove(stream)
         if stream.policy.shown:
-            self._take_lines(stream, stream.splitter.end())
+            self._take_lines(stream, stream.splitter.end(), self._clock())
         if stream.file is not None:
             stream.file.close()
 
@@ -118,11 +124,9 @@ class CallOutput:
             self.console.write(2, self._display.make_room().encode())
             self.console.write(stream, data)
 
-    def _take_lines(self, stream: Stream, lines: Sequence[bytes], *, flood: bool = False) -> None:
+    def _take_lines(self, stream: Stream, lines: Sequence[bytes], at: float, *, flood: bool = False) -> None:
         if self._merger is not None and not flood:
-            now = self._clock()
-            for line in lines:
-                self._merger.add(stream.rank, stream.number, line, now)
+            self._fresh += [(at, stream, line) for line in lines]
         elif lines:
             self._show_waiting(everything=True)
             prefix = self._prefix([stream.rank]).encode()
@@ -131,5 +135,8 @@ class CallOutput:
     def _show_waiting(self, *, everything: bool = False) -> None:
         if self._merger is None:
             return
+        fresh, self._fresh = self._fresh, []
+        for _, stream, text in sorted(fresh, key=lambda found: found[0]):
+            self._merger.add(stream.rank, stream.number, text, self._clock())
         for line in self._merger.take(self._clock(), everything=everything):
             self._print(line.stream, self._prefix(line.ranks).encode() + line.text + b"\n")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from mlaunch.caller.output.call_output import CallOutput, Stream
 from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.protocol.board import Board
 
 _READ = 65536  # bytes: a pipe holds no more
 _LOOKS = 5
@@ -43,11 +44,11 @@ class Relay:
         self._watched.add(fd)
         self._poll.register(fd, select.EPOLLIN)
 
-    def adopt(self, rank: int, local_rank: int, fds: Sequence[int]) -> None:
+    def adopt(self, rank: int, local_rank: int, fds: Sequence[int], board: Board | None = None) -> None:
         """Takes over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
             os.set_blocking(fd, False)
-            self._streams[fd] = self.output.open_stream(rank, local_rank, number)
+            self._streams[fd] = self.output.open_stream(rank, local_rank, number, board)
             if fd in self._readable():
                 self._poll.register(fd, select.EPOLLIN)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from typing import ClassVar
 
 
 class Number:
@@ -12,7 +13,7 @@ class Number:
 
     number: int
     _lock = threading.Lock()
-    _running: weakref.WeakSet[Number] = weakref.WeakSet()
+    _running: ClassVar[weakref.WeakSet[Number]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         with self._lock:
