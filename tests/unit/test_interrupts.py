@@ -1,0 +1,101 @@
+"""Deferred signals, with one that arrives at each line of the code that defers them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from mlaunch.caller import interrupts
+from mlaunch.caller.interrupts import allowed, deferred
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Python's own, and back to what was there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    sys.settrace(None)
+    signal.signal(signal.SIGINT, before)
+
+
+def at_line(number: int) -> Callable[..., Any]:
+    """A tracer that interrupts at that line, counted as they run, of the module's code."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != interrupts.__file__:
+            return None
+        count += event == "line"
+        if event == "line" and count == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    return trace
+
+
+def interrupted_at(number: int, done: list[str]) -> None:
+    """A launch's shape: something that may not be interrupted, a wait, something again."""
+    sys.settrace(at_line(number))
+    with deferred():
+        done.append("begun")
+        try:
+            with allowed():
+                pass
+        except KeyboardInterrupt:
+            done.append("interrupted")
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGINT)  # a second one, in the part that may not be interrupted
+        done.append("ended")
+
+
+LINES = 60  # more than run
+
+
+def test_an_interrupt_at_any_line() -> None:
+    ways = []
+    for line in range(1, LINES):
+        done: list[str] = []
+        with pytest.raises(KeyboardInterrupt):  # the first before the block has begun, or one of them at its end
+            interrupted_at(line, done)
+        ways.append(tuple(done))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line
+        assert interrupts._deferrals == [], line
+    assert set(ways) == {(), ("begun", "ended"), ("begun", "interrupted", "ended")}
+    assert ways[-1] == ("begun", "ended")  # there were no more lines
+
+
+def test_a_deferred_interrupt_is_handled_where_it_is_allowed() -> None:
+    done = []
+    with deferred():
+        signal.raise_signal(signal.SIGINT)
+        done.append("deferred")
+        with pytest.raises(KeyboardInterrupt), allowed():
+            done.append("not reached")
+    assert done == ["deferred"]
+
+
+def test_a_handler_that_the_user_sets_meanwhile_stays() -> None:
+    def chosen(*_: object) -> None:
+        pass
+
+    with deferred(), allowed():
+        signal.signal(signal.SIGINT, chosen)
+    assert signal.getsignal(signal.SIGINT) is chosen
+
+
+def test_a_launch_in_a_reduce_defers_by_itself() -> None:
+    heard: list[str] = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append("handled"))
+    with deferred(), allowed():
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+            assert heard == []
+            with allowed():
+                assert heard == ["handled"]
+    assert heard == ["handled"]
