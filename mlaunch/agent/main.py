@@ -20,13 +20,13 @@ from mlaunch.base.text import last_bytes
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import AgentFailed, RanksStarting, Refused
+from mlaunch.protocol.machine_messages import Refused
+from mlaunch.protocol.messages import AgentFailed, RanksStarting
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import names
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.store import serve
-
 
 # The store, whose destructor would wait for its thread; the end of the process takes it anyway.
 _until_exit: list[object] = []

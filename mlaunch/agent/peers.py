@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from mlaunch._version import __version__
 from mlaunch.base.errors import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.machine_messages import Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.spec import Cluster, LaunchSpec
 from mlaunch.rendezvous.address import listen_as_master
 from mlaunch.rendezvous.link import Link

@@ -20,7 +20,8 @@ from mlaunch.caller.settle import Ended, add_note, settle
 from mlaunch.caller.status import status_lines
 from mlaunch.protocol import error_file, registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import AgentStarted, Cancel, RankStarted, Reaped, Waiting
+from mlaunch.protocol.machine_messages import Waiting
+from mlaunch.protocol.messages import AgentStarted, Cancel, RankStarted, Reaped
 from mlaunch.protocol.spec import LaunchSpec
 
 

@@ -141,7 +141,10 @@ class launcher(Generic[P, R]):
 
         ended = call_on_ranks(self._options, self._function, args, kwargs)
         self._reports.append(ended.report)
-        return ended.result()
+        try:
+            return ended.result()
+        finally:
+            del ended  # see there
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> launcher[P, R]: ...

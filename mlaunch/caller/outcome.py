@@ -14,6 +14,7 @@ from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.base.frames import mentions_bottom
 from mlaunch.caller.failure_text import summarise
 from mlaunch.protocol import failures, payload
+from mlaunch.protocol.machine_messages import Refused, Value
 from mlaunch.protocol.messages import (
     AgentFailed,
     DeadlinePassed,
@@ -22,10 +23,8 @@ from mlaunch.protocol.messages import (
     RankGone,
     RankStacks,
     Reaped,
-    Refused,
     RemoteError,
     ServerGone,
-    Value,
 )
 from mlaunch.protocol.spec import LaunchSpec
 

@@ -30,9 +30,12 @@ class Ended:
 
     def result(self) -> list[Any]:
         """Returns the values, or raises why there are none."""
-        if self.error is not None:
-            raise self.error
-        return self.values
+        try:
+            if self.error is not None:
+                raise self.error
+            return self.values
+        finally:
+            del self  # else the error's traceback would hold the error, and what it maps would wait for the collector
 
 
 def settle(outcome: Outcome, report: LaunchReport) -> Ended:

@@ -7,10 +7,7 @@ agent -> rank             RunCall, Release                      (a channel for e
 rank -> agent             Answer                                (the result queue)
 agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
 agent -> launcher         DeadlinePassed, ServerGone, AgentFailed
-link -> agent -> launcher Waiting, Refused, RankFailure         (launches over several machines)
-link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
-link -> agent             Planned, Over
-agent -> link             RankFailure, Value, Done
+link and agent            see machine_messages.py               (launches over several machines)
 fork server -> launcher   AgentStarted
 fork server -> launcher   Reaped                                (the launch's last word)
 """
@@ -193,49 +190,6 @@ class ServerGone:
     pid: int
     exitcode: int
     at: float
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What the launch waits for while machines join, for people."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The machines do not come together, and why. ``late``: because the time for it is over."""
-
-    text: str
-    late: bool = False
-
-
-@dataclass(frozen=True)
-class Planned:
-    """All machines have joined. ``interface``: this machine's, on the way to the master."""
-
-    launch_id: str
-    attempt: int
-    node_rank: int
-    num_nodes: int
-    interface: str
-
-
-@dataclass(frozen=True)
-class Value:
-    """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class Done:
-    """This machine's ranks are gone."""
-
-
-@dataclass(frozen=True)
-class Over:
-    """Every machine's ranks are gone."""
 
 
 @dataclass(frozen=True)

@@ -139,4 +139,7 @@ def read(fd: int) -> Any:
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)
     table = view[size - _TRAILER.size - count * _ENTRY.size : size - _TRAILER.size]
     buffers = [view[offset : offset + length] for offset, length in _ENTRY.iter_unpack(table)]
-    return pickle.loads(view[:stream_size], buffers=buffers)
+    try:
+        return pickle.loads(view[:stream_size], buffers=buffers)
+    finally:
+        del view, table, buffers  # which the traceback of a failure would keep, and with them the mapping

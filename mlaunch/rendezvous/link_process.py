@@ -20,7 +20,7 @@ from typing import Any
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.machine_messages import Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of

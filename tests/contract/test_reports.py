@@ -86,7 +86,7 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     def train() -> None:
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            from mlaunch.protocol.stack_dump import state_of
+            from mlaunch.agent.stack_requests import state_of
 
             peer = int(store.get("pid"))
             while state_of(peer) != "T":

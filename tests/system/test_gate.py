@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mlaunch.base.errors import RankFailure
 from mlaunch.protocol import channel
-from mlaunch.protocol.messages import Waiting
+from mlaunch.protocol.machine_messages import Waiting
 from mlaunch.rendezvous import names, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate

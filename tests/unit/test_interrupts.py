@@ -92,10 +92,9 @@ def test_a_handler_that_the_user_sets_meanwhile_stays() -> None:
 def test_a_launch_in_a_reduce_defers_by_itself() -> None:
     heard: list[str] = []
     signal.signal(signal.SIGINT, lambda *_: heard.append("handled"))
-    with deferred(), allowed():
-        with deferred():
-            signal.raise_signal(signal.SIGINT)
-            assert heard == []
-            with allowed():
-                assert heard == ["handled"]
+    with deferred(), allowed(), deferred():
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+        with allowed():
+            assert heard == ["handled"]
     assert heard == ["handled"]

@@ -1,0 +1,54 @@
+"""The records between an agent and its link, and what of them goes on to the launcher.
+
+link -> agent -> launcher Waiting, Refused, RankFailure
+link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
+link -> agent             Planned, Over
+agent -> link             RankFailure, Value, Done
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the launch waits for while machines join, for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The machines do not come together, and why. ``late``: because the time for it is over."""
+
+    text: str
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All machines have joined. ``interface``: this machine's, on the way to the master."""
+
+    launch_id: str
+    attempt: int
+    node_rank: int
+    num_nodes: int
+    interface: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """This machine's ranks are gone."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Every machine's ranks are gone."""
