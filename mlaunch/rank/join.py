@@ -10,18 +10,23 @@ import atexit
 import contextlib
 import logging
 import os
+import queue
 import sys
+import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
 from mlaunch.rank import current, device, environment, group, recognise
 from mlaunch.rank.recognise import RankInfo
+from mlaunch.rendezvous.address import is_taken
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger("mlaunch")
 _TIMEOUT = 1800.0
+_ANSWER_TIMEOUT = 60.0  # seconds, for a server that listens, and may still be importing torch
 
 
 def join(
@@ -154,14 +159,43 @@ def become_rank(
 
 
 def _meet(info: RankInfo, timeout: float | None) -> dist.Store:
-    """Returns the store of the ranks, which rank 0 hosts; under torchrun its agent may."""
+    """Returns the store of the ranks, which rank 0 hosts; under torchrun its agent may, and a ``Server`` anywhere."""
     import torch.distributed as dist
 
-    url = "env://" if info.launcher == "torchrun" else f"tcp://{_in_brackets(info.host)}:{info.port}"
     limit = device.limit(timeout)
-    store, _, _ = next(iter(dist.rendezvous(url, info.rank, info.world_size, timeout=limit)))
+    url = "env://" if info.launcher == "torchrun" else f"tcp://{_in_brackets(info.host)}:{info.port}"
+    if info.rank == 0 and url != "env://" and is_taken(info.port):
+        store = _store_that_is_there(info, limit)
+    else:
+        store, _, _ = next(iter(dist.rendezvous(url, info.rank, info.world_size, timeout=limit)))
     store.set_timeout(limit)
-    return dist.PrefixStore("default_pg", store)  # as torch's own, so that ranks without mlaunch find it
+    # As torch's own, so that ranks without mlaunch find it. A server may see several worlds, one after the other.
+    before = store.add(f"mlaunch/worlds/of rank {info.rank}", 1) - 1
+    return dist.PrefixStore(f"default_pg/{before}" if before else "default_pg", store)
+
+
+def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
+    """Connects to the server that listens at rank 0's port, in a thread: torch would wait for a silent one for ever."""
+    import torch.distributed as dist
+
+    seconds = min(limit.total_seconds(), _ANSWER_TIMEOUT)
+    answers: queue.SimpleQueue[dist.Store | dist.DistError] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            answers.put(dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=seconds)))
+        except dist.DistError as error:
+            answers.put(error)
+
+    threading.Thread(target=connect, name="mlaunch-connect", daemon=True).start()
+    with contextlib.suppress(queue.Empty):
+        found = answers.get(timeout=seconds)
+        if isinstance(found, dist.Store):
+            return found
+    raise RuntimeError(
+        f"rank 0 cannot host the ranks' store at port {info.port}, which is taken, and what listens there is no "
+        f"mlaunch.Server either; give a free port, or the one of a server"
+    )
 
 
 def _complete_environment(info: RankInfo) -> None:

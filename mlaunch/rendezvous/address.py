@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -35,6 +36,17 @@ def listen_as_master(name: str, port: int) -> socket.socket:
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not _means_loopback(name):
         address = "::" if family == socket.AF_INET6 else "0.0.0.0"
     return listen(address, port)
+
+
+def is_taken(port: int) -> bool:
+    """Tells whether somebody on this machine listens at a port, on any address."""
+    dual = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _means_loopback(name: str) -> bool:

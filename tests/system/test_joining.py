@@ -15,6 +15,7 @@ import pytest
 import mlaunch
 from mlaunch.caller.options import Options
 from mlaunch.rank import recognise
+from mlaunch.rendezvous.address import listen
 from tests.conftest import ROOT
 
 JOINER = str(ROOT / "tests" / "system" / "joiner.py")
@@ -147,6 +148,53 @@ def test_join(host: str) -> None:
     assert first.splitlines()[1].startswith("[0, 1] gloo 0.")
     assert first.splitlines()[1] == second.splitlines()[1]
     assert f"mlaunch: joined 2 ranks (gloo) at {'[::1]' if ':' in host else host}:{port}" in first_err
+
+
+SERVED = """
+import sys, mlaunch
+from mlaunch import comm
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+mlaunch.init_process_group("localhost", port, 2, rank, 0)
+client = mlaunch.Client("localhost", port, timeout=60)
+client.group_barrier("all", 2)
+print(comm.all_gather(rank), client.bcast_val("sent" if rank else None, "key", 2))
+"""
+
+
+def test_the_idiom_of_megengine() -> None:
+    """A server of one's own, at whose port processes of one's own form a group; and another, when that is over."""
+    with mlaunch.Server() as server:
+        for _ in range(2):
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-c", SERVED, str(rank), str(server.py_server_port)],
+                    stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                )
+                for rank in range(2)
+            ]  # fmt: skip
+            assert [process.communicate(timeout=120)[0] for process in processes] == ["[0, 1] sent\n"] * 2
+
+
+SILENT = """
+import os, sys, mlaunch
+from mlaunch.rank import join
+join._ANSWER_TIMEOUT = 0.5
+try:
+    mlaunch.join(0, 2, "127.0.0.1", int(sys.argv[1]))
+except RuntimeError as error:
+    print(error, flush=True)
+os._exit(0)  # torch may try on for a while
+"""
+
+
+def test_a_port_at_which_no_store_listens() -> None:
+    with listen() as silent:
+        port = silent.getsockname()[1]
+        command = [sys.executable, "-c", SILENT, str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.stdout.startswith(
+        f"rank 0 cannot host the ranks' store at port {port}, which is taken, and what listens"
+    )
 
 
 # What is recognised
