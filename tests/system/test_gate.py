@@ -389,7 +389,7 @@ def test_strangers_change_nothing(gate: StoreProcess) -> None:
     assert after - before < 64 * 2**20, f"{before} -> {after}"
 
 
-HELLO = {"mlaunch": wire.PROTOCOL, "role": "control", "nonce": "0" * 32}
+HELLO: dict[str, Any] = {"mlaunch": wire.PROTOCOL, "role": "control", "nonce": "0" * 32}
 ODD = [
     [{**HELLO, "nonce": "\ud800"}],
     [{**HELLO, "nonce": "x" * 200_000}],
@@ -476,6 +476,43 @@ def test_nothing_is_known_without_the_token(gate: StoreProcess) -> None:
     assert b"wrong token" in said
     assert b"welcome" not in said
     assert TOKEN.encode() not in said
+
+
+def test_a_master_that_cannot_prove_the_token_is_refused() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = await wire.read(reader)
+        proof = wire._prove("guessed", "server", hello["nonce"], "0" * 32, hello["role"])
+        await wire.send(writer, {"challenge": "0" * 32, "proof": proof})
+        heard.append(await reader.read())
+        writer.close()
+
+    async def meet_impostor() -> None:
+        with listen() as listener:
+            server = await asyncio.start_server(answer, sock=listener)
+            with pytest.raises(wire.RefusedError, match="wrong token: this machine's and the master's differ"):
+                async with wire.dialled(*listener.getsockname(), "control", TOKEN):
+                    pass
+            while not heard:
+                await asyncio.sleep(0)
+            server.close()
+
+    heard: list[bytes] = []
+    asyncio.run(meet_impostor())
+    assert heard == [b""]  # nothing was proved to it
+
+
+def test_a_proof_holds_for_one_role(gate: StoreProcess) -> None:
+    async def pretend() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        await wire.send(writer, {**HELLO, "role": "control"})
+        challenge = await wire.read(reader)
+        proof = wire._prove(TOKEN, "client", HELLO["nonce"], challenge["challenge"], "store")
+        await wire.send(writer, {"proof": proof})
+        said = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        return said
+
+    assert b"wrong token" in asyncio.run(pretend())
 
 
 def test_what_fits_together() -> None:

@@ -55,3 +55,8 @@ def test_a_value_that_others_signed_is_refused(value: int) -> None:
     with pytest.raises(ConnectionError, match="the value of rank 3 has a wrong signature"):
         asyncio.run(carry(value, "guessed"))
     os.close(value)
+
+
+def test_rank_and_launch_stand_in_the_signature() -> None:
+    signed = {values.Signature("hush", launch, rank).hexdigest() for launch in ("a", "b") for rank in (1, 2)}
+    assert len(signed) == 4
