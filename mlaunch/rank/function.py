@@ -10,6 +10,7 @@ The answer goes through the result queue, its content through the call's memfd. 
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing.util
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from mlaunch.base import seeding
 from mlaunch.protocol import calls, payload, pickling, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
-from mlaunch.rank import current, device, environment, group, main_module, process
+from mlaunch.rank import current, device, environment, group, main_module, process, text_bars
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.stamped import StampedFile
 
@@ -70,7 +71,8 @@ class FunctionRank(Rank):
         import torch
 
         args, spec = self._args, self._spec
-        process.reset_process(open_stream=lambda fd: StampedFile(fd, args.results.board, args.local_rank))
+        process.reset_process(open_stream=self._open_stream)
+        text_bars.install()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         rank = spec.rank(args.local_rank)
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.
@@ -84,6 +86,9 @@ class FunctionRank(Rank):
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
+
+    def _open_stream(self, fd: int) -> StampedFile:
+        return StampedFile(fd, functools.partial(self._args.results.board.stamp, self._args.local_rank, fd))
 
     # Answering a call
 

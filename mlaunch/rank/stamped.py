@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
-
-from mlaunch.protocol.board import Board
 
 
 class StampedFile(io.FileIO):
-    """A standard stream of a rank. The time is noted before the bytes are written, so no reader is ahead of it."""
+    """A standard stream of a rank. ``stamp`` notes the time of the bytes from one position to another.
 
-    def __init__(self, fd: int, board: Board, local_rank: int) -> None:
+    It does so before they are written, so that no reader is ahead of it.
+    """
+
+    def __init__(self, fd: int, stamp: Callable[[int, int], None]) -> None:
         super().__init__(fd, "wb", closefd=False)
-        self._place = board, local_rank, fd
+        self._stamp = stamp
         self._written = 0
 
     def write(self, data: Any) -> int:
-        board, local_rank, stream = self._place
-        board.stamp(local_rank, stream, self._written, self._written + len(data))
+        self._stamp(self._written, self._written + len(data))
         written = super().write(data) or 0
         self._written += written
         return written

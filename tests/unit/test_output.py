@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,9 @@ from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
-from mlaunch.protocol.board import Loop
+from mlaunch.caller.output.times import Times
+from mlaunch.protocol.board import Board, Loop
+from mlaunch.rank.stamped import StampedFile
 
 
 def test_lines_come_whole() -> None:
@@ -36,6 +42,18 @@ def test_a_bar_is_one_line() -> None:
     assert splitter.bar == b" 50%|## |"
     assert splitter.feed(b"\r100%|###|\nnext\r\n") == [b"100%|###|", b"next"]
     assert splitter.bar == b""
+
+
+def test_a_bar_that_goes_away_leaves_nothing() -> None:
+    """As tqdm's with ``leave=False``."""
+    splitter = Splitter()
+    assert splitter.feed(b"\r 50%|## |\r          \r") == []
+    assert splitter.bar == b""
+    assert splitter.feed(b"next\n") == [b"next"]
+    splitter.feed(b"\r 50%|## |\r          \r")
+    assert splitter.end() == []
+    splitter.feed(b"   ")
+    assert splitter.end() == [b"   "]
 
 
 def test_a_bar_that_is_redrawn_for_hours() -> None:
@@ -90,6 +108,30 @@ def test_a_flood_does_not_wait() -> None:
     for number in range(5000):
         merger.add(0, 1, b"%d" % number, 0.0)
     assert len(lines(merger, 0.0)) == 4000
+
+
+def test_a_rank_that_repeats_a_line() -> None:
+    """Of two that it printed, each is one of those that the others printed."""
+    merger = Merger(2)
+    for rank in (0, 0, 1, 1, 1):
+        merger.add(rank, 1, b"same", 0.0)
+    assert lines(merger, 0.0, everything=True) == [([0, 1], b"same"), ([0, 1], b"same"), ([1], b"same")]
+
+
+def test_lines_that_were_shown_are_forgotten() -> None:
+    def print_lines(first: int) -> None:
+        for number in range(first, first + 20_000):
+            for rank in (0, 1):
+                merger.add(rank, 1, b"%d" % number, 0.0)
+            merger.take(0.0)
+
+    merger = Merger(2)
+    print_lines(0)
+    tracemalloc.start()
+    print_lines(20_000)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 100_000
 
 
 def test_the_bar_of_all_ranks_names_the_slowest() -> None:
@@ -148,16 +190,22 @@ def test_a_place_that_breaks_is_free_again() -> None:
 class Pipes:
     """A relay with a pipe for each stream of each rank."""
 
-    def __init__(self, plan: OutputPlan, size: int) -> None:
-        self.relay = Relay(plan, size, 0, lambda: 0.0)
+    now = 0.0
+
+    def __init__(self, plan: OutputPlan, size: int, rank_start: int = 0, board: Board | None = None) -> None:
+        self.relay = Relay(plan, size, 0, lambda: self.now)
         self._writers: dict[tuple[int, int], int] = {}
         for rank in range(size):
             ends = {stream: os.pipe() for stream in plan.carried(rank)}
             self._writers |= {(rank, stream): writer for stream, (_, writer) in ends.items()}
-            self.relay.adopt(rank, rank, [reader for reader, _ in ends.values()])
+            self.relay.adopt(rank_start + rank, rank, [reader for reader, _ in ends.values()], board)
 
     def write(self, rank: int, stream: int, data: bytes) -> None:
         os.write(self._writers[rank, stream], data)
+
+    def file(self, rank: int, stream: int, board: Board) -> StampedFile:
+        """As a rank's own."""
+        return StampedFile(self._writers[rank, stream], functools.partial(board.stamp, rank, stream))
 
     def finish(self) -> None:
         for writer in self._writers.values():
@@ -186,6 +234,112 @@ def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFi
     assert shown.err == b"[1] 100%\n"
     assert (tmp_path / "attempt_0" / "1" / "stdout.log").read_bytes() == b"hello\nraw \xff"
     assert (tmp_path / "attempt_0" / "1" / "stderr.log").read_bytes() == b"\r 50%\r100%\n"
+
+
+def test_what_came_before_a_flood_is_shown_before_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    pipes = Pipes(plan(2, Policy()), 2)
+    pipes.write(0, 1, b"before\n")
+    pipes.relay.carry()
+    assert capfdbinary.readouterr().out == b""  # it waits for the other rank
+    pipes.write(0, 1, b"x" * 40_000 + b"\n")
+    pipes.relay.carry()
+    assert capfdbinary.readouterr().out == b"[0] before\n[0] " + b"x" * 40_000 + b"\n"
+    pipes.finish()
+
+
+@pytest.mark.parametrize(("by_local_rank", "names"), [(False, ["2", "3"]), (True, ["0", "1"])])
+def test_the_names_of_files_on_the_second_machine(tmp_path: Path, by_local_rank: bool, names: list[str]) -> None:
+    """Decorated functions go by global rank, commands by local rank, as torchrun's."""
+    kept = plan(2, Policy(shown=False, kept=True), tmp_path)
+    pipes = Pipes(dataclasses.replace(kept, by_local_rank=by_local_rank), 2, rank_start=2)
+    pipes.finish()
+    assert sorted(path.name for path in (tmp_path / "attempt_0").iterdir()) == names
+
+
+def test_a_line_that_is_overdue_is_due_now(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """A negative time would have a poll wait for ever."""
+    pipes = Pipes(plan(2, Policy()), 2)
+    assert pipes.relay.timeout() is None
+    pipes.write(0, 1, b"line\n")
+    pipes.relay.carry()
+    assert pipes.relay.timeout() == WINDOW
+    pipes.now = WINDOW + 5.0
+    assert pipes.relay.timeout() == 0.0
+    pipes.relay.carry()
+    assert capfdbinary.readouterr().out == b"[0] line\n"
+    assert pipes.relay.timeout() is None
+    pipes.finish()
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board.create(2)
+    yield made
+    made.close()
+
+
+def test_lines_come_in_the_order_of_their_writing(board: Board, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Although all are read at once: ranks print, meet, and print. A text of several lines stays in one piece."""
+    pipes = Pipes(plan(2, Policy()), 2, board=board)
+    files = [pipes.file(rank, 1, board) for rank in (0, 1)]
+    for step in ("a", "b"):
+        files[1].write(f"{step} of 1\nmore of 1\n".encode())
+        files[0].write(f"{step} of 0\n".encode())
+    pipes.relay.carry()
+    pipes.finish()
+    shown = capfdbinary.readouterr().out.decode().splitlines()
+    assert shown == ["[1] a of 1", "[1] more of 1", "[0] a of 0", "[1] b of 1", "[1] more of 1", "[0] b of 0"]
+
+
+def test_what_others_write_does_not_upset_the_order(board: Board) -> None:
+    """C code and other processes note no times; after them, what is noted counts again."""
+    times = Times(board, 1, 2)
+    assert times.cut(b"from C\n", 5.0) == [(5.0, b"from C\n")]
+    board.stamp(1, 2, 0, 4)
+    board.stamp(1, 2, 4, 8)
+    (_, first), (_, second) = board_times = [(at, start) for start, _, at in board.stamps(1, 2)][::-1]
+    assert (first, second) == (0, 4)
+    expected = [(board_times[0][0], b"one\n"), (board_times[1][0], b"two\n")]
+    assert times.cut(b"one\ntwo\n", 5.0) == expected
+    assert times.cut(b"from C\n", 5.0) == [(board_times[1][0], b"from C\n")]
+    board.stamp(1, 2, 8, 12)
+    board.stamp(1, 2, 12, 16)  # not read yet
+    latest = [at for _, _, at in board.stamps(1, 2)]
+    assert times.cut(b"new\n", 5.0) == [(latest[1], b"new\n")]
+    assert times.cut(b"las", 5.0) == [(latest[0], b"las")]
+    assert times.cut(b"t", 5.0) == [(latest[0], b"t")]
+
+
+def test_more_writes_than_are_noted(board: Board) -> None:
+    times = Times(board, 0, 1)
+    for number in range(10_000):
+        board.stamp(0, 1, 2 * number, 2 * number + 2)
+    noted = list(board.stamps(0, 1))
+    parts = times.cut(b"x\n" * 10_000, 5.0)
+    assert b"".join(part for _, part in parts) == b"x\n" * 10_000
+    assert [at for at, _ in parts] == [at for _, _, at in noted[::-1]]
+    assert len(noted) > 100
+
+
+def test_what_is_read_was_there_at_one_moment(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Each number is written to rank 0's pipe before it is to rank 1's, and is never shown in another order."""
+    pipes = Pipes(dataclasses.replace(plan(2, Policy()), merge=False), 2)
+    count = 3000
+
+    def write() -> None:
+        for number in range(count):
+            for rank in (0, 1):
+                pipes.write(rank, 1, b"%d\n" % number)
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    while writing.is_alive():
+        pipes.relay.carry()
+    pipes.finish()
+    shown = [line.split() for line in capfdbinary.readouterr().out.splitlines()]
+    place = {(rank, int(number)): index for index, (rank, number) in enumerate(shown)}
+    assert len(place) == 2 * count
+    assert not [number for number in range(count) if place[b"[0]", number] > place[b"[1]", number]]
 
 
 def test_a_stream_of_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ class Splitter:
     def end(self) -> list[bytes]:
         """The line that was never completed, if there is one."""
         rest, self._rest = bytes(self._rest), bytearray()
-        return _pieces(_last_look(rest)) if rest else []
+        look = _last_look(rest)
+        return _pieces(look) if rest and (look or b"\r" not in rest) else []
 
     @property
     def bar(self) -> bytes:
@@ -46,6 +47,10 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def _last_look(line: bytes) -> bytes:
-    """What a terminal would show of it: what follows the last return to its start, unless that is nothing."""
+    """What a terminal would show of it: what follows the last return to its start, unless that is nothing.
+
+    A bar that goes away is overwritten with blanks.
+    """
     line = line.rstrip(b"\r")
-    return line[line.rfind(b"\r") + 1 :]
+    start = line.rfind(b"\r") + 1
+    return line[start:] if not start or line[start:].strip() else b""

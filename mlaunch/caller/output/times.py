@@ -34,4 +34,6 @@ class Times:
                 found.append((max(start - begin, 0), at))
             if start <= begin:
                 break
+        if not found:  # nothing that was noted has come yet
+            self._read = begin
         return found[::-1]
