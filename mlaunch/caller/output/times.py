@@ -29,7 +29,7 @@ class Times:
         found: list[tuple[int, float]] = []
         for start, end, at in self._board.stamps(*self._place) if self._board is not None else ():
             if not found and self._read > end:  # others have written as much
-                begin, self._read = begin - (self._read - end), end
+                self._read = end
             if start < self._read:
                 found.append((max(start - begin, 0), at))
             if start <= begin:
