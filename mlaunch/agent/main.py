@@ -14,7 +14,7 @@ from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
 from mlaunch.agent.supervisor import Supervision, Supervisor
-from mlaunch.base import linux
+from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol import error_file, payload
@@ -61,8 +61,9 @@ def run_agent(order: Order) -> NoReturn:
         code = 0
     except NoLaunchError:
         linux.kill_children()
-        code = 0
-    except BaseException:
+        os._exit(0)  # while the error holds what was opened: a ResourceWarning would trouble the caller
+    except BaseException as error:
+        rlimits.name_limit(error)
         launcher.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
     finally:
         os._exit(code)
@@ -93,7 +94,8 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         owned.add(*joined.peers.fds())
     spec = joined.spec
     results = Results(spec.local_world_size)
-    launcher.try_send(RanksStarting(time.monotonic()), [results.board.fd])
+    agreed = (spec.launch_id, spec.rank_start, spec.world_size)
+    launcher.try_send(RanksStarting(time.monotonic(), *agreed), [results.board.fd])
     owned.add(listener.fileno())
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:
@@ -103,7 +105,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
     supervisor = Supervisor(
         Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
     )
-    supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline)
+    supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
     os.close(order.call_fd)
     try:
         supervisor.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import socket
 import time
@@ -13,7 +14,7 @@ from mlaunch._version import __version__
 from mlaunch.base.errors import RankFailure
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Done, Over, Planned, Refused, Value, Waiting
-from mlaunch.protocol.spec import Cluster, LaunchSpec
+from mlaunch.protocol.spec import Agreed, Cluster, LaunchSpec
 from mlaunch.rendezvous.address import listen_as_master
 from mlaunch.rendezvous.link import Link
 from mlaunch.rendezvous.membership import Join, shortened
@@ -52,6 +53,8 @@ class Peers:
             record, fds = self._link.channel.receive()
         except EOFError:
             self._over = True
+            if self._told:  # after a failure it has nothing more to do
+                return None
             return RankFailure(None, self._link.pid, "died", subject="the link to the other machines")
         if isinstance(record, Over):
             self._over = True
@@ -103,17 +106,30 @@ def join_machines(
     if spec.rank_start == 0:
         server = _serve_as_master(spec, cluster, listener, launcher, held)
     link = Link(cluster, _introduction(spec), listener if server is None else None, held)
-    plan = _wait_for_plan(link, launcher, parent, spec.deadline)
+    plan = _wait_for_plan(link, launcher, parent, spec)
+    left = spec.seconds
     joined = dataclasses.replace(
-        spec,
-        launch_id=plan.launch_id,
-        restart_count=plan.attempt,
-        node_rank=plan.node_rank,
-        num_nodes=plan.num_nodes,
+        _as_agreed(spec, plan.agreed),
         interface=plan.interface,
-        deadline=None if spec.deadline is None else max(0.001, spec.deadline - (time.monotonic() - start)),
+        time_left=None if left is None else max(0.0, left - (time.monotonic() - start)),
     )
     return Joined(joined, server, Peers(link, gather_all=spec.gather_all))
+
+
+def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
+    command = spec.command
+    if command is not None:
+        command = dataclasses.replace(command, role_start=agreed.role_start, role_size=agreed.role_size)
+    return dataclasses.replace(
+        spec,
+        launch_id=agreed.launch_id,
+        restart_count=agreed.attempt,
+        node_rank=agreed.node_rank,
+        num_nodes=agreed.num_nodes,
+        rank_start=agreed.rank_start,
+        world_size=agreed.world_size,
+        command=command,
+    )
 
 
 def _serve_as_master(
@@ -124,35 +140,45 @@ def _serve_as_master(
         public = listen_as_master(cluster.master_ip, cluster.port)
     except OSError as error:
         where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
-        launcher.try_send(Refused(f"this machine cannot be the master at {where}: {error.strerror or error}"))
+        why = f"{error.strerror or error}{_advice(spec) if error.errno == errno.EADDRINUSE else ''}"
+        launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
         raise NoLaunchError from error
     with public:
         gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout)
         return StoreProcess(listener, gate=gate, close_in_child=held)
 
 
+def _advice(spec: LaunchSpec) -> str:
+    """Says what to give if it is the launch's own first machine that has the address."""
+    number = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.num_nodes - 1}"
+    return f". If several machines of this launch run on one host, each must be given its own {number}"
+
+
 def _introduction(spec: LaunchSpec) -> Join:
     """Says what this machine is."""
     return Join(
         host=socket.gethostname(),
-        rank_start=spec.rank_start,
+        rank_start=0 if spec.count_machines else spec.rank_start,
         n_gpus=spec.local_world_size,
-        world_size=spec.world_size,
+        world_size=0 if spec.count_machines else spec.world_size,
         function=spec.name,
         mlaunch=__version__.rpartition(".")[0],
         torch=spec.torch_version,
         gather="all" if spec.gather_all else "local",
         attempt=spec.restart_count,
+        role="default" if spec.command is None else spec.command.role,
+        machine=spec.node_rank if spec.count_machines else 0,
+        machines=spec.num_nodes if spec.count_machines else 0,
     )
 
 
-def _wait_for_plan(link: Link, launcher: Channel, parent: int, deadline: float | None) -> Planned:
+def _wait_for_plan(link: Link, launcher: Channel, parent: int, spec: LaunchSpec) -> Planned:
     sources = [link.channel.fileno(), launcher.fileno(), parent]
-    end = None if deadline is None else time.monotonic() + deadline
+    end = None if spec.seconds is None else time.monotonic() + spec.seconds
     while True:
         ready = wait(sources, None if end is None else max(0.0, end - time.monotonic()))
         if not ready:
-            why = f"its deadline of {deadline:g} s passed while the machines were joining"
+            why = f"its deadline of {spec.deadline:g} s passed while the machines were joining"
             launcher.try_send(Refused(why, late=True))
             raise NoLaunchError
         if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it

@@ -57,7 +57,7 @@ class OngoingCall:
     """What belongs to one call on the ranks. ``deadline``: seconds, None: no limit."""
 
     number: int
-    deadline: float | None
+    deadline: float | None  # as the caller gave it
     due: float | None  # when the deadline passes, on the supervisor's clock; None: it does not, or it has
     released: bool = False  # all have answered, so the ranks may go on
 
@@ -85,9 +85,9 @@ class Supervisor:
         )  # fmt: skip
         self._stopping.on_begin = self._begin_stopping
 
-    def begin_call(self, call_fd: int | None, deadline: float | None) -> None:
-        """Sends a call to all ranks. ``call_fd`` None: they have it in memory."""
-        due = None if deadline is None else self._clock() + deadline
+    def begin_call(self, call_fd: int | None, deadline: float | None, left: float | None) -> None:
+        """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
+        due = None if left is None else self._clock() + left
         self._call = OngoingCall(self._call.number + 1, deadline, due)
         for rank in self._by_local_rank:
             rank.begin_call(self._call.number, call_fd)

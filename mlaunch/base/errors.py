@@ -73,6 +73,7 @@ class LaunchError(RuntimeError):
     """
 
     log_dir: str | None = None
+    recorded: Mapping[str, object] | None = None  # what the first rank to fail wrote into its TORCHELASTIC_ERROR_FILE
 
     def __init__(
         self,

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlaunch.base import rlimits
 from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts, start_server
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
-from mlaunch.caller.plan import Machine, plan
+from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
@@ -36,30 +37,34 @@ def call_on_ranks(
     log_dir = new_directory(options.log_dir, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
 
-    def attempt(deadline: float | None, restart_count: int) -> Ended:
-        return _attempt(options.replaced({"deadline": deadline, "log_dir": log_dir}), call, name, restart_count)
+    def attempt(time_left: float | None, restart_count: int) -> Ended:
+        return _attempt(options.replaced({"log_dir": log_dir}), call, name, Attempt(restart_count, time_left))
 
-    with interrupts.deferred():
-        return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+    try:
+        with interrupts.deferred():
+            return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+    except OSError as error:
+        rlimits.name_limit(error)
+        raise
 
 
-def _attempt(options: Options, call: Call, name: str, restart_count: int) -> Ended:
-    ended = _try(options, call, name, restart_count)
+def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
+    ended = _try(options, call, name, number)
     # A warm server that is killed just before the call still looks alive; nothing has run, so a new one is asked.
     if ended is None and options.start_method == "forkserver":
-        ended = _try(options, call, name, restart_count)
+        ended = _try(options, call, name, number)
     if ended is None:
         raise LaunchError(f"the fork server was killed before it could start {name}, and another one as well")
     return ended
 
 
-def _try(options: Options, call: Call, name: str, restart_count: int) -> Ended | None:
+def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | None:
     """Returns how one attempt ended; None if the fork server was gone before it had started anything."""
     history = History()
     environ = {**os.environ, **(options.env or {})}
     server = _server(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-        spec = _planned(options, Machine(server.ready(), server.count_devices), name, environ, restart_count)
+        spec = _planned(options, Machine(server.ready(), server.count_devices), name, environ, number)
         history.ready = time.monotonic()
         handle = start_launch(server, spec, _as_sent(options, call), output_plan(options, spec), history)
         try:
@@ -76,11 +81,9 @@ def _try(options: Options, call: Call, name: str, restart_count: int) -> Ended |
             server.close()
 
 
-def _planned(
-    options: Options, machine: Machine, name: str, environ: Mapping[str, str], restart_count: int
-) -> LaunchSpec:
+def _planned(options: Options, machine: Machine, name: str, environ: Mapping[str, str], number: Attempt) -> LaunchSpec:
     try:
-        return plan(options, machine, name, environ, restart_count)
+        return plan(options, machine, name, environ, number)
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None
 

@@ -51,7 +51,7 @@ class LaunchHandle:
     never_began: bool = False  # the fork server was gone before it had forked the agent
 
     def __post_init__(self) -> None:
-        self._limits = Limits(self.spec.grace_period, self.spec.deadline, self.server.kill)
+        self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
         self.relay.watch(self.agent.fileno())
@@ -141,7 +141,7 @@ class LaunchHandle:
         self.outcome.take(record, fds)
         if isinstance(record, Reaped):
             if record.exitcode != 0:
-                registry.remove(self.spec.context.environ, self.spec.launch_id)
+                registry.remove(self.spec.context.environ, self.outcome.spec.launch_id)
                 error_file.remove_directory(self.spec)
             return False
         self._show(record, fds)
@@ -157,7 +157,7 @@ class LaunchHandle:
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
-            self.relay.adopt(record.rank, record.rank - self.spec.rank_start, fds, self.history.board)
+            self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
         elif isinstance(record, Waiting):
             self.waiting = record.text
             self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")

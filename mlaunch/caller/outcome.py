@@ -13,7 +13,7 @@ from typing import Any
 from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.base.frames import mentions_bottom
 from mlaunch.caller.failure_text import summarise
-from mlaunch.protocol import failures, payload
+from mlaunch.protocol import error_file, failures, payload
 from mlaunch.protocol.machine_messages import Refused, Value
 from mlaunch.protocol.messages import (
     AgentFailed,
@@ -21,6 +21,7 @@ from mlaunch.protocol.messages import (
     Kind,
     RankAnswered,
     RankGone,
+    RanksStarting,
     RankStacks,
     Reaped,
     RemoteError,
@@ -39,6 +40,7 @@ class Outcome:
     failures: list[RankFailure] = field(default_factory=list)
     raised: dict[int, RemoteError] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
+    recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks wrote into their error files
     stopped: list[int] = field(default_factory=list)  # ranks that the agent ended
     stacks: dict[int, RankStacks] = field(default_factory=dict)
     broken: str = ""  # what ended the launch outside its ranks
@@ -65,6 +67,12 @@ class Outcome:
         for memfd in self.values.values():
             os.close(memfd)
 
+    def _take_start(self, record: RanksStarting, _fds: Sequence[int]) -> None:
+        """Takes in what only all machines together know."""
+        self.spec = dataclasses.replace(
+            self.spec, launch_id=record.launch_id, rank_start=record.rank_start, world_size=record.world_size
+        )
+
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
         (memfd,) = fds
         if record.kind is Kind.VALUE:
@@ -76,7 +84,7 @@ class Outcome:
         self.failures.append(failures.from_answer(record, remote))
 
     def _take_end(self, record: RankGone, fds: Sequence[int]) -> None:
-        crash = _read_crash(fds[0])
+        crash = self._read_crash(record.rank, fds[0])
         if record.stopped:
             self.stopped.append(record.rank)
         if record.exitcode == 0 and not record.answered:
@@ -85,6 +93,17 @@ class Outcome:
             return
         device = self.spec.device(record.rank - self.spec.rank_start)
         self.failures.append(failures.from_exit(record, device, crash))
+
+    def _read_crash(self, rank: int, fd: int) -> str:
+        """Reads what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""
+        with open(fd, encoding="utf-8", errors="replace") as file:
+            file.seek(0)
+            text = file.read()
+        record = error_file.parse(text)
+        if record is None:
+            return _without_ours(text)
+        self.recorded[rank] = record
+        return error_file.traceback_of(record) or ""
 
     def _take_value(self, record: Value, fds: Sequence[int]) -> None:
         self.values.update((record.rank, fd) for fd in fds)
@@ -114,6 +133,7 @@ class Outcome:
 
 
 _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
+    RanksStarting: Outcome._take_start,
     RankAnswered: Outcome._take_answer,
     RankGone: Outcome._take_end,
     Value: Outcome._take_value,
@@ -127,14 +147,11 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
 }
 
 
-def _read_crash(fd: int) -> str:
-    """Reads the stacks that faulthandler wrote as a rank died, less the launcher's frames; "" if it did not crash."""
-    with open(fd, encoding="utf-8", errors="replace") as file:
-        file.seek(0)
-        lines = file.read().splitlines()
+def _without_ours(crash: str) -> str:
+    """The stacks that faulthandler wrote as a rank died, less the launcher's frames."""
     kept: list[str] = []
     ours = False
-    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), lines):
+    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), crash.splitlines()):
         ours = line.startswith("  File") and (ours or mentions_bottom(line))
         kept += [] if ours else [line]
     return "\n".join(kept).strip()

@@ -28,7 +28,15 @@ class Machine:
     count: Callable[[Mapping[str, str]], int]
 
 
-def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, str], restart_count: int) -> LaunchSpec:
+@dataclass(frozen=True)
+class Attempt:
+    """What differs between the attempts of a call. ``time_left``: seconds of its deadline, None: it has none."""
+
+    restart_count: int
+    time_left: float | None
+
+
+def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
     """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
     placed = _place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
@@ -46,7 +54,8 @@ def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, st
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
         deadline=options.deadline,
-        restart_count=restart_count,
+        time_left=attempt.time_left,
+        restart_count=attempt.restart_count,
         max_restarts=options.max_restarts,
         seed=options.seed,
         port=options.port,

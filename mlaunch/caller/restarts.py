@@ -28,7 +28,7 @@ def with_restarts(
         why = str(report_of(ended.error) if ended.error is not None else "").partition("\n")[0]
         tell(f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}")
         if deadline is not None:
-            left = max(0.001, deadline - (time.monotonic() - start))
+            left = max(0.0, deadline - (time.monotonic() - start))
     return attempt(left, max_restarts)
 
 

@@ -120,6 +120,8 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
     stacks = {rank: dump.text for rank, dump in outcome.stacks.items() if dump.text}
     error = kind(text, outcome.failures, _results(outcome), stacks)
     error.log_dir = outcome.log_dir
+    cause = outcome.failures[0].rank if outcome.failures else None
+    error.recorded = outcome.recorded.get(cause) if cause is not None else None
     return error
 
 

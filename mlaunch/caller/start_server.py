@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -53,6 +55,7 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
         start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer
     )
     theirs.close()
+    _interpreters.add(process)
 
     def wait(seconds: float) -> int | None:
         try:
@@ -61,6 +64,16 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
             return None
 
     return ForkServer(ours, process.pid, wait)
+
+
+def _disown() -> None:
+    """After a fork of the caller, in the child: Popen would warn of a process that is not the child's."""
+    for interpreter in _interpreters:
+        interpreter.returncode = interpreter.returncode or 0
+
+
+_interpreters: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_disown)
 
 
 def start_fork(call: Call) -> ForkServer:
@@ -116,9 +129,14 @@ def _check_forkable() -> None:
                 f"start_method='fork': this process has initialised {accelerator.type}, and a fork of it could not "
                 f"use the devices; use start_method='forkserver' (the default), which does not fork this process"
             )
+    if threading.active_count() > 1:
+        _warn_of_threads()
+
+
+@functools.cache  # once: the threads of a notebook are always there
+def _warn_of_threads() -> None:
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    if others:
-        warn_caller(
-            f"start_method='fork' in a process with {len(others)} other thread(s) ({', '.join(others[:5])}): a lock "
-            f"that one of them holds now stays locked in the ranks; start_method='forkserver' has no such danger"
-        )
+    warn_caller(
+        f"start_method='fork' in a process with {len(others)} other thread(s) ({', '.join(others[:5])}): a lock that "
+        f"one of them holds now stays locked in the ranks; start_method='forkserver' has no such danger"
+    )

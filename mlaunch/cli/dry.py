@@ -6,9 +6,10 @@ import dataclasses
 import shlex
 from collections.abc import Mapping
 
-from mlaunch.caller.plan import Machine
+from mlaunch.base.text import ranges
+from mlaunch.caller.plan import Attempt, Machine
 from mlaunch.cli.job import Job
-from mlaunch.cli.job_spec import Attempt, spec_of
+from mlaunch.cli.job_spec import spec_of
 from mlaunch.protocol.messages import Ready
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, environment
@@ -32,7 +33,7 @@ def describe(job: Job, size: int, environ: Mapping[str, str], accelerator: str |
     lines = [
         f"command     {_command(job)}",
         f"directory   {job.path[0] if job.path else ''} comes first in sys.path",
-        f"ranks       {first}-{first + size - 1} of {world}" if size > 1 else f"ranks       {first} of {world}",
+        f"ranks       {ranges(range(first, first + size), ', ')} of {world}{_guess(job, size)}",
         f"machines    {_machines(job)}",
         f"devices     {_devices(job, environ)}",
         f"threads     {_threads(size, environ)}",
@@ -46,6 +47,11 @@ def describe(job: Job, size: int, environ: Mapping[str, str], accelerator: str |
     for rank in ranks:
         lines.append("  " + " ".join(f"{name}={value}" for name, value in rank.items() if name not in shared))
     return "\n".join(lines)
+
+
+def _guess(job: Job, size: int) -> str:
+    """Only all machines together know which ranks each has."""
+    return f", if each machine has {size}" if job.nodes > 1 else ""
 
 
 def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
@@ -64,12 +70,7 @@ def _environment(
     if spec.command is None:
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
-    known = dataclasses.replace(
-        spec,
-        num_nodes=job.nodes,
-        node_rank=job.node_rank,
-        interface="lo" if job.nodes == 1 else _AT_THE_START,
-    )
+    known = dataclasses.replace(spec, interface="lo" if job.nodes == 1 else _AT_THE_START)
     found = environment.of_command(known, spec.command, local_rank, ("127.0.0.1", port), accelerator)
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
     del found[OWNER]  # the rank's own process

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlaunch.cli.completion import PrintCompletion
+
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _REFUSED = {
@@ -60,6 +62,11 @@ class Flags(argparse.ArgumentParser):
         super().__init__(formatter_class=_Formatter, epilog=_EXAMPLES, usage=_usage(settings), **settings)
         self.environ = environ
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Finds the flags that begin so, each once: two spellings of one flag are not ambiguous."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return list({id(candidate[0]): candidate for candidate in found}.values())
+
     def flag(self, group: Any, *names: str, default: Any = None, kind: Callable[[str], Any] = str, **more: Any) -> None:
         """A flag with a value, in both spellings."""
         variable = _variable(names)
@@ -106,6 +113,8 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     _add_what(flags)
     _add_output(flags)
     _add_ending(flags)
+    flags.add_argument("--print-completion", action=PrintCompletion, metavar="SHELL",
+                       help="print what makes a shell (bash, zsh, tcsh) complete mlaunch; needs shtab")  # fmt: skip
     for name, reason in _REFUSED.items():
         flags.flag(flags, name, help=argparse.SUPPRESS, kind=_refuse(name, reason))
     flags.add_argument("training_script", metavar="SCRIPT", help=argparse.SUPPRESS)
@@ -165,7 +174,10 @@ def _add_output(flags: Flags) -> None:
     group = flags.add_argument_group("output")
     flags.flag(group, "--log-dir", metavar="DIR", help="where --redirects and --tee write (default: a new directory)")
     flags.flag(group, "-r", "--redirects", default="0", metavar="STD", help=f"into files alone: {STD_HELP}")
-    flags.flag(group, "-t", "--tee", default="0", metavar="STD", help="into files, and here with the rank in front")
+    flags.flag(group, "-t", "--tee", default="0", metavar="STD", help="into files, and here with a prefix")
+    flags.flag(group, "--log-line-prefix-template", default="", metavar="TEMPLATE", help="the prefix, of "
+               "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
+               "[${role_name}${local_rank}]:)")  # fmt: skip
     flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
 
 

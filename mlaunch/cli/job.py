@@ -20,6 +20,7 @@ from mlaunch.protocol.spec import check_token
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
+_LONGEST_ROLE = 255  # characters, that all machines hear
 _NO_ID = "none"  # torchrun's
 _BACKENDS = ("static", "c10d")
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
@@ -85,6 +86,8 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     host, port, node_rank = _meeting(args, nodes, conf)
     if not 0 <= node_rank < nodes:
         raise UsageError(f"--node-rank {node_rank}: allowed: 0 to {nodes - 1}, since --nnodes is {nodes}")
+    if not args.role.isprintable() or len(args.role) > _LONGEST_ROLE:
+        raise UsageError(f"--role {args.role!r}: allowed: at most {_LONGEST_ROLE} printable characters")
     if args.numa_binding not in {None, *NUMA_MODES}:
         raise UsageError(f"--numa-binding {args.numa_binding}: allowed: {', '.join(NUMA_MODES)}")
     return Job(

@@ -7,17 +7,9 @@ import os
 import tempfile
 from collections.abc import Mapping
 
-from mlaunch.caller.plan import Machine, plan, working_directory
+from mlaunch.caller.plan import Attempt, Machine, plan, working_directory
 from mlaunch.cli.job import Job
 from mlaunch.protocol.spec import Command, Context, LaunchSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """What differs between the attempts of a job. ``deadline``: seconds that are left, None: no limit."""
-
-    restart_count: int
-    deadline: float | None
 
 
 def spec_of(
@@ -28,8 +20,7 @@ def spec_of(
     Raises:
         ValueError: This machine cannot serve the job.
     """
-    options = job.options(size).replaced({"deadline": attempt.deadline})
-    planned = plan(options, machine, job.name, environ, attempt.restart_count)
+    planned = plan(job.options(size), machine, job.name, environ, attempt)
     command = Command(
         kind=job.kind,
         target=job.target,
@@ -42,4 +33,12 @@ def spec_of(
         numa_binding=job.numa_binding,
     )
     context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
-    return dataclasses.replace(planned, device_type="", command=command, context=context)
+    return dataclasses.replace(
+        planned,
+        device_type="",
+        command=command,
+        context=context,
+        node_rank=job.node_rank,
+        num_nodes=job.nodes,
+        count_machines=job.nodes > 1,
+    )

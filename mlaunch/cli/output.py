@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 import string
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from mlaunch.caller.output import files
 from mlaunch.caller.output.plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
 
-_PREFIX = "[${role_name}${rank}]:"  # torchrun's
+_PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
@@ -25,6 +26,7 @@ class Wishes:
     tee: Callable[[int], int]
     only: frozenset[int] | None
     log_dir: str | None
+    prefix: str  # a template
 
     def policies(self, size: int) -> dict[tuple[int, int], Policy]:
         """Of those streams that are not simply left to their rank."""
@@ -40,11 +42,13 @@ class Wishes:
         return found
 
 
-def wishes_of(args: argparse.Namespace) -> Wishes:
+def wishes_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Wishes:
     only = None
     if args.local_ranks_filter:
         only = frozenset(numbers("--local-ranks-filter", args.local_ranks_filter))
-    return Wishes(_of_rank("--redirects", args.redirects), _of_rank("--tee", args.tee), only, args.log_dir)
+    redirects, tee = _of_rank("--redirects", args.redirects), _of_rank("--tee", args.tee)
+    prefix = args.log_line_prefix_template or environ.get(_PREFIX_VARIABLE) or _PREFIX
+    return Wishes(redirects, tee, only, args.log_dir, prefix)
 
 
 def _of_rank(name: str, text: str) -> Callable[[int], int]:
@@ -68,12 +72,15 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
         raise UsageError(f"--log-dir {wishes.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
 
 
-def output_plan(wishes: Wishes, size: int, role: str, directory: str | None, environ: Mapping[str, str]) -> OutputPlan:
-    policies = wishes.policies(size)
-    template = string.Template(environ.get(_PREFIX_VARIABLE, _PREFIX))
+def output_plan(
+    wishes: Wishes, size: int, role: str, directory: str | None, rank_start: Callable[[], int]
+) -> OutputPlan:
+    """``rank_start``: asked when ranks print, since a machine hears it from the others."""
+    template, host = string.Template(wishes.prefix), socket.gethostname()
 
     def prefix(ranks: Sequence[int]) -> str:
         (rank,) = ranks
-        return template.safe_substitute(role_name=role, rank=rank, local_rank=rank)
+        local_rank = rank - rank_start()
+        return template.safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)
 
-    return OutputPlan(policies, prefix, directory, by_local_rank=True, merge=False)
+    return OutputPlan(wishes.policies(size), prefix, directory, by_local_rank=True, merge=False)

@@ -11,14 +11,16 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
+from mlaunch.base import rlimits
 from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import StopSignal
 from mlaunch.caller.placement import shown
-from mlaunch.caller.plan import Machine
+from mlaunch.caller.plan import Attempt, Machine
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
@@ -28,7 +30,7 @@ from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.job_spec import Attempt, spec_of
+from mlaunch.cli.job_spec import spec_of
 from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
 from mlaunch.protocol import error_file
 from mlaunch.rank import device
@@ -45,10 +47,11 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
     args = parser.parse_args(argv)
     try:
-        return _run(job_of(args, os.environ), wishes_of(args), dry=args.dry_run)
+        return _run(job_of(args, os.environ), wishes_of(args, os.environ), dry=args.dry_run)
     except UsageError as error:
         parser.exit(_USAGE, f"{prog}: {error}\n")
     except OSError as error:
+        rlimits.name_limit(error)
         _say(str(error))
         return _RAISED
     except StopSignal as stop:
@@ -75,14 +78,11 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             if job.virtual_local_rank:
                 _check_devices(size, environ, server.ready().accelerator)
             _say_threads(size, environ)
-            _launch(job, size, server, environ, wishes)
+            return _launch(job, size, server, environ, wishes)
         except LaunchError as error:
-            _say(str(error))
-            _record(error)
-            return _status(error)
+            return _fail(error)
         finally:
             server.close()
-    return 0
 
 
 def _interpreter(environ: Mapping[str, str]) -> str:
@@ -93,22 +93,29 @@ def _interpreter(environ: Mapping[str, str]) -> str:
     return executable
 
 
-def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> None:
+def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> int:
+    """Runs the job; returns the exit status."""
     directory = directory_of(wishes, size, job.run_id or "run")
-    output = output_plan(wishes, size, job.role, directory, environ)
     if directory is not None and wishes.log_dir is None:
         _say(f"output is kept in {directory}")
     machine = Machine(server.ready(), server.count_devices)
 
-    def attempt(deadline: float | None, restart_count: int) -> Ended:
-        spec = spec_of(job, size, machine, environ, Attempt(restart_count, deadline), directory or "")
+    def attempt(time_left: float | None, restart_count: int) -> Ended:
+        spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
+        output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
         handle = start_launch(server, spec, None, output, History())
         try:
             return handle.wait()
         finally:
             handle.close()
 
-    with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say).result()
+    begun = time.monotonic()
+    try:
+        with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say).result()
+    except LaunchTimeout as error:  # of the deadline, or of the time to join
+        late = job.deadline is not None and time.monotonic() - begun >= job.deadline
+        return _fail(error, _TIMED_OUT if late else _RAISED)
+    return 0
 
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
@@ -180,19 +187,25 @@ def _let_go_of_streams() -> None:
 
 
 def _record(error: LaunchError) -> None:
-    """For what started this command and asked, as torchrun does."""
+    """Writes what the rank wrote of its failure, or else what we know, for what started this command and asked."""
     path = os.environ.get(error_file.VARIABLE)
     if path and error.failures:
+        cause, first_line = error.failures[0], str(error).partition("\n")[0]
+        record = error.recorded or error_file.new_record(first_line, cause.traceback or str(error))
         try:
-            error_file.write(path, str(error).partition("\n")[0], error.failures[0].traceback or str(error))
+            error_file.write(path, record, cause.exitcode)
         except OSError as problem:
             _say(f"{error_file.VARIABLE}={path}: {problem}")
 
 
+def _fail(error: LaunchError, status: int | None = None) -> int:
+    """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
+    _say(str(error))
+    _record(error)
+    return _status(error) if status is None else status
+
+
 def _status(error: LaunchError) -> int:
-    """This command's exit status after a failed launch."""
-    if isinstance(error, LaunchTimeout):
-        return _TIMED_OUT
     code = error.failures[0].exitcode if error.failures else None
     if code is None:
         return _RAISED

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,40 @@ def _own_directory(spec: LaunchSpec) -> str:
 
 def copy_into(path: str, crash_fd: int) -> None:
     """Copies the rank's error file into its crash memfd if faulthandler wrote nothing there."""
-    if path and os.fstat(crash_fd).st_size == 0:
-        os.write(crash_fd, _read(path).encode(errors="replace"))
+    if not path or os.fstat(crash_fd).st_size:
+        return
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        os.write(crash_fd, file.read(_READ))
 
 
-def _read(path: str) -> str:
-    """A traceback, or a message; "" if there is nothing that can be read."""
+def parse(text: str) -> dict[str, Any] | None:
+    """Reads what an error file holds; None if that is no record."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            noted = json.loads(file.read(_READ))
-        message: Any = noted["message"]
-        return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+        record = json.loads(text)
+        return record if isinstance(record, dict) and traceback_of(record) is not None else None
+    except ValueError:
+        return None
 
 
-def write(path: str, message: str, traceback: str) -> None:
-    """As torch's ``record`` would, for who started us. OSError if it cannot be written."""
+def traceback_of(record: Mapping[str, Any]) -> str | None:
+    """Returns a record's traceback, or its message where it has none; None if it has neither."""
+    message = record.get("message")
+    try:
+        return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])  # type: ignore[index]
+    except (LookupError, TypeError):
+        return None
+
+
+def new_record(message: str, traceback: str) -> dict[str, Any]:
+    """Makes a record as torch's ``record`` decorator would."""
     extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+    return {"message": {"message": message, "extraInfo": extra}}
+
+
+def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
+    """Writes a rank's record for who started this launch, with its exit code as torchrun does. May raise OSError."""
+    message = record["message"]
+    if exitcode and isinstance(message, dict):
+        record = {**record, "message": {**message, "errorCode": exitcode}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    Path(path).write_text(json.dumps(record))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlaunch.protocol.spec import Agreed
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -30,10 +32,7 @@ class Refused:
 class Planned:
     """All machines have joined. ``interface``: this machine's, on the way to the master."""
 
-    launch_id: str
-    attempt: int
-    node_rank: int
-    num_nodes: int
+    agreed: Agreed
     interface: str
 
 

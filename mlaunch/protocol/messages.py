@@ -124,9 +124,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class RanksStarting:
-    """Attached: the board of the ranks. ``at``: the agent's monotonic seconds."""
+    """Attached: the board of the ranks. ``at``: the agent's monotonic seconds. The rest is what machines agreed on."""
 
     at: float
+    launch_id: str
+    rank_start: int
+    world_size: int
 
 
 @dataclass(frozen=True)

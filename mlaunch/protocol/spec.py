@@ -35,6 +35,22 @@ class Command:
     temporary: str = "/tmp"
     virtual_local_rank: bool = False  # each rank sees one device, and is its local rank 0
     numa_binding: str | None = None  # torch's name for a mode
+    role_start: int | None = None  # of local rank 0 among all ranks with this role; None: its global rank
+    role_size: int | None = None  # the number of those; None: all ranks
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the machines of a launch agree on when all have joined, as one of them hears it."""
+
+    launch_id: str
+    attempt: int  # from 0
+    node_rank: int
+    num_nodes: int
+    rank_start: int
+    world_size: int
+    role_start: int  # as in Command
+    role_size: int
 
 
 def check_token(token: str | None, source: str) -> None:
@@ -73,7 +89,7 @@ class LaunchSpec:
     backend: str
     timeout: float | None
     grace_period: float
-    deadline: float | None
+    deadline: float | None  # as the user gave it
     restart_count: int
     max_restarts: int
     seed: int | str | None  # see mlaunch.seeding
@@ -84,11 +100,18 @@ class LaunchSpec:
     cluster: Cluster | None = None  # None: a launch on this machine alone
     node_rank: int = 0  # of this machine, by its ranks
     num_nodes: int = 1
+    count_machines: bool = False  # rank_start and world_size are guesses, until all machines have told their sizes
     interface: str = "lo"  # on which the ranks talk; "": not known
     rank0_only: bool = False  # the caller wants the value of rank 0 alone
     gather_all: bool = False  # the caller wants the values of all machines' ranks
     command: Command | None = None  # None: ranks receive a function
+    time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
+
+    @property
+    def seconds(self) -> float | None:
+        """What is left of the deadline when this attempt begins."""
+        return self.deadline if self.time_left is None else self.time_left
 
     def device(self, local_rank: int) -> str:
         """ "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""

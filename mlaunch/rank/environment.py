@@ -52,6 +52,8 @@ def of_command(
     """Returns the whole environment of a rank that runs a command. ValueError as ``device.only``."""
     environ = of_rank(spec, local_rank, *rendezvous)
     environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id}
+    if command.role_start is not None:
+        environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
     environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
     if command.virtual_local_rank:
         environ |= {"LOCAL_RANK": "0", **device.only(local_rank, environ, accelerator)}

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import seeding
+from mlaunch.base import rlimits, seeding
 from mlaunch.protocol import calls, payload, pickling, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
@@ -120,6 +120,9 @@ class FunctionRank(Rank):
         try:
             self._answer(Kind.VALUE, value)
         except Exception as error:  # whatever a __reduce__ may raise
+            if rlimits.is_limit(error):  # of what has room, not of what can be pickled
+                rlimits.name_limit(error)
+                raise
             found = pickling.unpicklable(value, "value")
             raise _UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
 

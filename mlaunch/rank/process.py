@@ -36,6 +36,8 @@ def reset_process(*, of_a_function: bool = True, open_stream: Callable[[int], io
     if of_a_function:
         atexit._clear()
         atexit.register(logging.shutdown)
+        if getattr(sys.stdin, "name", None) == os.devnull:  # of the process that we were forked from
+            sys.stdin.close()
         sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
         sys.stdout, sys.stderr = _by_lines(open_stream(1)), _by_lines(open_stream(2))
     gc.enable()

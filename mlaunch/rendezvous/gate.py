@@ -137,14 +137,18 @@ class Gate:
 
     def _begin(self) -> None:
         self._begun = True
-        self._members.sort(key=lambda member: member.join.rank_start)
+        self._members.sort(key=lambda member: member.join.place)
+        joins = membership.placed([member.join for member in self._members])
         plan = {
             "launch_id": self._launch_id,
-            "attempt": max(member.join.attempt for member in self._members),  # one that comes back begins with 0
-            "num_nodes": len(self._members),
+            "attempt": max(join.attempt for join in joins),  # one that comes back begins with 0
+            "num_nodes": len(joins),
+            "world_size": joins[0].world_size,
         }
-        for index, member in enumerate(self._members):
-            member.writer.write(wire.encode({"plan": {**plan, "node_rank": index}}))
+        for index, (join, role) in enumerate(zip(joins, membership.role_ranks(joins), strict=True)):
+            own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
+            self._members[index].join = join
+            self._members[index].writer.write(wire.encode({"plan": {**plan, **own}}))
 
     async def _hear(self, member: _Member, record: wire.Record) -> None:
         if isinstance(record.get("failure"), dict):
@@ -204,7 +208,7 @@ class Gate:
 
     async def _tell_master_last(self, record: wire.Record) -> None:
         """Its agent ends this process when it hears, and what the others have not read by then may be lost."""
-        master = min(self._members, key=lambda member: member.join.rank_start, default=None)
+        master = min(self._members, key=lambda member: member.join.place, default=None)
         if master is None:  # refused, and gone before it was told
             return
         others = [member.gone.wait() for member in self._members if member is not master]

@@ -21,7 +21,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.machine_messages import Done, Over, Planned, Refused, Value, Waiting
-from mlaunch.protocol.spec import Cluster
+from mlaunch.protocol.spec import Agreed, Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate import BEATS
@@ -118,15 +118,8 @@ class LinkProcess:
     def _take(self, plan: dict[str, Any]) -> None:
         address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
         self._launch_id = str(plan["launch_id"])
-        self._agent.try_send(
-            Planned(
-                launch_id=self._launch_id,
-                attempt=int(plan["attempt"]),
-                node_rank=int(plan["node_rank"]),
-                num_nodes=int(plan["num_nodes"]),
-                interface=interface_of(address),
-            )
-        )
+        numbers = {name: int(value) for name, value in plan.items() if name != "launch_id"}
+        self._agent.try_send(Planned(Agreed(self._launch_id, **numbers), interface_of(address)))
 
     async def _remind(self) -> None:
         """Says what is waited for, when that changes and now and then."""

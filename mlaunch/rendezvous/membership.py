@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.text import first_bytes, last_bytes, name_ranks
+from mlaunch.base.text import first_bytes, last_bytes, name_ranks, ranges
 
-_LONGEST = {"host": 255, "function": 1000}  # characters; of what is not listed here:
+_LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what is not listed here:
 _SHORT = 100
 _NAMED = 20  # machines in a sentence
 _SENTENCE = 16_000  # bytes of it
@@ -32,14 +34,23 @@ class Join:
     torch: str
     gather: str  # whose values its call returns
     attempt: int  # of the launch, from 0
+    role: str = "default"  # of its ranks
+    machine: int = 0  # its number, where machines are counted
+    machines: int = 0  # that are to join; 0: they are not counted, rank_start and world_size say who is missing
 
     @property
     def ranks(self) -> range:
         return range(self.rank_start, self.rank_start + self.n_gpus)
 
     @property
+    def place(self) -> tuple[int, int]:
+        """By which the machines of a launch are ordered."""
+        return self.machine, self.rank_start
+
+    @property
     def who(self) -> str:
-        return f"host {self.host} ({name_ranks(self.ranks)})"
+        known = name_ranks(self.ranks) if self.world_size else f"machine {self.machine}"
+        return f"host {self.host} ({known})"
 
     def as_record(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,11 +73,14 @@ class Join:
 
 def conflict(joined: Sequence[Join], new: Join) -> str:
     """Says why ``new`` does not fit to those that have joined, for all to read; "" if it does."""
-    if new.n_gpus < 1 or new.ranks[-1] >= new.world_size:
+    if new.n_gpus < 1 or (not new.machines and new.ranks[-1] >= new.world_size):
         return f"{new.who} has ranks beyond world_size={new.world_size}"
+    if new.machines and new.machine >= new.machines:
+        return f"{new.who} is beyond --nnodes {new.machines}"
     for other in joined:
         for name, words in (
             ("world_size", "world_size={}"),
+            ("machines", "--nnodes {}"),
             ("function", "{} to run"),
             ("mlaunch", "mlaunch {}"),
             ("torch", "torch {}"),
@@ -75,16 +89,20 @@ def conflict(joined: Sequence[Join], new: Join) -> str:
             ours, theirs = getattr(new, name), getattr(other, name)
             if ours != theirs:
                 return f"host {other.host} has {words.format(theirs)}, host {new.host} has {words.format(ours)}"
-        both = sorted(set(other.ranks) & set(new.ranks))
+        if new.machines and other.machine == new.machine:
+            return f"host {other.host} and host {new.host} both have --node-rank {new.machine}"
+        both = [] if new.machines else sorted(set(other.ranks) & set(new.ranks))
         if both:
             return f"{name_ranks(both)} would be on host {other.host} and on host {new.host}: the rank_start overlap"
     return ""
 
 
 def missing(joined: Sequence[Join]) -> list[int]:
-    """Returns the ranks that no machine has brought."""
+    """Returns the ranks that no machine has brought, or the numbers of the machines where those are counted."""
     if not joined:
         return []
+    if joined[0].machines:
+        return sorted(set(range(joined[0].machines)) - {machine.machine for machine in joined})
     there = {rank for machine in joined for rank in machine.ranks}
     return [rank for rank in range(joined[0].world_size) if rank not in there]
 
@@ -95,7 +113,41 @@ def describe(joined: Sequence[Join]) -> str:
     if len(joined) > _NAMED:
         names += f" and {len(joined) - _NAMED} more"
     machines = f"{len(joined)} machine{'s' * (len(joined) != 1)}"
-    return first_bytes(f"{machines} joined ({names}); {name_ranks(missing(joined))} missing", _SENTENCE)
+    lacking = missing(joined)
+    words = name_ranks(lacking)
+    if joined[0].machines:
+        words = f"machine{'s' * (len(lacking) != 1)} {ranges(lacking, ', ')} of {joined[0].machines}"
+    return first_bytes(f"{machines} joined ({names}); {words} missing", _SENTENCE)
+
+
+@dataclass(frozen=True)
+class RoleRanks:
+    """Where a machine's ranks stand among all with the same role."""
+
+    start: int
+    size: int
+
+
+def placed(joined: Sequence[Join]) -> list[Join]:
+    """Returns all machines of a launch in their order, with the ranks of those that were only counted."""
+    ordered = sorted(joined, key=lambda machine: machine.place)
+    if not ordered[0].machines:
+        return ordered
+    starts = [0, *accumulate(machine.n_gpus for machine in ordered)]
+    return [
+        replace(machine, rank_start=start, world_size=starts[-1])
+        for machine, start in zip(ordered, starts, strict=False)
+    ]
+
+
+def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
+    """Returns what each machine's ranks are among those of their role."""
+    sizes: Counter[str] = Counter()
+    starts = []
+    for machine in ordered:
+        starts.append(sizes[machine.role])
+        sizes[machine.role] += machine.n_gpus
+    return [RoleRanks(start, sizes[machine.role]) for machine, start in zip(ordered, starts, strict=True)]
 
 
 def shortened(failure: RankFailure) -> RankFailure:

@@ -89,7 +89,7 @@ class World:
                 ),
             )
         )
-        self.supervisor.begin_call(None, self.deadline)
+        self.supervisor.begin_call(None, self.deadline, self.deadline)
 
     def _rank(self, index: int) -> RankProcess:
         reader, writer = os.pipe()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from dataclasses import fields
 from typing import Any
@@ -170,7 +171,7 @@ def test_devices() -> None:
 
 
 def policies(size: int, *args: str) -> dict[tuple[int, int], Policy]:
-    return wishes_of(parse(*args)).policies(size)
+    return wishes_of(parse(*args), {}).policies(size)
 
 
 def test_what_becomes_of_the_output() -> None:
@@ -183,12 +184,20 @@ def test_what_becomes_of_the_output() -> None:
     assert policies(2, "-t", "1", "--local-ranks-filter", "1") == {(0, 1): kept, (0, 2): gone, (1, 1): seen}
 
 
-def test_the_prefix_is_torchruns() -> None:
-    wishes = wishes_of(parse("-t", "3"))
-    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}> "}
-    for environ, prefix in (({}, "[trainer3]:"), (template, "3> ")):
-        plan = output_plan(wishes, 4, "trainer", None, environ)
-        assert plan.prefix([3]) == prefix
+@pytest.mark.parametrize(
+    ("args", "environ", "prefix"),
+    [
+        ([], {}, "[trainer1]:"),
+        ([], {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank} ${local_rank}> "}, "5 1> "),
+        ([], {"PET_LOG_LINE_PREFIX_TEMPLATE": "${role_name}> "}, "trainer> "),
+        (["--log-line-prefix-template", "${hostname} ${other}> "],
+         {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}> "}, f"{socket.gethostname()} ${{other}}> "),
+    ],
+)  # fmt: skip
+def test_the_prefix_is_torchruns(args: list[str], environ: dict[str, str], prefix: str) -> None:
+    """On the second machine, whose ranks begin with 4."""
+    wishes = wishes_of(parse("-t", "3", *args, **environ), environ)
+    assert output_plan(wishes, 4, "trainer", None, lambda: 4).prefix([5]) == prefix
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name() -> None:
@@ -209,7 +218,7 @@ def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for words in (
         f"command     python {__file__} --lr '0.1 or so'\n",
-        "ranks       2-3 of 4\n",
+        "ranks       2-3 of 4, if each machine has 2\n",
         "machines    2, this is number 1; they meet at h1, port 29500, to which this one connects, without a token\n",
         "devices     every rank sees all\n",
         "ending      SIGTERM, after 30 s SIGKILL; 0 restarts; no deadline\n",

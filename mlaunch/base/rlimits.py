@@ -1,0 +1,26 @@
+"""The limits of a process that a launch may meet, named in the errors that they cause."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+_LIMITS = {
+    errno.EMFILE: (resource.RLIMIT_NOFILE, "ulimit -n", "open files"),
+    errno.EFBIG: (resource.RLIMIT_FSIZE, "ulimit -f", "bytes in a file, memory files among them"),
+}
+
+
+def is_limit(error: BaseException) -> bool:
+    """Whether a limit of this process is the error's cause."""
+    return isinstance(error, OSError) and error.errno in _LIMITS
+
+
+def name_limit(error: BaseException) -> None:
+    """Adds to the error's words which limit was met, if it was one."""
+    if not isinstance(error, OSError) or error.errno not in _LIMITS or "ulimit" in str(error):
+        return
+    limit, command, what = _LIMITS[error.errno]
+    soft, hard = resource.getrlimit(limit)
+    most = "" if hard in {soft, resource.RLIM_INFINITY} else f", up to {hard}"
+    error.strerror = f"{error.strerror}: the limit is {soft} {what}; raise it with {command}{most}"

@@ -1,0 +1,36 @@
+"""The command line of ``mlaunch``, less the flags of ``mlaunch run``."""
+
+from __future__ import annotations
+
+import argparse
+
+from mlaunch._version import __version__
+from mlaunch.cli import doctor, inspect
+
+_EXAMPLES = """\
+examples:
+  mlaunch run --nproc-per-node 4 train.py
+                           a script on four ranks (mlaunch run --help tells more)
+  mlaunch ps               what is running, and what each rank is doing
+  mlaunch stacks 3f2a      where the ranks of the launch 3f2a... are in their code
+  mlaunch doctor           what this machine offers, and what would go wrong
+
+exit status: 0, 1 for an error that is told, 2 for a wrong command line; of run: see mlaunch run --help
+"""
+
+
+def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
+    """Makes the parser of the whole command. ``run``: the flags of its ``run``, which reads them itself otherwise."""
+    parser = argparse.ArgumentParser(
+        prog="mlaunch",
+        description="Starts scripts on every device, looks at launches on this machine, and at the machine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mlaunch {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parents = [] if run is None else [run]
+    commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
+    inspect.add_commands(commands)
+    doctor.add_command(commands)
+    return parser
