@@ -16,6 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _OMP_PAUSE_HARD = 2
 _STDERR = 2
 _IOLBF = 1
+_ASIDE = 500  # below the usual limit of 1,024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,6 +59,14 @@ def above_standard(fd: int) -> int:
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
     os.close(fd)
     return moved
+
+
+def aside(fd: int) -> int:
+    """Returns a duplicate of ``fd`` with a number that files opened later do not get, even if others close it."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ASIDE)
+    except OSError:  # so many are not allowed
+        return fd
 
 
 def identity(fd: int) -> tuple[int, int] | None:
@@ -108,16 +117,38 @@ def has_children() -> bool:
 
 
 def children() -> set[int]:
-    """Returns the pids whose parent is this process, zombies included; none where /proc is not there or another's.
-
-    In a namespace of pids with the outer /proc, the numbers there mean other processes here.
-    """
+    """Returns the pids whose parent is this process, zombies included; none where there is no /proc."""
     pids: set[int] = set()
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 pids.update(map(int, (task / "children").read_text().split()))
+        if os.readlink("/proc/self") != str(os.getpid()):
+            pids = _numbers_here(pids)
     return {pid for pid in pids if _is_child(pid)}
+
+
+def _numbers_here(foreign: set[int]) -> set[int]:
+    """Returns the numbers that processes have in this namespace of pids, where /proc is that of an outer one."""
+    depth = len(_numbers("self"))
+    found = set()
+    for pid in foreign:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.update(_numbers(str(pid))[depth - 1 : depth])
+    return found
+
+
+def _numbers(pid: str) -> list[int]:
+    """Returns a process's numbers, from the namespace of /proc inwards."""
+    rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return [int(number) for row in rows if row.startswith("NSpid:") for number in row.split()[1:]]
+
+
+def is_stopped(pid: int) -> bool:
+    """Tells whether a child of this process has been stopped by a signal."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _is_child(pid: int) -> bool:
@@ -175,11 +206,11 @@ def give_back_openmp_threads() -> None:
     A child of fork that inherits libgomp's idea of a pool, without its threads, hangs in its first parallel
     operation. The next parallel operation of this process makes a new pool.
     """
-    libraries = {
-        line.split()[-1]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "libgomp" in line or "libiomp" in line or "libomp" in line
-    }
+    try:
+        rows = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # no /proc
+        return
+    libraries = {row.split()[-1] for row in rows if "libgomp" in row or "libiomp" in row or "libomp" in row}
     for path in libraries:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)

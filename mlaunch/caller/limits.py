@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mlaunch.base import linux
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
-_MARGIN = 2.0  # seconds beyond what an agent may take
+_PATIENCE = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
+_STEP_DELAY = 2.0  # seconds between steps
 
 
 @dataclass
@@ -38,15 +40,15 @@ class Limits:
 
     def begin_cancel(self, *, force: bool) -> None:
         """The agent was asked to end the launch."""
-        self._due = time.monotonic() + (_MARGIN if force else self._reaction())
+        self._due = time.monotonic() + (_STEP_DELAY if force else self._reaction())
 
     def overdue(self) -> str:
         """Takes the next step, if it is due; returns who was killed, or "nobody" if nobody is left to be; else ""."""
         if self._due is None or time.monotonic() < self._due:
             return ""
-        self._due = time.monotonic() + _MARGIN
+        self._due = time.monotonic() + _STEP_DELAY
         step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
-        if step == "agent" and self.agent is None:
+        if step == "agent" and (self.agent is None or linux.wait_readable([self.agent], 0.0)):  # none, or it has ended
             step = self._steps.pop(0)
         if step == "agent" and self.agent is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -56,4 +58,4 @@ class Limits:
         return step
 
     def _reaction(self) -> float:
-        return STACKS_TIMEOUT + self.grace_period + _MARGIN
+        return STACKS_TIMEOUT + self.grace_period + _PATIENCE

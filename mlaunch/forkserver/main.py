@@ -206,7 +206,9 @@ class _ForkServer:
         for pidfd, child in self.children.items():
             if child.is_agent:  # bounded by its grace period
                 while not linux.wait_readable([pidfd], _STOPPED_TIMEOUT):
-                    if state_of(child.pid) in {"T", "t"}:  # somebody has stopped it, and nobody may ever let it go on
+                    if (
+                        linux.is_stopped(child.pid) or state_of(child.pid) == "t"
+                    ):  # somebody has stopped it, and nobody may ever let it go on
                         os.kill(child.pid, signal.SIGKILL)
                 os.waitpid(child.pid, 0)
 

@@ -52,13 +52,20 @@ class Rank:
         self._device = args.spec.device_type
         self._task: Task | None = None
         self._kept = [(fd, linux.identity(fd)) for fd in (args.results.queue.writer_fileno(), args.channel.fileno())]
+        os.register_at_fork(after_in_child=self._disown)
 
     def live(self) -> int:
         """Lives a rank's life; returns the exit code."""
         raise NotImplementedError
 
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this is not the rank but a process that it forked, which came back through its code."""
+        return os.getpid() != self._pid
+
     def _enter(self, phase: Phase) -> None:
-        self._args.results.board[self._args.local_rank] = phase
+        if not self._is_fork:  # whose phase is its own business
+            self._args.results.board[self._args.local_rank] = phase
 
     @property
     def _phase(self) -> Phase:
@@ -67,8 +74,8 @@ class Rank:
     def _take_surroundings(self, environ: dict[str, str]) -> None:
         """Takes over those of the caller, and sets the handlers by which the agent asks."""
         args, context = self._args, self._spec.context
-        faulthandler.enable(args.crash_fd)
-        stack_dump.answer_requests(args.stack_fd)
+        faulthandler.enable(linux.aside(args.crash_fd))  # which is written to without a look, whatever it has become
+        stack_dump.answer_requests(linux.aside(args.stack_fd))
         process.set_environ(environ)
         os.chdir(context.cwd)
         # Where its children look for a script with a relative path.
@@ -102,10 +109,18 @@ class Rank:
         self._check_descriptors()
         self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence))
 
+    def _disown(self) -> None:
+        """Takes what a rank answers with from a fork of it, which would share even the place that it writes to."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd, kept in self._kept:
+            if linux.identity(fd) == kept:
+                os.dup2(null, fd, inheritable=False)
+        os.close(null)
+
     def _check_descriptors(self) -> None:
         """Ends a process that must not answer: a fork of the rank, or a rank whose descriptors are no longer ours."""
         who = f"rank {self._spec.rank(self._args.local_rank)} of {self._spec.name}"
-        if os.getpid() != self._pid:
+        if self._is_fork:
             _end(f"process {os.getpid()}, a fork of {who}, has returned from the function as if it were the rank; "
                  f"it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
         if any(linux.identity(fd) != kept for fd, kept in self._kept):

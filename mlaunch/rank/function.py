@@ -13,6 +13,7 @@ import atexit
 import functools
 import multiprocessing.util
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,9 @@ class FunctionRank(Rank):
         return code
 
     def _end_failed(self, error: BaseException) -> int:
+        if self._is_fork:
+            traceback.print_exception(type(error), error, error.__traceback__)
+            return 1
         self._report(error, kind=Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR)
         atexit._run_exitfuncs()
         return 1

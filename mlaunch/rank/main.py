@@ -13,14 +13,14 @@ from mlaunch.rank.function import FunctionRank
 
 def run(args: RankArgs) -> NoReturn:
     """Lives a rank's life. Never returns: what lies above belongs to the process that was forked."""
-    code, pid = 1, os.getpid()
+    code = 1
     try:
         code = _rank(args).live()
     except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
         traceback.print_exc()
     finally:
         process.flush()
-        os._exit(code if os.getpid() == pid else 1)
+        os._exit(code)
 
 
 def _rank(args: RankArgs) -> Rank:

@@ -52,7 +52,8 @@ class ScriptRank(Rank):
             self._show(interrupt)
             code = -signal.SIGINT
         except BaseException as error:
-            self._report(error)
+            if not self._is_fork:
+                self._report(error)
             self._show(error)
             code = 1
         if code == 0:
@@ -79,7 +80,8 @@ class ScriptRank(Rank):
 
     def _show(self, error: BaseException) -> None:
         """To a hook of the script's own, or a log. The launcher tells it to everybody else."""
-        if 2 in self._spec.streams(self._args.local_rank) or not _is_default(sys.excepthook):
+        told = 2 not in self._spec.streams(self._args.local_rank) and not self._is_fork
+        if not told or not _is_default(sys.excepthook):
             error = below_ours(error, keep_last=False)
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)

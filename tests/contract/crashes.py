@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import signal
+import socket
+import stat
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mlaunch import launcher
@@ -17,6 +21,37 @@ def raise_error() -> None:
     raise ValueError("no such luck")
 
 
+def close_descriptors() -> None:
+    """All but what gloo's thread waits on, without which it aborts the process."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            kind = os.readlink(f"/proc/self/fd/{fd}")
+            if fd > 2 and "eventpoll" not in kind and "eventfd" not in kind and not _is_inet(fd):
+                os.close(fd)
+
+
+def _is_inet(fd: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(fd)) as end:
+        return end.family in {socket.AF_INET, socket.AF_INET6}
+
+
+def leave_group() -> None:
+    """For that of the agent and the fork server, and stay there."""
+    os.setpgid(0, os.getpgid(os.getppid()))
+    hang()
+
+
+def hang() -> None:
+    while True:
+        signal.pause()  # which the request for stacks ends
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 HOW: dict[str, Callable[[], object]] = {
     "exception": raise_error,
     "sys.exit": lambda: sys.exit(3),
@@ -24,8 +59,17 @@ HOW: dict[str, Callable[[], object]] = {
     "segfault": lambda: ctypes.string_at(1),
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "execs": lambda: os.execv("/bin/sh", ["sh", "-c", "exit 6"]),
+    "forks": os.fork,
+    "changes its group": leave_group,
+    "closes its descriptors": lambda: (close_descriptors(), raise_error()),
+    "stops its agent": lambda: (os.kill(os.getppid(), signal.SIGSTOP), hang()),
+    "stops the fork server": lambda: os.kill(parent_of(os.getppid()), signal.SIGSTOP),
     "caller dies": lambda: (os.kill(int(os.environ["CALLER"]), signal.SIGKILL), signal.pause()),
 }
+
+
+NEVER_END = {"SIGSTOP", "changes its group", "stops its agent", "stops the fork server"}
 
 
 def crash(how: str) -> None:
@@ -79,7 +123,7 @@ def unpickling(_fuse: object) -> None:
 
 
 def limits(how: str) -> dict[str, Any]:
-    return {"deadline": 0.7, "grace_period": 0.1} if how == "SIGSTOP" else {}
+    return {"deadline": 0.7, "grace_period": 0.1} if how in NEVER_END else {}
 
 
 PLACES = {place.__name__: place for place in (in_the_function, in_a_collective, pickling_the_result, after_return)}

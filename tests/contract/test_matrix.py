@@ -33,7 +33,12 @@ WORDS = {
     "os._exit": "exited with code 4 (sys.exit or os._exit)",
     "segfault": "was killed by SIGSEGV",
     "SIGKILL": "was killed by SIGKILL",
+    "execs": "exited with code 6 (sys.exit or os._exit)",
+    "closes its descriptors": "exited with code 1 (sys.exit or os._exit)",
 }
+# What keeps a launch from ending until its caller ends it; each of them costs seconds, or a fork server.
+STOPPED = ["stops its agent", "stops the fork server"]
+ENDS = [how for how in HOW if how not in {*STOPPED, "caller dies"}]
 
 
 def importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
@@ -47,7 +52,7 @@ def importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def check(where: str, how: str, call: Callable[[], object]) -> None:
     """That the cell ends as it must, in words that name rank 1 and the reason."""
-    if where == "after_return" and how in {"exception", "sys.exit"}:
+    if where == "after_return" and how in {"exception", "sys.exit", "forks", "closes its descriptors"}:
         assert call() == [5, 5]  # as an interpreter that prints what an exit handler raises, and ends with code 0
     elif where == "pickling_the_result" and how == "exception":
         with pytest.raises(LaunchError, match=r"rank 1 of .* returned a value that cannot be pickled: .*no such luck"):
@@ -56,7 +61,15 @@ def check(where: str, how: str, call: Callable[[], object]) -> None:
         with pytest.raises(ValueError, match="no such luck") as raised:
             call()
         assert "rank 1 of " in str(raised.value.__cause__)
-    elif how == "SIGSTOP":
+    elif how == "sys.exit" and where in {"pickling_the_result", "unpickling", "importing"}:
+        with pytest.raises(LaunchError, match=r"rank 1 of .* raised SystemExit: 3\n"):  # it is not the function's wish
+            call()
+    elif how == "forks":  # only the process that became the rank answers
+        assert call() in ([None, None], [0, 0], [1, 1])
+    elif how in STOPPED:
+        with pytest.raises(LaunchTimeout, match=r"its agent or its fork server did not answer \(was one stopped\?\)"):
+            call()
+    elif how in {"SIGSTOP", "changes its group"}:
         returned = "returned but not ended" if where == "after_return" else "not returned"
         with pytest.raises(LaunchTimeout, match=f"(rank 1|ranks 0-1) had {returned}"):
             call()
@@ -69,7 +82,7 @@ def check(where: str, how: str, call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("start_method", METHODS)
-@pytest.mark.parametrize("how", [how for how in HOW if how != "caller dies"])
+@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("where", [*PLACES, "unpickling"])
 def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
     if where == "unpickling" and start_method == "fork":
@@ -77,7 +90,20 @@ def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
     check(where, how, call_at(where, how, start_method))
 
 
-@pytest.mark.parametrize("how", [how for how in HOW if how != "caller dies"])
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("how", STOPPED)
+@pytest.mark.parametrize(
+    "where", ["in_the_function", *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
+)
+def test_what_keeps_a_launch_is_stopped(
+    where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank stops its agent or its fork server; the caller ends the launch by itself."""
+    monkeypatch.setattr("mlaunch.caller.limits._PATIENCE", 0.5)
+    check(where, how, call_at(where, how, start_method))
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_a_rank_ends_importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check("importing", how, importing(how, tmp_path, monkeypatch))
 
@@ -120,11 +146,10 @@ SOAK = int(os.environ.get("MLAUNCH_SOAK", "250"))
 def test_many_launches_of_which_a_third_fail() -> None:
     """MLAUNCH_SOAK is how many; whatever one leaves behind shows in the next, or in the leak fixture."""
     chance = random.Random(os.environ.get("MLAUNCH_SOAK_SEED", "3"))
-    hows = [how for how in HOW if how != "caller dies"]
     failed = 0
     for _ in range(SOAK):
         if chance.randrange(3) == 0:
-            where, how = chance.choice([*PLACES, "unpickling"]), chance.choice(hows)
+            where, how = chance.choice([*PLACES, "unpickling"]), chance.choice(ENDS)
             check(where, how, call_at(where, how, "forkserver"))
             failed += 1
         assert launcher(dist_total, 2)(10) == [12, 12]
