@@ -37,6 +37,21 @@ def test_bars_in_ranks_are_text(capsys: Capture, module: str) -> None:
     assert line.startswith("[0] kept: 100%|")
 
 
+def test_bars_within_bars(capsys: Capture) -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed (extra: notebook)")
+
+    def train() -> None:
+        from tqdm import trange
+
+        for _ in trange(3, desc="outer"):
+            for _ in trange(3, desc="inner", leave=False, mininterval=0):
+                pass
+
+    launcher(train, 1)()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[0] outer: 100%|")
+
+
 class Shown(io.StringIO):
     """Counts what is written."""
 

@@ -331,14 +331,15 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     class Place:
-        def show(self, text: str) -> None:
+        def show(self, text: str) -> str:
             shown.append(text)
+            return ""
 
-        def hide(self) -> None:
-            pass
+        def hide(self) -> str:
+            return ""
 
-        def close(self, lines: list[str]) -> None:
-            pass
+        def close(self, _: list[str]) -> str:
+            return ""
 
     monkeypatch.setattr(options, "area", Place)
     monkeypatch.setattr(display, "_PATIENCE", 0.0)

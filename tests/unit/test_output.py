@@ -37,31 +37,61 @@ def test_lines_come_whole() -> None:
 def test_a_bar_is_one_line() -> None:
     splitter = Splitter()
     assert splitter.feed(b"\r 10%|#  |\r 50%") == []
-    assert splitter.bar == b" 50%"
+    assert splitter.bars == [b" 50%"]
     assert splitter.feed(b"|## |") == []
-    assert splitter.bar == b" 50%|## |"
+    assert splitter.bars == [b" 50%|## |"]
     assert splitter.feed(b"\r100%|###|\nnext\r\n") == [b"100%|###|", b"next"]
-    assert splitter.bar == b""
+    assert splitter.bars == []
 
 
 def test_a_bar_that_goes_away_leaves_nothing() -> None:
     """As tqdm's with ``leave=False``."""
     splitter = Splitter()
     assert splitter.feed(b"\r 50%|## |\r          \r") == []
-    assert splitter.bar == b""
-    assert splitter.feed(b"next\n") == [b"next"]
+    assert splitter.bars == []
+    assert splitter.feed(b"next\nafter") == [b"next"]
+    assert splitter.end() == [b"after"]
     splitter.feed(b"\r 50%|## |\r          \r")
     assert splitter.end() == []
     splitter.feed(b"   ")
     assert splitter.end() == [b"   "]
 
 
+def test_bars_below_bars() -> None:
+    """As tqdm draws them, in pieces as they may come."""
+    splitter = Splitter()
+    for piece in (b"\r 0% outer", b"\n", b"\r 0% inner", b"\x1b[A", b"\n\n\r 5% third\x1b[A\x1b[A", b"\n\r50% inner"):
+        assert splitter.feed(piece) == []
+    assert splitter.feed(b"\x1b[A") == []
+    assert splitter.bars == [b" 0% outer", b"50% inner", b" 5% third"]
+    assert splitter.feed(b"\n\r         \x1b[A\n\n\r         \x1b[A\x1b[A\r100% outer") == []
+    assert splitter.bars == [b"100% outer"]
+    assert splitter.feed(b"\n") == []
+    assert splitter.holding
+    assert splitter.feed(b"\r 0% next") == []
+    assert splitter.feed(b"\r 9% next") == [b"100% outer"]
+    assert splitter.end() == [b" 9% next"]
+
+
+def test_a_bar_that_may_be_returned_to_waits_for_a_moment(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    pipes = Pipes(plan(1, Policy()), 1)
+    pipes.write(0, 1, b"\r 50%\r100%\n")
+    pipes.relay.carry()
+    assert capfdbinary.readouterr().out == b""
+    assert pipes.relay.timeout() == WINDOW
+    pipes.now = WINDOW
+    pipes.relay.carry()
+    assert capfdbinary.readouterr().out == b"[0] 100%\n"
+    assert pipes.relay.timeout() is None
+    pipes.finish()
+
+
 def test_a_bar_that_is_redrawn_for_hours() -> None:
     splitter = Splitter()
     for number in range(30_000):
         assert splitter.feed(b"\r%6d|" % number + b"#" * 100) == []
-    assert splitter.bar == b" 29999|" + b"#" * 100
-    assert splitter.feed(b"\n") == [b" 29999|" + b"#" * 100]
+    assert splitter.bars == [b" 29999|" + b"#" * 100]
+    assert splitter.feed(b"\nnext") == [b" 29999|" + b"#" * 100]
 
 
 def test_a_very_long_line_comes_in_pieces() -> None:
@@ -149,14 +179,16 @@ class Place:
         self.shown: list[str] = []
         self.left: list[str] | None = None
 
-    def show(self, text: str) -> None:
+    def show(self, text: str) -> str:
         self.shown.append(text)
+        return ""
 
-    def hide(self) -> None:
-        pass
+    def hide(self) -> str:
+        return ""
 
-    def close(self, lines: list[str]) -> None:
+    def close(self, lines: list[str]) -> str:
         self.left = lines
+        return ""
 
 
 def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
@@ -173,7 +205,7 @@ def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
 
 def test_a_place_that_breaks_is_free_again() -> None:
     class Broken(Place):
-        def close(self, lines: list[str]) -> None:
+        def close(self, lines: list[str]) -> str:
             super().close(lines)
             raise BrokenPipeError
 

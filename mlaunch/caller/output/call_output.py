@@ -9,7 +9,7 @@ from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
 from mlaunch.caller.output.lines import Splitter
-from mlaunch.caller.output.merging import Merger
+from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
 from mlaunch.caller.output.side_by_side import Number
 from mlaunch.caller.output.times import Times
@@ -28,6 +28,7 @@ class Stream:
     file: LogFile | None
     times: Times
     splitter: Splitter = field(default_factory=Splitter)
+    held: float | None = None  # since when the splitter holds a line
 
 
 class CallOutput:
@@ -60,8 +61,10 @@ class CallOutput:
             stream.file.write(data)
         if not stream.policy.shown:
             return
-        for at, part in stream.times.cut(data, self._clock()):
+        now = self._clock()
+        for at, part in stream.times.cut(data, now):
             self._take_lines(stream, stream.splitter.feed(part), at, flood=len(data) >= _FLOOD)
+        stream.held = now if stream.splitter.holding else None
 
     def end_stream(self, stream: Stream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
@@ -73,13 +76,15 @@ class CallOutput:
 
     def due(self) -> float | None:
         """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
-        steps = (self._merger.due if self._merger is not None else None, self._display.due)
+        held = [stream.held + WINDOW for stream in self._streams if stream.held is not None]
+        steps = (self._merger.due if self._merger is not None else None, self._display.due, *held)
         return min((step for step in steps if step is not None), default=None)
 
     def show_due(self) -> None:
         """Shows what is due."""
-        self._show_waiting()
         now = self._clock()
+        self._release_held(now)
+        self._show_waiting()
         if self._display.due is None or now < self._display.due:
             return
         if self.console.blocked is not None:
@@ -111,9 +116,9 @@ class CallOutput:
 
     def _bars(self) -> list[str]:
         return [
-            f"{self._prefix([stream.rank])}{stream.splitter.bar.decode(errors='replace')}"
+            f"{self._prefix([stream.rank])}{bar.decode(errors='replace')}"
             for stream in self._streams
-            if stream.policy.shown and stream.splitter.bar
+            for bar in stream.splitter.bars
         ]
 
     def _prefix(self, ranks: Sequence[int]) -> str:
@@ -131,6 +136,12 @@ class CallOutput:
             self._show_waiting(everything=True)
             prefix = self._prefix([stream.rank]).encode()
             self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
+
+    def _release_held(self, now: float) -> None:
+        for stream in self._streams:
+            if stream.held is not None and now >= stream.held + WINDOW:
+                stream.held = None
+                self._take_lines(stream, stream.splitter.release(), now)
 
     def _show_waiting(self, *, everything: bool = False) -> None:
         if self._merger is None:

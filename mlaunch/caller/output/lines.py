@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 LINE_LIMIT = 1 << 20  # bytes; a longer line is shown in pieces of this size
+
+# tqdm draws the second of two bars below the first, and returns: lines down, its look, as many lines up.
+_BELOW = re.compile(rb"(\n+)\r([^\r\n]*?)((?:\x1b\[A)+)")
+_UP = b"\x1b[A"
 
 
 class Splitter:
@@ -10,18 +16,70 @@ class Splitter:
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        self._below: dict[int, bytes] = {}  # looks of bars, by how many lines below the line that is being redrawn
+        self.holding = False  # a line that has ended, unless what comes next returns to it
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that this completes."""
+        """Returns the lines that this completes."""
         self._rest += data
-        if b"\n" not in data and len(self._rest) <= LINE_LIMIT:
+        if _UP in self._rest:
+            self._rest = bytearray(_BELOW.sub(self._keep_below, bytes(self._rest)))
+        if b"\n" not in self._rest and len(self._rest) <= LINE_LIMIT:
             self._forget_earlier_looks()
+            self.holding = False
             return []
-        *lines, rest = bytes(self._rest).split(b"\n")
+        end = self._held_from()
+        self.holding = end < len(self._rest)
+        return self._cut(end)
+
+    def release(self) -> list[bytes]:
+        """Returns the line that is held: nothing has come that returns to it."""
+        self.holding = False
+        return self._cut(len(self._rest))
+
+    def end(self) -> list[bytes]:
+        """Returns the line that was never completed, too, if there is one."""
+        lines = self.release()
+        rest, self._rest = bytes(self._rest), bytearray()
+        look = _last_look(rest)
+        return lines + (_pieces(look) if rest and (look or b"\r" not in rest) else [])
+
+    @property
+    def bars(self) -> list[bytes]:
+        """The present looks of lines that are being redrawn."""
+        first = bytes(self._rest).partition(b"\n")[0]
+        looks = [_last_look(first) if b"\r" in first else b"", *(self._below[depth] for depth in sorted(self._below))]
+        return [look for look in looks if look]
+
+    def _cut(self, end: int) -> list[bytes]:
+        """Returns the lines up to a place, whose last may be incomplete unless something is held."""
+        *lines, rest = bytes(self._rest[:end]).split(b"\n")
         found = [piece for line in lines for piece in _pieces(_last_look(line))]
         *whole, rest = _pieces(rest)
-        self._rest = bytearray(rest)
+        self._rest = bytearray(rest) + self._rest[end:]
         return found + whole
+
+    def _held_from(self) -> int:
+        """Returns where the line begins that may be returned to; the end of all if there is none.
+
+        It is empty or a bar, and below it is nothing yet, or something that was drawn once.
+        """
+        rest = self._rest
+        last = rest.rfind(b"\n")
+        below = rest[last + 1 :]
+        end = len(rest[: last + 1].rstrip(b"\n"))
+        start = rest.rfind(b"\n", 0, end) + 1
+        line = rest[start:end].rstrip(b"\r")
+        open_below = not below or (below.startswith(b"\r") and b"\r" not in below[1:])
+        may_return = last >= 0 and open_below and (not line or b"\r" in line) and len(rest) - start <= LINE_LIMIT
+        return start if may_return else len(rest)
+
+    def _keep_below(self, found: re.Match[bytes]) -> bytes:
+        depth = len(found[1])
+        if len(found[3]) != depth * len(_UP):
+            return found[0]
+        self._below[depth] = found[2].rstrip()
+        return b""
 
     def _forget_earlier_looks(self) -> None:
         """Of a line that is redrawn for hours."""
@@ -29,17 +87,6 @@ class Splitter:
         start = whole.rfind(b"\r")
         if start > 0:
             del self._rest[:start]
-
-    def end(self) -> list[bytes]:
-        """The line that was never completed, if there is one."""
-        rest, self._rest = bytes(self._rest), bytearray()
-        look = _last_look(rest)
-        return _pieces(look) if rest and (look or b"\r" not in rest) else []
-
-    @property
-    def bar(self) -> bytes:
-        """The present look of a line that is being redrawn; empty if none is."""
-        return _last_look(bytes(self._rest)) if b"\r" in self._rest else b""
 
 
 def _pieces(line: bytes) -> list[bytes]:
