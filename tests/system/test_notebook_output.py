@@ -23,7 +23,7 @@ CELL = """
 from mlaunch import launcher
 def train():
     print("first")
-launcher(train, 1, progress={progress})()
+_ = launcher(train, 1, progress={progress})()
 """
 
 
@@ -32,4 +32,4 @@ def test_the_place_of_the_lines_that_change(tmp_path: Path, progress: bool) -> N
     """Above the first line, though they are not due yet. Nowhere without ``progress``."""
     _, outputs = json.loads(run(tmp_path, EXECUTE, PATIENT, CELL.format(progress=progress)))
     printed = {"type": "stream", "text": "[0] first\n"}
-    assert outputs == [{"type": "display_data", "text": ""}, printed] if progress else [printed]
+    assert outputs == [{"type": "display_data", "text": ""}] * progress + [printed]
