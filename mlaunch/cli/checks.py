@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Mapping
 
+_LONGEST_ROLE = 255  # characters: all machines hear it
 SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
 
 
@@ -46,6 +47,12 @@ def grace_period_of(given: float | None, environ: Mapping[str, str]) -> float:
     if not seconds >= 0:
         raise UsageError(f"{name} {value}: allowed: seconds, 0 or more")
     return seconds
+
+
+def role_of(text: str) -> str:
+    if not text.isprintable() or len(text) > _LONGEST_ROLE:
+        raise UsageError(f"--role {text!r}: allowed: at most {_LONGEST_ROLE} printable characters")
+    return text
 
 
 def _number(value: float | str) -> float:

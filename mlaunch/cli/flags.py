@@ -64,8 +64,10 @@ class Flags(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Finds the flags that begin so, each once: two spellings of one flag are not ambiguous."""
-        found: list[Any] = super()._get_option_tuples(option_string)
-        return list({id(candidate[0]): candidate for candidate in found}.values())
+        found: dict[int, Any] = {}
+        for candidate in super()._get_option_tuples(option_string):
+            found.setdefault(id(candidate[0]), candidate)
+        return list(found.values())
 
     def flag(self, group: Any, *names: str, default: Any = None, kind: Callable[[str], Any] = str, **more: Any) -> None:
         """A flag with a value, in both spellings."""

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from mlaunch.caller.options import Options
 from mlaunch.caller.plan import working_directory
-from mlaunch.cli.checks import UsageError, at_least, grace_period_of, numbers, optional, seconds_of, signals_of
+from mlaunch.cli.checks import UsageError, at_least, grace_period_of, numbers, optional, role_of, seconds_of, signals_of
 from mlaunch.protocol.spec import check_token
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
-_LONGEST_ROLE = 255  # characters, that all machines hear
 _NO_ID = "none"  # torchrun's
 _BACKENDS = ("static", "c10d")
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
@@ -86,8 +85,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     host, port, node_rank = _meeting(args, nodes, conf)
     if not 0 <= node_rank < nodes:
         raise UsageError(f"--node-rank {node_rank}: allowed: 0 to {nodes - 1}, since --nnodes is {nodes}")
-    if not args.role.isprintable() or len(args.role) > _LONGEST_ROLE:
-        raise UsageError(f"--role {args.role!r}: allowed: at most {_LONGEST_ROLE} printable characters")
     if args.numa_binding not in {None, *NUMA_MODES}:
         raise UsageError(f"--numa-binding {args.numa_binding}: allowed: {', '.join(NUMA_MODES)}")
     return Job(
@@ -108,7 +105,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
-        role=args.role,
+        role=role_of(args.role),
         preload=tuple(name for name in (args.preload or "").split(",") if name),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=args.numa_binding,

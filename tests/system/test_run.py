@@ -6,15 +6,19 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlaunch.cli import main
+from mlaunch.cli import run as cli_run
 from tests.processes import alive, descendants
-from tests.system.commands import MLAUNCH, run, start, write
+from tests.system.commands import MLAUNCH, environment, run, start, write
 
 pytestmark = pytest.mark.slow
 PAIR = ("--nproc-per-node", "2")
@@ -248,6 +252,16 @@ def test_a_deadline(tmp_path: Path) -> None:
     assert "mlaunch: train.py did not finish within its deadline of 0.3 s; rank 0 had not returned" in done.stderr
 
 
+def test_the_deadline_of_a_second_attempt(tmp_path: Path) -> None:
+    """It has less time, and the words are of the time that was given."""
+    script = write(tmp_path, "import os, signal\nos.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(5)\n"
+                   "signal.pause()")  # fmt: skip
+    done = run(tmp_path, "--deadline", "2", "--max-restarts", "1", script)
+    assert done.returncode == 124
+    assert "is started again" in done.stderr
+    assert "mlaunch: train.py did not finish within its deadline of 2 s; rank 0 had not returned" in done.stderr
+
+
 STUBBORN = """
 import os, signal, sys
 def save(number, frame):
@@ -325,8 +339,74 @@ main()
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("mlaunch: rank 0 of") :]
     assert "ValueError: recorded" in report
-    noted = json.loads((tmp_path / "ours.json").read_text())
-    assert "ValueError: recorded" in noted["message"]["extraInfo"]["py_callstack"]
+    message = json.loads((tmp_path / "ours.json").read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("ValueError: recorded", 1)
+    assert "ValueError: recorded" in message["extraInfo"]["py_callstack"]
+
+
+def test_the_ranks_record_is_handed_on_as_it_is(tmp_path: Path) -> None:
+    """With its exit code, as torchrun does; of a rank that wrote none, what the launch knows."""
+    record = {"message": {"message": "mine", "extraInfo": {"py_callstack": "here", "timestamp": "5"}, "more": [1]}}
+    script = write(tmp_path, f"""
+import os, sys
+if len(sys.argv) > 1:
+    open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write({json.dumps(record)!r})
+sys.exit(3)
+""")  # fmt: skip
+    ours = tmp_path / "deep" / "ours.json"
+    done = run(tmp_path, script, "record", TORCHELASTIC_ERROR_FILE=str(ours))
+    assert done.returncode == 3
+    assert "  here\n" in done.stderr
+    assert json.loads(ours.read_text()) == {"message": {**record["message"], "errorCode": 3}}
+    run(tmp_path, script, TORCHELASTIC_ERROR_FILE=str(ours))
+    message = json.loads(ours.read_text())["message"]
+    said = "rank 0 of train.py exited with code 3 (sys.exit or os._exit)"
+    assert (message["message"], message["errorCode"]) == (said, 3)
+
+
+def test_a_fork_server_that_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between its start and the launch."""
+    real = cli_run._on_devices
+
+    def kill(job: Any, server: Any, environ: Any) -> Any:
+        found = real(job, server, environ)
+        os.kill(server.pid, signal.SIGKILL)
+        while server.alive():
+            os.sched_yield()
+        return found
+
+    monkeypatch.setattr(cli_run, "_on_devices", kill)
+    assert main(["run", str(tmp_path / write(tmp_path, ""))]) == 1
+    said = capsys.readouterr().err
+    words = r"mlaunch: the fork server \(pid \d+\) was killed by SIGKILL before it could start train\.py\n"
+    assert re.fullmatch(words, said)
+
+
+def test_few_file_descriptors(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*MLAUNCH, "--nproc-per-node", "20", write(tmp_path, "")],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Too many open files: the limit is 40 open files; raise it with ulimit -n, up to 50" in done.stderr
+
+
+def test_development_mode_has_nothing_to_complain_of(tmp_path: Path) -> None:
+    script = write(tmp_path, """
+from mlaunch import launcher
+for method in ("forkserver", "fork", "spawn"):
+    assert launcher(lambda: 1, 2, device_type="cpu", start_method=method)() == [1, 1]
+try:
+    launcher(lambda: 1, 1, device_type="cpu", world_size=2, port=29541, join_timeout=0.2, start_method="spawn")()
+except RuntimeError as error:
+    print("join_timeout=0.2 s is over" in str(error))
+""")  # fmt: skip
+    done = run(tmp_path, script, command=[sys.executable, "-X", "dev"])
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert "ResourceWarning" not in done.stderr
 
 
 def test_a_rank_that_is_done_takes_nothing_from_the_others(tmp_path: Path) -> None:
@@ -411,6 +491,9 @@ def test_binding_to_numa_nodes_is_torchs(tmp_path: Path) -> None:
          "xpu\n"),
         (["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the members of a launch are fixed; give one number\n"),
         (["--nnodes", "2", "--node-rank", "2", "x.py"], "--node-rank 2: allowed: 0 to 1, since --nnodes is 2\n"),
+        (["--nnodes", "2", "--master-port", "0", "x.py"], "port 0 of the master: allowed: 1 to 65535\n"),
+        (["--token-file", "empty", "x.py"], "--token-file empty: the file is empty\n"),
+        (["--role", "a\nb", "x.py"], r"--role 'a\nb': allowed: at most 255 printable characters" "\n"),
         (["--rdzv-backend", "etcd", "x.py"], "--rdzv-backend etcd is not supported: allowed: static, c10d\n"),
         (["--rdzv-conf", "last_call_timeout=3", "x.py"], "--rdzv-conf last_call_timeout: not supported; allowed: "
          "is_host, join_timeout, rank, timeout\n"),
@@ -431,6 +514,7 @@ def test_a_wrong_command_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "", "x.py")
+    write(tmp_path, " \n", "empty")
     with pytest.raises(SystemExit) as caught:
         main(["run", *args])
     assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")

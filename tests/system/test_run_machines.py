@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -65,15 +66,70 @@ def test_c10d_needs_no_node_rank(tmp_path: Path) -> None:
     assert [lines for _, lines, _ in ends([one, other])] == [["[2, 0, 0, 0, 1]"], ["[2, 1, 0, 1, 1]"]]
 
 
-def test_machines_that_do_not_fit(tmp_path: Path) -> None:
-    common = ("--nnodes", "2", "--master-port", "29541", "--rdzv-conf", "join_timeout=30")
+def test_machines_of_different_sizes_and_roles(tmp_path: Path) -> None:
+    """Ranks are counted through all machines, and once more among those with the same role."""
+    script = write(tmp_path, TRAIN + """
+print([os.environ[name] for name in ("RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")])
+""")  # fmt: skip
+    flags = ("--nnodes", "3", "--master-port", "29541", "--tee", "1", "--log-dir", "logs")
+    processes = [
+        start(tmp_path, *flags, "--node-rank", rank, "--nproc-per-node", size, "--role", role, script, "-1")
+        for rank, size, role in (("0", "1", "a"), ("1", "2", "b"), ("2", "2", "a"))
+    ]
+    first, second, third = ends(processes)
+    assert first[:2] == (0, ["[a0]:['0', '5', 'a', '0', '3']", "[a0]:[5, 0, 0, 0, 1]"]), first[2]
+    assert second[:2] == (0, ["[b0]:['1', '5', 'b', '0', '2']", "[b0]:[5, 1, 0, 1, 2]",
+                              "[b1]:['2', '5', 'b', '1', '2']", "[b1]:[5, 2, 1, 1, 2]"]), second[2]  # fmt: skip
+    assert third[:2] == (0, ["[a0]:['3', '5', 'a', '1', '3']", "[a0]:[5, 3, 0, 2, 2]",
+                             "[a1]:['4', '5', 'a', '2', '3']", "[a1]:[5, 4, 1, 2, 2]"]), third[2]  # fmt: skip
+
+
+def test_a_failure_where_ranks_are_not_what_was_guessed(tmp_path: Path) -> None:
+    """The second machine's own rank 1 is rank 2 of all: the report, its file and the status are of that rank."""
     script = write(tmp_path, TRAIN)
-    one = start(tmp_path, *common, "--node-rank", "0", script, "-1")
-    other = start(tmp_path, *common, "--node-rank", "1", "--nproc-per-node", "2", script, "-1")
+    flags = ("--nnodes", "2", "--master-port", "29541", "--redirects", "3", "--log-dir", "logs")
+    one = start(tmp_path, *flags, "--node-rank", "0", script, "2")
+    other = start(tmp_path, *flags, "--node-rank", "1", "--nproc-per-node", "2", script, "2")
+    (_, _, first), (status, _, second) = ends([one, other])
+    assert status == 1
+    assert "mlaunch: rank 2 of train.py raised ValueError: no such luck" in first
+    assert "mlaunch: rank 2 of train.py raised ValueError: no such luck" in second
+    assert re.search(r"its output is in \S+/attempt_0/1\n", second)
+
+
+def test_machines_that_do_not_fit(tmp_path: Path) -> None:
+    common = ("--master-port", "29541", "--rdzv-conf", "join_timeout=30")
+    script = write(tmp_path, TRAIN)
+    one = start(tmp_path, *common, "--nnodes", "2", "--node-rank", "0", script, "-1")
+    other = start(tmp_path, *common, "--nnodes", "3", "--node-rank", "1", script, "-1")
     for status, _, err in ends([one, other]):
         assert status == 1
         assert "mlaunch: train.py was not started: host " in err
-        assert "has world_size=" in err
+        assert " has --nnodes 2" in err
+        assert " has --nnodes 3" in err
+
+
+def test_two_machines_on_one_host_are_told_to_say_which_they_are(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run(tmp_path, "--nnodes", "2", "--master-port", port, write(tmp_path, ""))
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert f"cannot be the master at master_ip='127.0.0.1', port={port}: Address already in use" in said
+    advice = ". If several machines of this launch run on one host, each must be given its own --node-rank, from 0 to 1"
+    assert said.endswith(advice)
+
+
+def test_machines_that_do_not_come(tmp_path: Path) -> None:
+    """It is no deadline that has passed: as where ranks cannot be started for another reason."""
+    flags = ("--nnodes", "2", "--master-port", "29541", "--rdzv-conf", "join_timeout=0.5", "--deadline", "300")
+    done = run(tmp_path, *flags, write(tmp_path, ""))
+    assert done.returncode == 1
+    assert "1 machine joined (" in done.stderr
+    assert "); machine 1 of 2 missing; join_timeout=0.5 s is over" in done.stderr
+    done = run(tmp_path, *flags[:4], "--deadline", "0.5", "train.py")
+    assert done.returncode == 124
+    assert "its deadline of 0.5 s passed while the machines were joining" in done.stderr
 
 
 def test_files_and_prefixes(tmp_path: Path) -> None:

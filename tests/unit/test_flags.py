@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 from dataclasses import fields
@@ -46,6 +47,39 @@ def test_both_spellings_and_variables() -> None:
     assert parse(PET_NO_PYTHON="1").no_python
     assert not parse(PET_NO_PYTHON="0").no_python
     assert parse("--rdzv_id=x", PET_ROLE="trainer").role == "trainer"
+
+
+def test_a_flag_may_be_shortened() -> None:
+    """Though each has two spellings."""
+    assert job("--nproc", "2") == job("--nproc=2") == job("--nproc_per", "2") == job("--nproc-per-node", "2")
+
+
+def test_a_shortened_flag_that_fits_two_is_ambiguous(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ambiguous option: --master could match --master-addr, --master-port" in refused(capsys, "--master", "x")
+
+
+def test_help_shows_one_spelling() -> None:
+    text = flags.parser("mlaunch run", {}).format_help()
+    assert "--nproc-per-node N" in text
+    assert "--nproc_per_node" not in text
+    assert not re.findall(r"--\w*_\w+", text)
+
+
+def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "complete -o bashdefault -F _shtab_mlaunch mlaunch\n" in script
+    assert re.search(r"^_shtab_mlaunch_run_option_strings=\(.*'?--nproc-per-node'? ", script, re.MULTILINE)
+    assert "--print-completion shell: allowed: bash, zsh, tcsh" in refused(capsys, "--print-completion", "shell")
+
+
+def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    said = refused(capsys, "--print-completion", "bash")
+    assert said == ("mlaunch run: error: --print-completion needs the package shtab: pip install 'mlaunch[completion]'")
 
 
 def test_every_flag_of_torchrun_is_known_or_refused_by_name() -> None:
@@ -93,6 +127,23 @@ def test_where_the_machines_meet(args: list[str], host: str, port: int, rank: in
     assert (found.host, found.port, found.node_rank) == (host, port, rank)
     options = found.options(4)
     assert (options.world_size, options.rank_start) == (4 * found.nodes, 4 * rank)
+
+
+def test_the_time_to_join() -> None:
+    assert job().join_timeout == 300
+    assert job("--rdzv-conf", "timeout=9").join_timeout == 9
+    assert job("--rdzv-conf", "join_timeout=5,timeout=9").join_timeout == 5
+    assert job("--rdzv-conf", "timeout=9,join_timeout=5").join_timeout == 5
+
+
+def test_a_file_with_a_colon_in_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a function's name only where there is no such file."""
+    monkeypatch.chdir(tmp_path)
+    parser = flags.parser("mlaunch run", {})
+    parser.set_defaults(use_env=True)
+    assert job_of(parser.parse_args(["job:main"]), {}).kind == "function"
+    (tmp_path / "job:main").write_text("")
+    assert job_of(parser.parse_args(["job:main"]), {}).kind == "file"
 
 
 def test_the_grace_period_is_torchruns() -> None:

@@ -1,0 +1,79 @@
+"""What machines of a launch say of themselves: whether it fits together, and which ranks each gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlaunch.agent.peers import Peers
+from mlaunch.base.errors import RankFailure
+from mlaunch.protocol.channel import Channel
+from mlaunch.rendezvous.membership import Join, RoleRanks, conflict, describe, missing, placed, role_ranks
+
+
+def counted(machine: int, n_gpus: int, **changes: Any) -> Join:
+    """One of three machines that do not know each other's sizes."""
+    join = Join(
+        host=f"h{machine}", rank_start=0, n_gpus=n_gpus, world_size=0, function="train.py", mlaunch="0.1", torch="2.13",
+        gather="local", attempt=0, machine=machine, machines=3,
+    )  # fmt: skip
+    return Join(**{**join.as_record(), **changes})
+
+
+def test_machines_that_are_counted_get_their_ranks_in_their_order() -> None:
+    machines = placed([counted(2, 4), counted(0, 1), counted(1, 2)])
+    assert [(join.host, list(join.ranks)) for join in machines] == [
+        ("h0", [0]),
+        ("h1", [1, 2]),
+        ("h2", [3, 4, 5, 6]),
+    ]
+    assert {join.world_size for join in machines} == {7}
+    assert machines[2].who == "host h2 (ranks 3-6)"
+
+
+def test_roles_are_counted_by_themselves() -> None:
+    machines = [counted(0, 1, role="a"), counted(1, 2, role="b"), counted(2, 4, role="a")]
+    assert role_ranks(machines) == [RoleRanks(0, 5), RoleRanks(0, 2), RoleRanks(1, 5)]
+
+
+def test_which_machines_are_missing() -> None:
+    assert missing([counted(1, 2)]) == [0, 2]
+    assert describe([counted(1, 2)]) == "1 machine joined (h1); machines 0, 2 of 3 missing"
+    assert missing([counted(number, 1) for number in range(3)]) == []
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (counted(1, 5), ""),
+        (counted(0, 1, host="other"), "host h0 and host other both have --node-rank 0"),
+        (counted(1, 1, machines=2), "host h0 has --nnodes 3, host h1 has --nnodes 2"),
+        (counted(3, 1), "host h3 (machine 3) is beyond --nnodes 3"),
+        (counted(1, 1, function="other.py"), "host h0 has train.py to run, host h1 has other.py to run"),
+    ],
+)
+def test_what_does_not_fit(new: Join, words: str) -> None:
+    assert conflict([counted(0, 2)], new) == words
+
+
+class LinkStandIn:
+    """What an agent sees of its link."""
+
+    def __init__(self) -> None:
+        self.channel, self.theirs = Channel.pair()
+        self.pid = 5
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_link_that_ends_after_a_failure_is_no_news(told: bool) -> None:
+    link, (launcher, other) = LinkStandIn(), Channel.pair()
+    peers = Peers(link)  # type: ignore[arg-type]
+    if told:
+        peers.tell(RankFailure(0, 1, "raised ValueError"))
+    link.theirs.close()
+    heard = peers.hear([link.channel.fileno()], launcher)
+    assert (heard.who if heard else "") == ("" if told else "the link to the other machines")
+    assert not peers.awaited
+    for channel in (link.channel, launcher, other):
+        channel.close()
