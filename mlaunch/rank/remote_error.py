@@ -6,6 +6,7 @@ import socket
 import traceback
 
 from mlaunch.base.frames import RUNPY, is_ours
+from mlaunch.base.misuse import is_misuse
 from mlaunch.protocol import pickling
 from mlaunch.protocol.messages import Phase, RemoteError
 
@@ -35,8 +36,9 @@ def is_consequence(remote: RemoteError) -> bool:
 def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException:
     """Takes the launcher's own frames off the top of the exception's traceback.
 
-    ``keep_last``: the last stays, lest a fault of ours has no place.
+    ``keep_last``: the last stays, lest a fault of ours has no place; but not where it is the user's (``misuse``).
     """
+    keep_last = keep_last and not is_misuse(error)
     trace = error.__traceback__
     while trace is not None and (is_ours(file := trace.tb_frame.f_code.co_filename) or file == RUNPY):
         if trace.tb_next is None and keep_last:

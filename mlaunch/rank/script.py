@@ -22,6 +22,7 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
+from mlaunch.base.misuse import misuse
 from mlaunch.protocol import error_file
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import Command
@@ -116,13 +117,22 @@ def _run_file(path: str) -> None:
 
 
 def _run_source(main: types.ModuleType, path: str) -> None:
-    with io.open_code(path) as file:
-        code = pkgutil.read_code(file)
-    if code is None:
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+    try:
+        code = _compiled(path)
+    except (OSError, SyntaxError, ValueError) as error:  # it cannot be read, or is no Python
+        misuse(error)
+        raise
     main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     exec(code, main.__dict__)
+
+
+def _compiled(path: str) -> types.CodeType:
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)
+    if code is not None:
+        return code
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _run_module(name: str) -> None:
@@ -136,8 +146,12 @@ def _run_function(target: str) -> None:
     module = importlib.import_module(module_name)
     sys.argv[0] = getattr(module, "__file__", None) or module_name
     function: Any = module
-    for name in names.split("."):
-        function = getattr(function, name)
+    try:
+        for name in names.split("."):
+            function = getattr(function, name)
+    except AttributeError as error:
+        misuse(error)
+        raise
     sys.exit(function())
 
 

@@ -92,9 +92,26 @@ def test_a_caller_without_file_descriptors(run_script: Any) -> None:
         "print(train())\n"
     )
     first, second, after = done.stdout.splitlines()
-    assert "Too many open files" in first
+    assert "Too many open files: the limit is " in first
+    assert first.endswith("raise it with ulimit -n, up to 10000")
     assert "no file descriptor is left to receive a rank's answer with (see ulimit -n)" in second
     assert after == str([1] * 8)
+
+
+def test_a_limit_on_the_size_of_files(run_script: Any) -> None:
+    """It holds for memory files, too. What meets it can be pickled: it has no room."""
+    done = run_script(
+        "import resource\n"
+        "from mlaunch import launcher\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 21))\n"
+        "for call in (launcher(lambda: bytes(1 << 21), 1), lambda: launcher(len, 1)(bytes(1 << 21))):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except OSError as error:\n"
+        "        print(error.strerror)\n"
+    )
+    words = "File too large: the limit is 1048576 bytes in a file, memory files among them; raise it with ulimit -f"
+    assert done.stdout.splitlines() == [f"{words}, up to 2097152"] * 2, done.stderr
 
 
 def test_a_deleted_working_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -400,7 +400,7 @@ def test_an_agent_that_lacks_file_descriptors(run_script: Any) -> None:
         "launcher(lambda: 1, 20)()\n"
     )
     assert "LaunchError: <lambda>() was ended: the agent failed:" in done.stderr
-    assert "OSError: [Errno 24] Too many open files" in done.stderr
+    assert "OSError: [Errno 24] Too many open files: the limit is 40 open files; raise it with ulimit -n" in done.stderr
 
 
 def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
