@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 from pathlib import Path
@@ -47,8 +48,9 @@ class Evidence:
         return 0
 
 
+@functools.lru_cache(4)  # the fork server looks once for all its agents
 def _find_counter(own_cgroup: Path, root: Path) -> Path | None:
-    """The file that counts this process's cgroup's out-of-memory kills: of version 1 or 2 of the interface."""
+    """Finds the file that counts this process's cgroup's out-of-memory kills: of version 1 or 2 of the interface."""
     with contextlib.suppress(OSError):
         for line in own_cgroup.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 
 from mlaunch.agent.evidence import Evidence
 from mlaunch.agent.inspection import Inspection
@@ -21,6 +20,7 @@ from mlaunch.agent.stopping import Stopping
 from mlaunch.agent.system import System
 from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure
+from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, failures, payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import (
@@ -94,7 +94,7 @@ class Supervisor:
 
     def run(self) -> None:
         while self._ranks or self._awaits_peers():
-            ready = {fd for fd in wait(self._sources(), self._timeout()) if isinstance(fd, int)}
+            ready = set(wait_readable(self._sources(), self._timeout()))
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server(self._server)

@@ -106,8 +106,10 @@ class _ForkServer:
         try:
             for module in (*_PRELOAD, *self.preload):
                 __import__(module)
+            from mlaunch.agent.evidence import Evidence
             from mlaunch.rank import device
 
+            Evidence()  # which looks for the cgroup's files once
             self.control.try_send(device.offered())
         except (Exception, SystemExit):
             self.control.try_send(NotReady(last_bytes(traceback.format_exc(), TEXT_LIMIT)))

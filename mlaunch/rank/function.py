@@ -75,7 +75,7 @@ class FunctionRank(Rank):
         import torch
 
         args, spec = self._args, self._spec
-        process.reset_process(open_stream=self._open_stream)
+        process.reset_process(open_stream=self._open_stream, own_handlers_alone=args.inherited is None)
         text_bars.install()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         rank = spec.rank(args.local_rank)

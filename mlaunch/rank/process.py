@@ -22,10 +22,14 @@ def _plain(fd: int) -> io.FileIO:
     return io.FileIO(fd, "wb", closefd=False)
 
 
-def reset_process(*, of_a_function: bool = True, open_stream: Callable[[int], io.FileIO] = _plain) -> None:
+def reset_process(
+    *, of_a_function: bool = True, open_stream: Callable[[int], io.FileIO] = _plain, own_handlers_alone: bool = False
+) -> None:
     """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them.
 
     A command keeps the exit handlers of the modules that were imported for it, and chooses its streams.
+    ``own_handlers_alone``: of logging's handlers only those made from now on are closed at the end. Those of a fork
+    server are torch's, which hold nothing, and closing its 40 takes longer than a small function.
     """
     signal.set_wakeup_fd(-1)
     for number in _INHERITED_SIGNALS:
@@ -35,12 +39,18 @@ def reset_process(*, of_a_function: bool = True, open_stream: Callable[[int], io
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     if of_a_function:
         atexit._clear()
-        atexit.register(logging.shutdown)
+        inherited = list(logging._handlerList) if own_handlers_alone else []  # type: ignore[attr-defined]
+        atexit.register(_shut_down_logging, inherited)
         if getattr(sys.stdin, "name", None) == os.devnull:  # of the process that we were forked from
             sys.stdin.close()
         sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
         sys.stdout, sys.stderr = _by_lines(open_stream(1)), _by_lines(open_stream(2))
     gc.enable()
+
+
+def _shut_down_logging(inherited: list[object]) -> None:
+    known = {id(reference) for reference in inherited}
+    logging.shutdown([reference for reference in logging._handlerList if id(reference) not in known])  # type: ignore[attr-defined]
 
 
 def set_environ(wanted: dict[str, str]) -> None:

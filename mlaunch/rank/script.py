@@ -128,7 +128,7 @@ def _run_source(main: types.ModuleType, path: str) -> None:
 
 def _compiled(path: str) -> types.CodeType:
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)
+        code: types.CodeType | None = pkgutil.read_code(file)
     if code is not None:
         return code
     with io.open_code(path) as file:

@@ -70,7 +70,7 @@ class World:
         self.parent, self.parent_end = socket.socketpair()
         self.ranks = [self._rank(index) for index in range(self.size)]
         self.pids = {rank.pid: rank.rank for rank in self.ranks}
-        self.monkeypatch.setattr(supervisor_module, "wait", self._wait)
+        self.monkeypatch.setattr(supervisor_module, "wait_readable", self._wait)
         self.monkeypatch.setattr(supervisor_module.linux, "kill_children", lambda _spare: None)
         self.theirs = theirs
         self.supervisor = Supervisor(
