@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import sys
-import threading
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base import linux
+from mlaunch.caller.output import relay
 from mlaunch.caller.output.bars import line
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
@@ -353,25 +353,27 @@ def test_more_writes_than_are_noted(board: Board) -> None:
     assert len(noted) > 100
 
 
-def test_what_is_read_was_there_at_one_moment(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    """Each number is written to rank 0's pipe before it is to rank 1's, and is never shown in another order."""
+def test_what_is_read_was_there_at_one_moment(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """While the relay looks how much waits, rank 0 prints after it was looked at, and then rank 1, before it was."""
     pipes = Pipes(dataclasses.replace(plan(2, Policy()), merge=False), 2)
-    count = 3000
+    looks: list[int] = []
+    size = relay._size
 
-    def write() -> None:
-        for number in range(count):
-            for rank in (0, 1):
-                pipes.write(rank, 1, b"%d\n" % number)
+    def looked(fd: int) -> int:
+        looks.append(fd)
+        if len(looks) == 2:
+            pipes.write(0, 1, b"first\n")
+            pipes.write(1, 1, b"second\n")
+        return size(fd)
 
-    writing = threading.Thread(target=write)
-    writing.start()
-    while writing.is_alive():
-        pipes.relay.carry()
+    monkeypatch.setattr(relay, "_size", looked)
+    pipes.write(0, 1, b"begin\n")
+    pipes.relay.carry()
+    pipes.relay.carry()
+    assert capfdbinary.readouterr().out.splitlines() == [b"[0] begin", b"[0] first", b"[1] second"]
     pipes.finish()
-    shown = [line.split() for line in capfdbinary.readouterr().out.splitlines()]
-    place = {(rank, int(number)): index for index, (rank, number) in enumerate(shown)}
-    assert len(place) == 2 * count
-    assert not [number for number in range(count) if place[b"[0]", number] > place[b"[1]", number]]
 
 
 def test_a_stream_of_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
