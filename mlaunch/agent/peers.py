@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import signal
 import socket
 import time
 from collections.abc import Collection, Iterable
@@ -13,7 +14,7 @@ from multiprocessing.connection import wait
 from mlaunch._version import __version__
 from mlaunch.base.errors import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.machine_messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.spec import Agreed, Cluster, LaunchSpec
 from mlaunch.rendezvous.address import listen_as_master
 from mlaunch.rendezvous.link import Link
@@ -28,10 +29,15 @@ class NoLaunchError(Exception):
 
 
 class Peers:
-    """The launch's other machines. ``link`` None: there are none, and nothing is told or awaited."""
+    """The launch's other machines. ``link`` None: there are none, and nothing is told or awaited.
 
-    def __init__(self, link: Link | None = None, *, gather_all: bool = False) -> None:
+    ``timeout``: seconds after which a link that does not say a word counts as lost, and is killed.
+    """
+
+    def __init__(self, link: Link | None = None, timeout: float = 0.0, *, gather_all: bool = False) -> None:
         self._link = link
+        self._timeout = timeout
+        self._heard_at = time.monotonic()
         self._over = link is None
         self._told = False
         self._finished = False
@@ -40,6 +46,10 @@ class Peers:
     def fds(self) -> list[int]:
         return [] if self._link is None or self._over else [self._link.channel.fileno()]
 
+    def due(self) -> float | None:
+        """Returns when the link will count as lost, in monotonic seconds."""
+        return self._heard_at + self._timeout if self.fds() else None
+
     def keep(self, rank: int, memfd: int | None) -> None:
         """Hands on what a rank of ours returned (None: nothing), if the others want it."""
         if self._link is not None and self._gather_all:
@@ -47,8 +57,11 @@ class Peers:
 
     def hear(self, ready: Collection[int], launcher: Channel) -> RankFailure | None:
         """Returns the first failure of another machine, if that is the news. Passes values on to the launcher."""
-        if not set(self.fds()) & set(ready) or self._link is None:
+        if self._link is None or self._over:
             return None
+        if self._link.channel.fileno() not in ready:
+            return self._miss(self._link)
+        self._heard_at = time.monotonic()
         try:
             record, fds = self._link.channel.receive()
         except EOFError:
@@ -66,6 +79,14 @@ class Peers:
             self._told = True
             return record
         return None
+
+    def _miss(self, link: Link) -> RankFailure | None:
+        """Gives a link up that somebody has stopped."""
+        if time.monotonic() < self._heard_at + self._timeout:
+            return None
+        self._over = True
+        os.kill(link.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
+        return RankFailure(None, link.pid, _silence(self._timeout), subject="the link to the other machines")
 
     def tell(self, failure: RankFailure) -> None:
         """Tells them of the first failure here; of those that follow only our own caller hears."""
@@ -106,14 +127,14 @@ def join_machines(
     if spec.rank_start == 0:
         server = _serve_as_master(spec, cluster, listener, launcher, held)
     link = Link(cluster, _introduction(spec), listener if server is None else None, held)
-    plan = _wait_for_plan(link, launcher, parent, spec)
+    plan = _wait_for_plan(link, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
     joined = dataclasses.replace(
         _as_agreed(spec, plan.agreed),
         interface=plan.interface,
         time_left=None if left is None else max(0.0, left - (time.monotonic() - start)),
     )
-    return Joined(joined, server, Peers(link, gather_all=spec.gather_all))
+    return Joined(joined, server, Peers(link, cluster.heartbeat_timeout, gather_all=spec.gather_all))
 
 
 def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
@@ -172,11 +193,19 @@ def _introduction(spec: LaunchSpec) -> Join:
     )
 
 
-def _wait_for_plan(link: Link, launcher: Channel, parent: int, spec: LaunchSpec) -> Planned:
+def _silence(seconds: float) -> str:
+    return f"said nothing for {seconds:g} s (was it stopped?) and was killed"
+
+
+def _wait_for_plan(link: Link, launcher: Channel, parent: int, spec: LaunchSpec, timeout: float) -> Planned:
     sources = [link.channel.fileno(), launcher.fileno(), parent]
     end = None if spec.seconds is None else time.monotonic() + spec.seconds
     while True:
-        ready = wait(sources, None if end is None else max(0.0, end - time.monotonic()))
+        left = timeout if end is None else end - time.monotonic()
+        ready = wait(sources, max(0.0, min(left, timeout)))
+        if not ready and left >= timeout:
+            launcher.try_send(Refused(f"the link (pid {link.pid}) {_silence(timeout)}"))
+            raise NoLaunchError
         if not ready:
             why = f"its deadline of {spec.deadline:g} s passed while the machines were joining"
             launcher.try_send(Refused(why, late=True))
@@ -186,6 +215,8 @@ def _wait_for_plan(link: Link, launcher: Channel, parent: int, spec: LaunchSpec)
         record = _heard(link.channel)
         if isinstance(record, Planned):
             return record
+        if isinstance(record, Beat):
+            continue
         launcher.try_send(record if record is not None else Refused(f"the link (pid {link.pid}) died while joining"))
         if not isinstance(record, Waiting):
             raise NoLaunchError

@@ -124,7 +124,7 @@ class Supervisor:
     def _timeout(self) -> float | None:
         """Returns the seconds until the next step is due, None if none is."""
         visit = self._inspection.due if self._inspection is not None else None
-        steps = (None if self._stopping.begun else self._call.due, self._farewell_at, visit)
+        steps = (None if self._stopping.begun else self._call.due, self._farewell_at, visit, self._peers.due())
         due = [*self._stopping.due(), *(step for step in steps if step is not None)]
         return max(0.0, min(due) - self._clock()) if due else None
 

@@ -29,7 +29,7 @@ class _Deferral:
         self._pending: list[tuple[int, FrameType | None]] = []
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal, now or later. An exception closes the deferral: it leaves the block that opened it."""
+        """Handles a signal, now or later."""
         self._pending.append((number, frame))
         if self._open:
             self._fire()
@@ -55,7 +55,7 @@ class _Deferral:
                 self._pending = []  # however often it came meanwhile: as the kernel does
                 self._handler(number, frame)
         except BaseException:
-            self._open = False
+            self._open = False  # it leaves the block that was open
             raise
 
 

@@ -2,7 +2,7 @@
 
 link -> agent -> launcher Waiting, Refused, RankFailure
 link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
-link -> agent             Planned, Over
+link -> agent             Beat, Planned, Over
 agent -> link             RankFailure, Value, Done
 """
 
@@ -41,6 +41,11 @@ class Value:
     """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
 
     rank: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The link is there: its agent misses it as the other machines do."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.machine_messages import Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.spec import Agreed, Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of
@@ -43,6 +43,7 @@ class LinkProcess:
         self._cluster = cluster
         self._join = join
         self._agent = agent
+        self._token = cluster.token or ""
         self._start = time.monotonic()
         self._trouble = ""  # why there is no connection
         self._joined = ""  # who has joined, as the gate told last
@@ -55,6 +56,7 @@ class LinkProcess:
 
     async def run(self, listener: socket.socket | None) -> None:
         asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
+        self._begin(self._beat_for_agent())
         reminding = asyncio.ensure_future(self._remind())
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
@@ -173,6 +175,11 @@ class LinkProcess:
             self._post({"beat": 1})
             await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
 
+    async def _beat_for_agent(self) -> None:
+        while True:
+            self._agent.try_send(Beat())
+            await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
+
     def _hear_agent(self) -> None:
         try:
             record, fds = self._agent.receive()
@@ -227,10 +234,6 @@ class LinkProcess:
 
     def _dialled(self, role: str) -> AbstractAsyncContextManager[wire.Streams]:
         return wire.dialled(self._master, self._cluster.port, role, self._cluster.token)
-
-    @property
-    def _token(self) -> str:
-        return self._cluster.token or ""
 
     # Keeping in touch
 

@@ -18,7 +18,7 @@ import pytest
 
 from mlaunch.rendezvous import address as address_module
 from tests.conftest import ROOT
-from tests.processes import children, descendants
+from tests.processes import children, descendants, wait_gone
 from tests.system.machines import PORT, launched
 from tests.system.network import Loopback, Namespaces, Network, why_no_namespaces
 
@@ -333,6 +333,30 @@ def test_a_link_that_dies_while_joining(network: Network) -> None:
         os.kill(link_of(process, master=True), signal.SIGKILL)
         text = machines.end(0)["text"]
     assert re.fullmatch(r"train\(\) was not started: the link \(pid \d+\) died while joining", text)
+
+
+def test_a_link_that_is_stopped_while_joining(network: Network) -> None:
+    with launched(network, 1, 1, heartbeat_timeout=2) as machines:
+        process = machines.start(0)
+        machines.until_waiting(0)
+        os.kill(link_of(process, master=True), signal.SIGSTOP)
+        text = machines.end(0)["text"]
+    silence = r"said nothing for 2 s \(was it stopped\?\) and was killed"
+    assert re.fullmatch(rf"train\(\) was not started: the link \(pid \d+\) {silence}", text)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_link_that_is_stopped_later(network: Network, victim: int) -> None:
+    """Its own agent misses it, as the other machines do."""
+    with launched(network, 1, 1, heartbeat_timeout=4) as machines:
+        machines.start_all({"wait": True})
+        machines.until(0, "running")
+        link = link_of(machines.processes[victim], master=victim == 0)
+        os.kill(link, signal.SIGSTOP)
+        texts = [end["text"] for end in machines.ends()]
+        wait_gone([link])
+    assert texts[victim].startswith("the link to the other machines of train() said nothing for 4 s (was it stopped?)")
+    assert re.search(r"was lost: (no heartbeat came for 4 s|its connection was closed)", texts[1 - victim])
 
 
 def test_a_link_that_dies_later(network: Network) -> None:

@@ -1,0 +1,221 @@
+"""What a rank or a caller does to descriptors and pids that it inherited: forks that return, closed descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, launcher
+from tests.contract import crashes
+from tests.processes import children, descendants, wait_gone
+
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
+MINE = "what the user wrote"
+
+
+# Forks of a rank
+
+
+@pytest.mark.parametrize("size", [10, 3_000_000])
+def test_a_fork_that_returns_does_not_answer(capfd: pytest.CaptureFixture[str], size: int) -> None:
+    """Both processes come back from the function, at the same time."""
+
+    def train() -> tuple[int, int, bytes]:
+        rank = os.getpid()
+        os.fork()
+        return rank, os.getpid(), bytes([os.getpid() != rank]) * size
+
+    for rank, answered, content in launcher(train, 2)():
+        assert answered == rank
+        assert content == bytes(size)
+    assert "has returned from the function as if it were the rank; it is ended here" in capfd.readouterr().err
+
+
+class Forked:
+    """Forks while it is pickled: both processes go on writing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rank = os.getpid()
+        if os.fork() != 0:
+            os.wait()  # the fork writes first
+        return (lambda same, tensor: (same, tensor)), (os.getpid() == rank, torch.full((100_000,), 1.0))
+
+
+def test_a_fork_while_a_value_is_pickled() -> None:
+    for mine, tensor in launcher(lambda: Forked(), 2, deadline=20)():
+        assert mine
+        assert torch.equal(tensor, torch.ones(100_000))
+
+
+def test_how_a_fork_ends_is_its_own_business(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its exit code is what it gave, its exception is printed, and the rank is not said to have raised it."""
+
+    def train() -> list[int]:
+        codes = []
+        for end in (lambda: sys.exit(0), lambda: sys.exit(3), crashes.raise_error):
+            if os.fork() == 0:
+                end()
+            codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+        if dist.get_rank() == 1:
+            sys.exit(0)  # which is the rank's own end, in the phase that it is in
+        return codes
+
+    with pytest.warns(RuntimeWarning, match="1 of 2 ranks of .* exited with code 0 without"):
+        assert launcher(train, 2)() == [[0, 3, 1], None]
+    assert "ValueError: no such luck" in capfd.readouterr().err
+
+
+# Closed descriptors
+
+
+def close_and_open(directory: Path) -> list[Any]:
+    """As a program that becomes a daemon: closes all that it did not open, then opens files of its own."""
+    crashes.close_descriptors()
+    files = [open(directory / f"{os.environ['RANK']}-{number}", "w+") for number in range(50)]  # noqa: SIM115
+    for file in files:
+        file.write(MINE)
+        file.flush()
+    return files
+
+
+def returns(files: list[Any]) -> int:
+    return len(files)
+
+
+def raises(_: list[Any]) -> None:
+    crashes.raise_error()
+
+
+def hangs(_: list[Any]) -> None:
+    crashes.hang()
+
+
+def segfaults(_: list[Any]) -> None:
+    ctypes.string_at(1)
+
+
+CLOSED = "unable to answer: its function closed mlaunch's file descriptors"
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.parametrize(
+    ("end", "kind", "words"),
+    [
+        (returns, LaunchError, CLOSED),
+        (raises, LaunchError, CLOSED),
+        (hangs, LaunchTimeout, "rank 1 had not returned"),
+        (segfaults, LaunchError, "rank 1 of .* was killed by SIGSEGV"),
+    ],
+)
+def test_files_that_took_our_numbers_stay_as_they_are(
+    tmp_path: Path, end: Callable[[list[Any]], object], kind: type[LaunchError], words: str, start_method: str
+) -> None:
+    def train() -> object:
+        return end(close_and_open(tmp_path)) if dist.get_rank() == 1 else dist.get_rank()
+
+    with pytest.raises(kind, match=words):
+        launcher(train, 2, deadline=1.5 if end is hangs else None, grace_period=0.5, start_method=start_method)()
+    assert {path.read_text() for path in tmp_path.iterdir()} == {MINE}
+    assert len(list(tmp_path.iterdir())) == 50
+
+
+def test_a_rank_that_closes_all_numbers() -> None:
+    """As above with os.closerange, after which gloo may abort the process before it can say why."""
+
+    def train() -> int:
+        if dist.get_rank() == 1:
+            os.closerange(3, 65536)
+        return 1
+
+    with pytest.raises(LaunchError, match=f"rank 1 of .*({CLOSED}|was killed by SIGABRT)"):
+        launcher(train, 2)()
+
+
+CLOSING_CALLER = """
+import os
+from mlaunch import launcher
+
+print(launcher(lambda: 7, 2)())
+os.closerange(3, 1000)
+files = [open(f"file{number}", "w+") for number in range(50)]
+for file in files:
+    file.write("mine")
+    file.flush()
+print(launcher(lambda: 8, 2)())
+print(launcher(lambda: 9, 2)())
+assert all(os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)) for file in files)
+print({open(file.name).read() for file in files})
+"""
+
+
+def test_a_caller_that_closes_all_numbers(run_script: Any) -> None:
+    done = run_script(CLOSING_CALLER)
+    assert done.stdout == "[7, 7]\n[8, 8]\n[9, 9]\n{'mine'}\n", done.stderr
+
+
+# Descriptors and programs
+
+
+def test_a_program_that_a_rank_becomes_inherits_none_of_ours(tmp_path: Path) -> None:
+    def train() -> None:
+        os.execvp("sh", ["sh", "-c", f"ls -l /proc/$$/fd > {tmp_path}/{dist.get_rank()}"])
+
+    with pytest.warns(RuntimeWarning, match="2 of 2 ranks of .* exited with code 0 without"):
+        launcher(train, 2)()
+    for rank in range(2):
+        rows = [row.split() for row in (tmp_path / str(rank)).read_text().splitlines()[1:]]
+        assert {row[8] for row in rows} <= {"0", "1", "2", "10"}, rows  # 10: the shell's own, of the redirection
+        assert all("mlaunch" not in " ".join(row) and "socket" not in row[-1] for row in rows), rows
+
+
+def test_standard_input_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under "fork" too, where a rank could read what its caller's terminal is given."""
+
+    def train() -> tuple[str, bytes]:
+        return sys.stdin.read(), os.read(0, 10)
+
+    before, (reader, writer) = os.dup(0), os.pipe()
+    os.write(writer, b"of the caller\n")
+    os.dup2(reader, 0)
+    try:
+        assert launcher(train, 2, start_method="fork", deadline=20)() == [("", b"")] * 2
+        assert launcher(train, 2, deadline=20)() == [("", b"")] * 2
+    finally:
+        os.dup2(before, 0)
+        for fd in (before, reader, writer):
+            os.close(fd)
+
+
+# A rank that leaves its process group
+
+
+def test_a_rank_in_another_group_ends_with_a_killed_caller(tmp_path: Path) -> None:
+    """Its agent's group, which is not hit as a whole."""
+    caller = os.fork()
+    if caller == 0:
+        try:
+            launcher(functions_that_leave, 2, grace_period=0.2)(str(tmp_path))
+        finally:
+            os._exit(1)
+    while len(list(tmp_path.iterdir())) < 2:
+        assert os.waitid(os.P_PID, caller, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        signal.sigtimedwait([signal.SIGCHLD], 0.05)
+    family = [pid for server in children(caller) for pid in (server, *descendants(server))]
+    os.kill(caller, signal.SIGKILL)
+    os.waitpid(caller, 0)
+    wait_gone(family)
+
+
+def functions_that_leave(directory: str) -> None:
+    dist.barrier()
+    Path(directory, str(dist.get_rank())).touch()
+    crashes.leave_group()
