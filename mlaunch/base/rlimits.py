@@ -24,3 +24,4 @@ def name_limit(error: BaseException) -> None:
     soft, hard = resource.getrlimit(limit)
     most = "" if hard in {soft, resource.RLIM_INFINITY} else f", up to {hard}"
     error.strerror = f"{error.strerror}: the limit is {soft} {what}; raise it with {command}{most}"
+    error.args = (error.errno, error.strerror)  # by which it is pickled
