@@ -20,7 +20,7 @@ import threading
 import types
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from mlaunch.base.misuse import misuse
 from mlaunch.protocol import error_file
@@ -132,8 +132,7 @@ def _compiled(path: str) -> types.CodeType:
     if code is not None:
         return code
     with io.open_code(path) as file:
-        code = cast(types.CodeType, compile(file.read(), path, "exec", dont_inherit=True))
-    return code
+        return compile(file.read(), path, "exec", dont_inherit=True)
 
 
 def _run_module(name: str) -> None:
