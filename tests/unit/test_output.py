@@ -203,6 +203,19 @@ def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
     assert (first.left, second.shown, second.left) == (["last"], ["line"], ["last"])
 
 
+def test_who_prints_makes_room_where_another_launch_draws() -> None:
+    class Terminal(Place):
+        def hide(self) -> str:
+            return f"hidden after {self.shown}"
+
+    first, second = Display(Terminal(), 0.0), Display(None, 0.0)
+    assert second.make_room() == ""
+    first.draw(["line"], 1.0)
+    assert second.make_room() == "hidden after ['line']"
+    first.close([])
+    assert second.make_room() == ""
+
+
 def test_a_place_that_breaks_is_free_again() -> None:
     class Broken(Place):
         def close(self, lines: list[str]) -> str:
