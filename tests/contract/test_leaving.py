@@ -1,0 +1,148 @@
+"""What a rank does at its end, and how its answer is written."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import LaunchError, launcher
+from mlaunch.protocol import payload
+from tests.contract import crashes
+
+# Leaving
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_threads_are_waited_for(tmp_path: Path, start_method: str) -> None:
+    """They may use the process group until they end."""
+
+    def train() -> None:
+        def work() -> None:
+            threading.main_thread().join(1)  # until the function has returned, and a moment more
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            (tmp_path / os.environ["RANK"]).write_text(str(total.item()))
+
+        threading.Thread(target=work).start()
+
+    launcher(train, 2, start_method=start_method)()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["2.0", "2.0"]
+
+
+def test_children_are_waited_for(tmp_path: Path) -> None:
+    """As by multiprocessing at an interpreter's end: those that are no daemons."""
+
+    def train() -> None:
+        gone, held = multiprocessing.Pipe(duplex=False)
+
+        def work() -> None:
+            held.close()
+            gone.poll(None)  # until the function has returned
+            (tmp_path / os.environ["RANK"]).write_text("done")
+
+        multiprocessing.get_context("fork").Process(target=work).start()
+        held.close()
+
+    launcher(train, 2)()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_exit_handlers_run_after_sys_exit(tmp_path: Path, code: int) -> None:
+    def train() -> None:
+        atexit.register((tmp_path / os.environ["RANK"]).touch)
+        sys.exit(code)
+
+    if code:
+        with pytest.raises(LaunchError, match=r"rank 0 of .* exited with code 3"):
+            launcher(train, 1)()
+    else:
+        with pytest.warns(RuntimeWarning, match="exited with code 0 without returning a value"):
+            launcher(train, 1)()
+    assert (tmp_path / "0").exists()
+
+
+def test_a_checkpoint_that_is_being_saved_is_complete(tmp_path: Path) -> None:
+    """As under torchrun: the group is there until its threads have ended."""
+
+    def train() -> None:
+        from torch.distributed import checkpoint
+
+        state = {"weights": torch.arange(200_000.0), "rank": torch.tensor(dist.get_rank())}
+        checkpoint.async_save(state, checkpoint_id=str(tmp_path / "saved"))
+
+    launcher(train, 2)()
+
+    from torch.distributed import checkpoint
+
+    loaded = {"weights": torch.zeros(200_000), "rank": torch.tensor(-1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no group here
+        checkpoint.load(loaded, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    assert torch.equal(loaded["weights"], torch.arange(200_000.0))
+    assert (tmp_path / "saved" / ".metadata").exists()
+
+
+# What is no end of the function's
+
+
+def test_leaving_while_arguments_are_unpickled_is_a_failure() -> None:
+    """The function has not run."""
+    with pytest.raises(LaunchError, match=r"raised SystemExit: 0\n.* while receiving the function"):
+        launcher(crashes.unpickling, 2)(Leaves())
+
+
+class Leaves:
+    """Ends whoever unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (0,)
+
+
+def test_a_value_that_leaves_when_it_is_unpickled() -> None:
+    with pytest.raises(LaunchError, match=r"the value that rank 0 of .* cannot be unpickled here: SystemExit: 0"):
+        launcher(Leaves, 1)()
+
+
+# Answers
+
+
+class Burns:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ValueError("no such luck")
+
+
+def test_a_value_that_fails_in_pickling_after_a_large_part_of_it() -> None:
+    """Nothing of what was written is in the way of the report."""
+    words = r"rank 0 of .* returned a value that cannot be pickled: .*no such luck"
+    with pytest.raises(LaunchError, match=words) as raised:
+        launcher(lambda: [bytes(5_000_000), np.zeros(1_000_000), list(range(100_000)), Burns()], 1)()
+    assert len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4097])
+def test_buffers_are_aligned(size: int) -> None:
+    """To 64 bytes, which vector instructions want, whatever stands before them."""
+    given = [b"x" * size, np.arange(5000.0), np.ones(16_385, np.uint8), np.arange(5000.0), torch.arange(5000.0)]
+    memfd = payload.create("test")
+    try:
+        payload.write(memfd, given)
+        read = payload.read(memfd)
+    finally:
+        os.close(memfd)
+    addresses = [array.__array_interface__["data"][0] for array in read[1:4]] + [read[4].data_ptr()]
+    assert [address % 64 for address in addresses] == [0] * 4
+    assert np.array_equal(read[3], given[3])
