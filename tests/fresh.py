@@ -85,7 +85,9 @@ def _ours(thing: object) -> bool:
 
 def _shows(function: FunctionType) -> bool:
     names, constants = words(function.__code__)
-    return bool(names & _NAMES) or _SPAWN in constants or any(_starts_one(value) for _, value in globals_of(function))
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values = [*defaults, *(value for _, value in globals_of(function))]
+    return bool(names & _NAMES) or _SPAWN in constants or any(map(_starts_one, values))
 
 
 def _starts_one(value: object) -> bool:

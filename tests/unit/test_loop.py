@@ -78,6 +78,8 @@ def all_that_a_rank_does() -> None:
 INSIDE = {
     "mlaunch.__main__": "test_the_modules_that_are_commands",
     "mlaunch._version": "test_the_version",
+    "mlaunch.cli.completion": "test_completion_without_shtab",
+    "mlaunch.cli.parser": "test_completion",
     "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
     "mlaunch.caller.hints": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.caller.launch": "test_launch",
