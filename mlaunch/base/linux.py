@@ -159,10 +159,10 @@ def _is_child(pid: int) -> bool:
     return True
 
 
-def kill_children(spare: Collection[int] = (), patience: float = 5.0) -> None:
+def kill_children(spare: Collection[int] = (), timeout: float = 5.0) -> None:
     """Kills and reaps every child except ``spare``, and the descendants that fall to us as they die.
 
-    A process that cannot be killed within ``patience`` seconds (it sits in the kernel on a dead file system) is
+    A process that cannot be killed within ``timeout`` seconds (it sits in the kernel on a dead file system) is
     left to whoever reaps next, rather than hanging the caller.
     """
     stuck: set[int] = set()
@@ -173,16 +173,16 @@ def kill_children(spare: Collection[int] = (), patience: float = 5.0) -> None:
         for pid in strangers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        stuck.update(pid for pid in strangers if not _reap(pid, patience))
+        stuck.update(pid for pid in strangers if not _reap(pid, timeout))
 
 
-def _reap(pid: int, patience: float) -> bool:
+def _reap(pid: int, timeout: float) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        if not wait_readable([pidfd], patience):
+        if not wait_readable([pidfd], timeout):
             return False
         os.waitpid(pid, 0)
     except ChildProcessError:

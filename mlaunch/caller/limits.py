@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from mlaunch.base import linux
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
-_PATIENCE = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
+_REACTION_TIMEOUT = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
 _STEP_DELAY = 2.0  # seconds between steps
 
 
@@ -58,4 +58,4 @@ class Limits:
         return step
 
     def _reaction(self) -> float:
-        return STACKS_TIMEOUT + self.grace_period + _PATIENCE
+        return STACKS_TIMEOUT + self.grace_period + _REACTION_TIMEOUT

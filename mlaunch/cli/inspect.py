@@ -18,7 +18,7 @@ from mlaunch.protocol import registry
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_PATIENCE = 5.0  # seconds for a launch to answer
+_ANSWER_TIMEOUT = 5.0  # seconds for a launch to answer
 _ID_SHOWN = 8
 
 
@@ -72,7 +72,7 @@ def ask(word: bytes, start: str = "") -> list[dict[str, Any]]:
 
 
 def _answer(connection: socket.socket, word: bytes) -> dict[str, Any] | None:
-    connection.settimeout(_PATIENCE)
+    connection.settimeout(_ANSWER_TIMEOUT)
     with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
         connection.send(word)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)

@@ -342,7 +342,7 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
             return ""
 
     monkeypatch.setattr(options, "area", Place)
-    monkeypatch.setattr(display, "_PATIENCE", 0.0)
+    monkeypatch.setattr(display, "_FIRST_LOOK_DELAY", 0.0)
     launcher(lambda: 1, 1, progress=False)()
     assert shown == []
     launcher(lambda: 1, 1)()

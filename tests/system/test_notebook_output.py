@@ -18,7 +18,7 @@ nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
 print(json.dumps([[{"type": output["output_type"], "text": output.get("text", "")} for output in cell["outputs"]]
     for cell in notebook.cells]))
 """
-PATIENT = "from mlaunch.caller.output import display; display._PATIENCE = 60.0"
+PATIENT = "from mlaunch.caller.output import display; display._FIRST_LOOK_DELAY = 60.0"
 CELL = """
 from mlaunch import launcher
 def train():

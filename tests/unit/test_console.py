@@ -93,7 +93,7 @@ def test_a_file_is_written_where_it_was(monkeypatch: pytest.MonkeyPatch, shown: 
 def test_a_reader_that_does_not_read_is_given_up(
     monkeypatch: pytest.MonkeyPatch, shown: Console, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    monkeypatch.setattr(console, "_READER_TIMEOUT", 0.0)
     reader, writer = os.pipe()
     with open(writer, "w") as file:
         monkeypatch.setattr(sys, "stdout", file)
@@ -135,7 +135,7 @@ def test_a_stream_object_may_raise_anything(monkeypatch: pytest.MonkeyPatch, sho
 
 def test_one_interrupt_ends_a_stream_object_that_waits(monkeypatch: pytest.MonkeyPatch, shown: Console) -> None:
     """The interrupt comes out where nothing is in flight, and the object is not asked again."""
-    monkeypatch.setattr(console, "_PATIENCE", 0.0)
+    monkeypatch.setattr(console, "_READER_TIMEOUT", 0.0)
     asked: list[None] = []
 
     def hang() -> None:

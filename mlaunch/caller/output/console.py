@@ -17,7 +17,7 @@ from typing import Any
 from mlaunch.caller import interrupts
 from mlaunch.caller.output.outlet import Outlet, descriptor
 
-_PATIENCE = 2.0  # seconds in which nobody reads, after which nobody will
+_READER_TIMEOUT = 2.0  # seconds in which nobody reads, after which nobody will
 
 
 class Console:
@@ -65,7 +65,7 @@ class Console:
     def wait(self, until: float = math.inf) -> None:
         """Waits until all is written; after ``until``, in monotonic seconds, only for who still reads."""
         while not self.drain():
-            patience = max(until - time.monotonic(), _PATIENCE)
+            patience = max(until - time.monotonic(), _READER_TIMEOUT)
             poll = select.poll()
             poll.register(self.blocked or 0, select.POLLOUT)
             with interrupts.allowed():
@@ -98,7 +98,7 @@ class Console:
             self._lost.add(stream)
         except BaseException as interrupt:
             self._interrupt = interrupt
-            if time.monotonic() - began > _PATIENCE:  # it waits, and would the next time, too
+            if time.monotonic() - began > _READER_TIMEOUT:  # it waits, and would the next time, too
                 self._lost.add(stream)
         return len(data)
 

@@ -14,7 +14,7 @@ import threading
 import uuid
 from typing import Any, Protocol
 
-_PATIENCE = 0.5  # seconds until the first look: a quick call shows nothing
+_FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
 _PERIOD = 0.1  # seconds between two looks
 
 
@@ -128,7 +128,7 @@ class Display:
 
     def __init__(self, place: Area | None, start: float) -> None:
         self._area = place
-        self.due = None if place is None else start + _PATIENCE
+        self.due = None if place is None else start + _FIRST_LOOK_DELAY
 
     def draw(self, lines: list[str], now: float) -> str:
         self.postpone(now)
