@@ -33,18 +33,16 @@ def processes() -> str:
     parts = [HEAD]
     parts += box(20, 20, 200, "launcher", "your script or notebook", "never forked", fill="#fdf3e1")
     parts += box(290, 20, 200, "fork server", "torch imported once", "one per caller, stays warm")
-    parts += box(290, 150, 200, "agent", "one per call", "supervises the ranks")
-    parts += box(560, 150, 180, "rendezvous server", "TCPStore on 127.0.0.1")
+    parts += box(290, 150, 200, "agent", "one per call", "supervises, hosts the store")
     for index, x in enumerate((170, 300, 430)):
         parts += box(x, 300, 110, f"rank {index}", "your function", "its own device", fill="#e9f6ea")
     parts += [arrow(220, 45, 290, 45), text(255, 38, "call")]
     parts += [arrow(390, 88, 390, 150), text(398, 122, "fork, per call", anchor="start")]
-    parts += [arrow(490, 178, 560, 178), text(525, 170, "fork")]
     parts += [arrow(375, 218, 250, 300), arrow(390, 218, 355, 300), arrow(420, 218, 485, 300)]
-    parts += [text(458, 250, "fork, per rank", anchor="start")]
+    parts += [text(390, 285, "fork, per rank", anchor="start", size=11)]
     parts += [arrow(290, 185, 120, 88, dashed=True), text(60, 150, "values (memory files),", anchor="start")]
     parts += [text(60, 166, "failures", anchor="start")]
-    parts += [arrow(540, 318, 620, 201, dashed=True), text(600, 280, "meet, join the group", anchor="start")]
+    parts += [arrow(530, 300, 480, 218, dashed=True), text(530, 262, "meet at the store, join the group", anchor="start")]
     parts += [arrow(195, 300, 315, 218, dashed=True), text(180, 262, "answers (queue)")]
     return "\n".join([*parts, "</svg>\n"])
 
