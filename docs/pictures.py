@@ -42,7 +42,10 @@ def processes() -> str:
     parts += [text(390, 285, "fork, per rank", anchor="start", size=11)]
     parts += [arrow(290, 185, 120, 88, dashed=True), text(60, 150, "values (memory files),", anchor="start")]
     parts += [text(60, 166, "failures", anchor="start")]
-    parts += [arrow(530, 300, 480, 218, dashed=True), text(530, 262, "meet at the store, join the group", anchor="start")]
+    parts += [
+        arrow(530, 300, 480, 218, dashed=True),
+        text(530, 262, "meet at the store, join the group", anchor="start"),
+    ]
     parts += [arrow(195, 300, 315, 218, dashed=True), text(180, 262, "answers (queue)")]
     return "\n".join([*parts, "</svg>\n"])
 

@@ -23,6 +23,7 @@ from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
 
 STATUS, STACKS = b"status", b"stacks"
 _WORD_LIMIT = 64
+_LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 
 
 class Inspection:
@@ -42,10 +43,14 @@ class Inspection:
         self._start = clock()
         self._visitors: dict[int, socket.socket] = {}
         self._curious: list[socket.socket] = []  # those who wait for stacks
-        self.due: float | None = None  # when they get what there is
+        self._answer_at: float | None = None  # when they get what there is
+        self._listen_at: float | None = self._start + _LISTEN_DELAY
         self._listener: socket.socket | None = None
-        with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
-            self._listener = registry.listen(spec.context.environ, spec.launch_id)
+
+    @property
+    def due(self) -> float | None:
+        """When ``serve`` is to be called though nobody has come; None: it need not."""
+        return min((at for at in (self._answer_at, self._listen_at) if at is not None), default=None)
 
     def fds(self) -> list[int]:
         listener = [] if self._listener is None else [self._listener.fileno()]
@@ -56,10 +61,17 @@ class Inspection:
             self._welcome(self._listener)
         for fd in self._visitors.keys() & set(ready):
             self._hear(self._visitors.pop(fd), requests)
-        if self.due is not None and (not requests or self._clock() >= self.due):
+        if self._answer_at is not None and (not requests or self._clock() >= self._answer_at):
             for visitor in self._curious:
                 self._answer(visitor, self._status(with_stacks=True))
-            self._curious, self.due = [], None
+            self._curious, self._answer_at = [], None
+        if self._listen_at is not None and self._clock() >= self._listen_at:
+            self._listen()
+
+    def _listen(self) -> None:
+        self._listen_at = None
+        with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
+            self._listener = registry.listen(self._spec.context.environ, self._spec.launch_id)
 
     def close(self) -> None:
         if self._listener is not None:
@@ -83,7 +95,7 @@ class Inspection:
                 if rank.alive:
                     requests.ask(rank, self._board[rank.local_rank])
             self._curious.append(visitor)
-            self.due = self._clock() + STACKS_TIMEOUT
+            self._answer_at = self._clock() + STACKS_TIMEOUT
         else:
             visitor.close()
 

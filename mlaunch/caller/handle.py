@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlaunch.base import linux
 from mlaunch.caller import interrupts
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.limits import Limits
@@ -67,9 +68,12 @@ class LaunchHandle:
 
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the launch's last word."""
-        if self.agent.fileno() in self.relay.carry():
-            return self._hear()
-        return self._press()
+        if self.agent.fileno() not in self.relay.carry():
+            return self._press()
+        while self._hear():
+            if not linux.wait_readable([self.agent.fileno()], 0.0):
+                return True
+        return False
 
     def wait(self) -> Ended:
         """Waits for the launch's last process. An interrupt ends the launch, and is how it ended."""

@@ -58,7 +58,9 @@ def running(tmp_path: Path, **options: Any) -> Iterator[dict[str, Any]]:
     thread = threading.Thread(target=lambda: seen.update(returned=ours()))
     thread.start()
     there.read_text()
-    seen["status"] = inspect.ask(b"status")[0]
+    while not (found := inspect.ask(b"status")):  # it listens some moments after its start
+        os.sched_yield()
+    seen["status"] = found[0]
     try:
         yield seen
     finally:
