@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -78,6 +79,56 @@ def test_objects_of_unequal_size_reach_everybody() -> None:
     assert on(3, train) == [wanted] * 3
 
 
+def test_buffers_as_large_as_those_that_travel_by_themselves_and_their_neighbours() -> None:
+    """At the limit sender and receivers must choose the same way."""
+
+    def train() -> Any:
+        rank, sizes = comm.get_rank(), [exchange._LARGE + more for more in (-1, 0, 1)]
+        mine = [torch.full((size,), rank + 1, dtype=torch.uint8) for size in sizes]
+        everyone = [comm.all_gather(mine), comm.gather(mine), [comm.broadcast_object(mine, src=1)]]
+        return [[[len(tensor), int(tensor.sum())] for tensor in tensors] for way in everyone for tensors in way]
+
+    sizes = [exchange._LARGE + more for more in (-1, 0, 1)]
+    first, second = ([[size, number * size] for size in sizes] for number in (1, 2))
+    assert on(2, train, timeout=30) == [[first, second, first, second, second], [first, second, second]]
+
+
+def test_blobs_are_padded_up_to_a_limit() -> None:
+    """A larger one travels at its own size, lest one among many small ones costs that of all."""
+
+    def train() -> Any:
+        gather, padded = exchange._Link.gather_padded, []
+
+        def gather_and_tell(link: Any, blob: bytearray, sizes: list[int]) -> Any:
+            padded.append(max(sizes))
+            return gather(link, blob, sizes)
+
+        exchange._Link.gather_padded = gather_and_tell  # type: ignore[method-assign]
+        besides = len(exchange._pack(b"x" * 1000).blob) - 1000
+        right = []
+        for size in (exchange._PADDED, exchange._PADDED + 1):
+            mine = b"" if comm.get_rank() == 0 else b"x" * (size - besides)
+            right.append(comm.all_gather(mine) == [b"", b"x" * (size - besides)])
+        return right, padded
+
+    assert on(2, train) == [([True, True], [exchange._PADDED])] * 2
+
+
+def test_values_of_several_chunks() -> None:
+    def train() -> Any:
+        exchange._CHUNK, exchange._LARGE, exchange._PADDED = 1000, 1500, 100
+        right = []
+        for size in (999, 1000, 1001, 1999, 2000, 3500):  # as blobs, and by themselves
+            values = [torch.arange(size).to(torch.uint8) + rank for rank in range(2)]
+            mine = values[comm.get_rank()]
+            pairs = [*zip(comm.all_gather(mine), values, strict=True), (comm.broadcast_object(mine, src=1), values[1])]
+            pairs += zip(comm.gather(mine, dst=1), values, strict=False)
+            right += [torch.equal(came, wanted) for came, wanted in pairs]
+        return right
+
+    assert on(2, train, timeout=30) == [[True] * 18, [True] * 30]
+
+
 def test_gather_gives_nothing_elsewhere() -> None:
     def train() -> Any:
         rank = comm.get_rank()
@@ -113,6 +164,23 @@ def test_what_cannot_be_pickled_is_an_error_everywhere(name: str) -> None:
     )
     assert second[0] == f"TypeError: {name}(): rank 0 passed what cannot be pickled (its own error names it)"
     assert first[1] == second[1] == [0, 1]  # and the group still works
+
+
+def test_what_another_than_the_first_cannot_broadcast() -> None:
+    def train() -> Any:
+        data = threading.Lock() if comm.get_rank() == 1 else 1
+        return error_of(lambda: comm.broadcast_object(data, src=1)), comm.broadcast_object(comm.get_rank(), src=1)
+
+    first, second, third = on(3, train)
+    assert (
+        first
+        == third
+        == ("TypeError: broadcast_object(): rank 1 passed what cannot be pickled (its own error names it)", 1)
+    )
+    assert second[0].startswith(
+        "TypeError: broadcast_object(): what this rank passed cannot be pickled: it is a _thread.lock ("
+    )
+    assert second[1] == 1
 
 
 def test_groups_of_some_ranks() -> None:
@@ -204,6 +272,16 @@ def test_the_mean_of_a_number() -> None:
     assert on(2, lambda: comm.all_reduce_mean(comm.get_rank())) == [0.5, 0.5]
 
 
+def test_the_mean_over_some_ranks() -> None:
+    def train() -> float | None:
+        if comm.get_rank() == 0:
+            return None
+        group = dist.new_group([1, 2], use_local_synchronization=True)
+        return comm.all_reduce_mean(comm.get_rank(), group)
+
+    assert on(3, train, timeout=30) == [None, 1.5, 1.5]
+
+
 def test_a_barrier_names_those_who_do_not_come() -> None:
     def train() -> str:
         comm.synchronize(timeout=60)
@@ -261,6 +339,25 @@ def test_a_failure_of_the_main_process_reaches_the_others() -> None:
         others
         == ["RuntimeError: main_process_first(): the block failed on rank 0, which goes first: OSError: disk full"] * 2
     )
+
+
+def test_the_main_process_leaves_by_system_exit() -> None:
+    """The others hear of it, instead of waiting for a collective that it does not come to."""
+
+    def train() -> str:
+        try:
+            with comm.main_process_first() as first:
+                if first:
+                    sys.exit(3)
+        except SystemExit as error:
+            return f"SystemExit: {error}"
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    first, *others = on(3, train, timeout=30)
+    assert first == "SystemExit: 3"
+    assert others == ["main_process_first(): the block failed on rank 0, which goes first: SystemExit: 3"] * 2
 
 
 def test_local_groups_of_equal_machines() -> None:
