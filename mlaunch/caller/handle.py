@@ -138,6 +138,7 @@ class LaunchHandle:
         except EOFError:
             self.outcome.broken = self.outcome.broken or self.server.describe_end()
             self.never_began = self._limits.agent is None
+            self._tidy_up()
             return False
         if isinstance(record, AgentStarted):
             (self._limits.agent,) = fds
@@ -145,11 +146,15 @@ class LaunchHandle:
         self.outcome.take(record, fds)
         if isinstance(record, Reaped):
             if record.exitcode != 0:
-                registry.remove(self.spec.context.environ, self.outcome.spec.launch_id)
-                error_file.remove_directory(self.spec)
+                self._tidy_up()
             return False
         self._show(record, fds)
         return True
+
+    def _tidy_up(self) -> None:
+        """Removes the files of an agent that was killed."""
+        registry.remove(self.spec.context.environ, self.outcome.spec.launch_id)
+        error_file.remove_directory(self.spec)
 
     def _press(self) -> bool:
         """Kills what does not answer although it should have; False if nobody is left to hear."""

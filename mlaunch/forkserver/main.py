@@ -207,11 +207,11 @@ class _ForkServer:
             child.channel.close()
         for pidfd, child in self.children.items():
             if child.is_agent:  # bounded by its grace period
+                number = signal.SIGCONT  # for one that somebody has stopped: it ends its launch, and tidies up
                 while not linux.wait_readable([pidfd], _STOPPED_TIMEOUT):
-                    if (
-                        linux.is_stopped(child.pid) or state_of(child.pid) == "t"
-                    ):  # somebody has stopped it, and nobody may ever let it go on
-                        os.kill(child.pid, signal.SIGKILL)
+                    if linux.is_stopped(child.pid) or state_of(child.pid) == "t":
+                        os.kill(child.pid, number)
+                        number = signal.SIGKILL
                 os.waitpid(child.pid, 0)
 
 

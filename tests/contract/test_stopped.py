@@ -1,0 +1,133 @@
+"""Processes that somebody has stopped (SIGSTOP, a debugger): their caller bounds what it waits for, and nothing stays.
+
+That a deadline ends such a launch is in the crash matrix; a stopped link is in tests/system/test_machines.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import launcher
+from mlaunch.agent.stack_requests import request
+from mlaunch.protocol.messages import Phase
+from tests.conftest import ROOT
+from tests.contract import crashes
+from tests.processes import descendants, wait_gone
+
+STOPPED = {"agent": os.getppid, "fork server": lambda: crashes.parent_of(os.getppid())}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests stop need not be waited for as long as a busy machine may take."""
+    monkeypatch.setattr("mlaunch.caller.limits._PATIENCE", 0.5)
+
+
+def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
+    """In rank 0: stops the victim, then has the caller end the launch; again, once the note is there."""
+    if dist.get_rank() == 0:
+        os.kill(STOPPED[victim](), signal.SIGSTOP)
+        os.kill(caller, signal.SIGINT)
+        while note and not os.path.exists(note):
+            signal.sigtimedwait([], 0.01)
+        if note:
+            os.kill(caller, signal.SIGINT)
+    crashes.hang()
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.parametrize("victim", STOPPED)
+def test_ctrl_c(victim: str, start_method: str) -> None:
+    call = launcher(stop_and_interrupt, 2, grace_period=0.1, start_method=start_method)
+    with pytest.raises(KeyboardInterrupt):
+        call(victim, os.getpid())
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+@pytest.mark.parametrize("victim", STOPPED)
+def test_a_second_ctrl_c_skips_the_grace_period(victim: str, tmp_path: Path) -> None:
+    def handler(_number: int, _frame: FrameType | None) -> None:
+        (tmp_path / "first").touch()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launcher(stop_and_interrupt, 2, grace_period=1000)(victim, os.getpid(), str(tmp_path / "first"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+SCRIPT = """
+import os, signal, sys
+from mlaunch import launcher
+
+def train():
+    import torch.distributed as dist
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("running", flush=True)
+    signal.pause()
+
+launcher(train, 2, start_method=sys.argv[1], grace_period=1)()
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.parametrize(
+    ("stopped", "killed"),
+    [
+        (["agent"], "caller"),
+        (["fork server"], "caller"),
+        (["agent", "fork server"], "caller"),
+        (["agent"], "fork server"),
+    ],
+)
+def test_no_orphans(stopped: list[str], killed: str, start_method: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, start_method], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"[0] running\n"
+    [server] = descendants(process.pid)[:1]
+    [agent] = descendants(server)[:1]
+    pids = {"caller": process.pid, "fork server": server, "agent": agent}
+    family = [process.pid, *descendants(process.pid)]
+    for name in stopped:
+        os.kill(pids[name], signal.SIGSTOP)
+    os.kill(pids[killed], signal.SIGKILL)
+    process.wait(60)
+    process.stdout.close()
+    wait_gone(family)
+
+
+@pytest.mark.parametrize(("number", "asked"), [(signal.SIGSTOP, False), (signal.SIGCONT, True)])
+def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) -> None:
+    """It could not answer, and would cost the others the time that is waited for all together."""
+    child = os.fork()
+    if child == 0:
+        import faulthandler
+
+        from mlaunch.protocol import stack_dump
+
+        faulthandler.register(stack_dump.STACK_SIGNAL, file=os.open(os.devnull, os.O_WRONLY))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        crashes.hang()
+    try:
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        os.kill(child, number)
+        if asked:
+            os.waitid(os.P_PID, child, os.WCONTINUED)
+        assert request(child, Phase.RUNNING) is asked
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -1,0 +1,174 @@
+"""What an agent, a fork server and a caller see to while ranks run, and when several things go wrong at once."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch.caller.outcome import Outcome
+from mlaunch.caller.warm import warm_server
+from mlaunch.protocol.messages import DeadlinePassed, Phase, ServerGone
+from mlaunch.rank import progress
+from tests.conftest import ROOT
+from tests.contract import crashes, functions
+from tests.processes import alive, descendants, wait_gone
+
+
+def test_a_rank_that_has_returned_and_hangs_is_asked() -> None:
+    def train() -> int:
+        atexit.register(crashes.hang)
+        return dist.get_rank()
+
+    with pytest.raises(LaunchTimeout, match="ranks 0-1 had returned but not ended") as error:
+        launcher(train, 2, deadline=1.5, grace_period=0.1)()
+    assert "ranks 0-1 were shutting down, in hang at crashes.py:" in str(error.value)
+    assert error.value.results == {0: 0, 1: 1}
+
+
+def test_an_ended_ranks_children_die_while_others_run(tmp_path: Path) -> None:
+    def train() -> bool:
+        note = tmp_path / "child"
+        if dist.get_rank() == 0:
+            child = subprocess.Popen(["sleep", "1000"])
+            (tmp_path / "new").write_text(str(child.pid))
+            (tmp_path / "new").rename(note)
+            os._exit(0)
+        while not note.exists():
+            signal.sigtimedwait([], 0.01)
+        child_of_0 = int(note.read_text())
+        wait_gone([child_of_0])
+        return alive(child_of_0)
+
+    with pytest.warns(RuntimeWarning, match="1 of 2 ranks of .* exited with code 0 without"):
+        assert launcher(train, 2)() == [None, False]
+
+
+class Unreadable:
+    """Cannot be unpickled by the caller."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return crashes.raise_error, ()
+
+
+def test_a_failure_together_with_a_value_that_cannot_be_read() -> None:
+    def train() -> object:
+        if dist.get_rank() == 0:
+            return Unreadable()
+        if dist.get_rank() == 1:
+            return "a value"
+        assert progress.slot is not None
+        board = progress.slot.board
+        while board[0] is not Phase.RETURNED or board[1] is not Phase.RETURNED:  # they have answered
+            signal.sigtimedwait([], 0.01)
+        raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause") as error:
+        launcher(train, 3)()
+    assert isinstance(error.value.__cause__, LaunchError)
+    assert error.value.__cause__.results == {1: "a value"}
+
+
+def test_a_deadline_that_races_with_a_failure() -> None:
+    """Whichever the agent told first is how the call ended."""
+    failed, late = Outcome(None), Outcome(None)  # type: ignore[arg-type]
+    failure, deadline = ServerGone(1, -9, 0.0), DeadlinePassed()
+    for outcome, records in ((failed, (failure, deadline)), (late, (deadline, failure))):
+        for record in records:
+            outcome.take(record, ())
+    assert not failed.late
+    assert late.late
+
+
+def test_agent_and_fork_server_killed_together() -> None:
+    def train() -> None:
+        if dist.get_rank() == 0:
+            server, agent = crashes.parent_of(os.getppid()), os.getppid()
+            os.kill(server, signal.SIGSTOP)  # so that it reaps nothing
+            os.kill(agent, signal.SIGKILL)
+            os.kill(server, signal.SIGKILL)
+        crashes.hang()
+
+    with pytest.raises(LaunchError, match=r"train\(\) was ended: the fork server .* was killed by SIGKILL"):
+        launcher(train, 2)()
+    assert functions.launched(1) == [10, 11]
+
+
+@pytest.mark.slow
+def test_a_call_right_after_the_fork_server_was_killed() -> None:
+    """It may still be dying, and look alive."""
+    for _ in range(5):
+        os.kill(warm_server.get(os.environ).pid, signal.SIGKILL)
+        assert functions.launched(1) == [10, 11]
+
+
+FORKING = """
+import os, signal, sys, threading
+from mlaunch import launcher
+
+def train():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("running", flush=True)
+    signal.pause()
+
+def fork():
+    if os.fork() == 0:  # with all that this process holds
+        sys.stdin.read()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+call = launcher(train, 1, start_method=sys.argv[1], grace_period=1)
+threading.Thread(target=lambda: (sys.stdin.readline(), fork())).start()
+call()
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_a_fork_of_the_caller_that_outlives_it(start_method: str) -> None:
+    """It does not keep the launch's sockets open."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKING, start_method],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"[0] running\n"
+    family = descendants(process.pid)
+    assert len(family) == 3  # fork server, agent, rank
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    assert process.wait(60) == -signal.SIGKILL
+    wait_gone(family)
+    process.stdin.close()  # and with it the fork
+    assert process.stdout.read() == b""
+    process.stdout.close()
+
+
+def test_the_fork_servers_surroundings(run_script: Any) -> None:
+    """It has the user's tunables of glibc beside its own, which no rank gets, and keeps no file system busy."""
+    done = run_script(
+        "import os\n"
+        "os.environ['GLIBC_TUNABLES'] = 'glibc.malloc.check=0'\n"
+        "from pathlib import Path\n"
+        "from mlaunch import launcher\n"
+        "from tests.processes import children\n"
+        "print(launcher(lambda: os.environ['GLIBC_TUNABLES'], 1)(), launcher(os.getcwd, 1)() == [os.getcwd()])\n"
+        "[server] = children(os.getpid())\n"
+        "environ = Path(f'/proc/{server}/environ').read_text().split('\\0')\n"
+        "tunables = [row for row in environ if 'glibc' in row]  # glibc itself cuts them apart\n"
+        "print(':'.join(tunables), os.readlink(f'/proc/{server}/cwd'))\n"
+    )
+    assert done.stdout.splitlines() == [
+        "['glibc.malloc.check=0'] True",
+        "GLIBC_TUNABLES=glibc.malloc.check=0:glibc.malloc.hugetlb=1 /",
+    ], done.stderr
