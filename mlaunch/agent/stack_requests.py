@@ -55,7 +55,7 @@ class StackRequests:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
+    """Returns the kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         fields: list[str] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0]
@@ -63,7 +63,7 @@ def state_of(pid: int) -> str:
 
 
 def _listens(pid: int) -> bool:
-    """Whether the process has a handler for our signal. It would kill another program, which a rank may have become."""
+    """Tells whether the process has a handler for our signal. It kills programs that have none."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -85,7 +85,7 @@ def request(pid: int, phase: Phase) -> bool:
 
 
 def read_some(fd: int) -> str:
-    """What has arrived in the pipe; "" at its end."""
+    """Returns what has arrived in the pipe; "" at its end."""
     try:
         return os.read(fd, _READ).decode(errors="replace")
     except BlockingIOError:

@@ -90,7 +90,7 @@ class Stopping:
             rank.release()
 
     def _kill(self) -> None:
-        """Forces."""
+        """Forces them to end."""
         for rank in self._ranks.values():
             rank.stopped = True
             self._signal(rank, signal.SIGKILL)
@@ -112,6 +112,6 @@ class Stopping:
         return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]
 
     def _is_late(self, rank: RankProcess) -> bool:
-        """It has answered, but does not end. One that only waits to be released has had no time to."""
+        """Tells whether it has answered, but does not end. One that only waits to be released has had no time to."""
         waits = self._board[rank.local_rank] is Phase.RETURNED
         return rank.alive and not waits and not self.spare_leaving

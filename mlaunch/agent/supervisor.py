@@ -236,7 +236,7 @@ class Supervisor:
             self._stopping.within(0.0)
 
     def _awaits_peers(self) -> bool:
-        """Our ranks are gone, and the peers' may not be. After a failure they need no longer than to hear of it."""
+        """Tells whether the peers' ranks may still be there. After a failure they are given the time to hear of it."""
         self._peers.finish()
         if self._stopping.begun and self._farewell_at is None:
             self._begin_stopping()

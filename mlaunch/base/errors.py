@@ -96,13 +96,13 @@ class LaunchTimeout(LaunchError):
 
 
 def report_of(error: BaseException) -> LaunchError | None:
-    """The report of a failed launch, for what its call raised; None for an error of another kind."""
+    """Returns the report of a failed launch, for what its call raised; None for an error of another kind."""
     report = error if isinstance(error, LaunchError) else error.__cause__
     return report if isinstance(report, LaunchError) else None
 
 
 def describe_exit(exitcode: int) -> str:
-    """An exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
+    """Returns an exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
     if exitcode >= 0:
         return f"exited with code {exitcode} (sys.exit or os._exit)"
     try:

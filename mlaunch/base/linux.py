@@ -53,7 +53,7 @@ def adopt_orphans() -> None:
 
 
 def above_standard(fd: int) -> int:
-    """``fd``, moved if it took the number of a standard stream that this process has closed."""
+    """Returns ``fd``, moved if it took the number of a standard stream that this process has closed."""
     if fd > _STDERR:
         return fd
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
@@ -193,7 +193,7 @@ def _reap(pid: int, timeout: float) -> bool:
 
 
 def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]:
-    """The file descriptors that can be read (or are at their end) within ``timeout`` seconds; None: no limit."""
+    """Returns the descriptors that can be read (or are at their end) within ``timeout`` seconds; None: no limit."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)

@@ -16,5 +16,5 @@ def misuse(error: E) -> E:
 
 
 def is_misuse(error: BaseException) -> bool:
-    """Whether the error is so marked."""
+    """Tells whether the error is so marked."""
     return bool(getattr(error, _MARK, False))

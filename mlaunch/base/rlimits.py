@@ -12,7 +12,7 @@ _LIMITS = {
 
 
 def is_limit(error: BaseException) -> bool:
-    """Whether a limit of this process is the error's cause."""
+    """Tells whether a limit of this process is the error's cause."""
     return isinstance(error, OSError) and error.errno in _LIMITS
 
 

@@ -12,7 +12,7 @@ ALLOWED = "a whole number from 0 to 4294967295, 'per-rank', 'per-rank:NUMBER', o
 
 
 def check(seed: object) -> None:
-    """TypeError or ValueError unless ``seed`` is what ``of_rank`` takes, or None."""
+    """Raises TypeError or ValueError unless ``seed`` is what ``of_rank`` takes, or None."""
     allowed = f"allowed: {ALLOWED}"
     if isinstance(seed, str):
         word, colon, number = seed.partition(":")
@@ -25,7 +25,7 @@ def check(seed: object) -> None:
 
 
 def of_rank(seed: int | str, rank: int) -> int:
-    """The seed of one rank: the number itself, or with "per-rank" (1024) or "per-rank:7" that number plus the rank."""
+    """Returns the seed of one rank: the number itself, or for "per-rank:7" 7 plus the rank ("per-rank": 1024)."""
     if isinstance(seed, int):
         return seed
     return (int(seed.partition(":")[2] or _DEFAULT) + rank) % _LARGEST

@@ -8,7 +8,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def in_bytes(size: float) -> str:
-    """ "12 KiB", "1.5 GiB"."""
+    """Says "12 KiB", "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
@@ -17,19 +17,19 @@ def in_bytes(size: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """ "850 ms", "12.3 s"."""
+    """Says "850 ms", "12.3 s"."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def on_a_clock(seconds: float) -> str:
-    """ "0:07", "1:02:03"."""
+    """Says "0:07", "1:02:03"."""
     minutes, rest = divmod(int(seconds), _MINUTE)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def in_two_units(seconds: float) -> str:
-    """ "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
+    """Says "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
     whole = int(seconds)
     if whole < _MINUTE:
         return f"{whole} s"
@@ -41,12 +41,12 @@ def in_two_units(seconds: float) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 4"."""
+    """Says "rank 3", or "ranks 0-2, 4"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ', ')}"
 
 
 def ranges(ranks: Iterable[int], between: str) -> str:
-    """ "0-2, 4", with what stands ``between``."""
+    """Says "0-2, 4", with what stands ``between``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

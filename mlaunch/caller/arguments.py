@@ -20,7 +20,7 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """TypeError, as the call itself would raise, if the function does not take these arguments.
+    """Raises TypeError, as the call itself would raise, if the function does not take these arguments.
 
     Only a plain function is asked, and only for its own parameters: what a decorator claims to take may be otherwise.
     """
@@ -45,7 +45,7 @@ def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _of_missing(missing: Sequence[Parameter]) -> str:
-    """ "missing 2 required positional arguments: 'rank' and 'world_size'"; keyword-only ones if no other are."""
+    """Says "missing 2 required positional arguments: 'rank' and 'world_size'"; keyword-only ones if no other are."""
     found = [one for one in missing if one.kind is not Parameter.KEYWORD_ONLY]
     kind = "positional" if found else "keyword-only"
     names = [repr(one.name) for one in found or missing]
@@ -56,7 +56,7 @@ def _of_missing(missing: Sequence[Parameter]) -> str:
 
 
 def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
-    """What ``inspect`` says of arguments that do not fit, as Python would."""
+    """Says what ``inspect`` says of arguments that do not fit, as Python would."""
     if said != "too many positional arguments":
         return f"got {said}" if said.startswith("multiple") else said
     takes = [one for one in signature.parameters.values() if one.kind in _POSITIONAL]

@@ -44,12 +44,12 @@ class FailureText:
 
 
 def meanwhile(lines: Sequence[str]) -> list[str]:
-    """The section of a report on what ranks were doing; none without lines."""
+    """Returns the section of a report on what ranks were doing; none without lines."""
     return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """The failures with the cause first: the earliest that does not look like a consequence of another."""
+    """Returns the failures with the cause first: the earliest that does not look like a consequence of another."""
     return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
 
 
@@ -59,7 +59,7 @@ def _shortened(text: str) -> str:
 
 
 def summarise(dumps: Iterable[RankStacks]) -> list[str]:
-    """One line for each group of ranks that were at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
+    """Returns a line for each group of ranks at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
     groups: dict[str, list[int]] = {}
     for dump in dumps:
         groups.setdefault(_in_words(dump), []).append(dump.rank)
@@ -83,14 +83,14 @@ def _in_words(dump: RankStacks) -> str:
 
 
 def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Where a stack, innermost frame first, stands in user code: "in all_reduce at train.py:88", or "at In[3]:8"."""
+    """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8"."""
     place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames) - 1)
     file, line, name = frames[place]
     return f"in {_called(frames[:place]) or name} at {notebook.short_name(file)}:{line}"
 
 
 def _called(frames: Sequence[tuple[str, str, str]]) -> str:
-    """What user code had called, of the frames below it; "" if it was in no library."""
+    """Says what user code had called, of the frames below it; "" if it was in no library."""
     within = ""  # the file of the wrapper
     for file, _, name in reversed(frames):
         if name in _WRAPPERS:

@@ -105,7 +105,7 @@ class launcher(Generic[P, R]):
         return _decorate(func, checked)
 
     def options(self, **changes: Unpack[AllOptions]) -> launcher[P, R]:
-        """A copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
+        """Returns a copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
         __tracebackhide__ = True
         return _make(self._function, _checked(self._options, (), changes), self._bound, self._reports)
 
@@ -185,7 +185,7 @@ class _Decorator(Protocol):
 
 
 def _checked(options: Options, args: tuple[Any, ...], changes: Mapping[str, Any]) -> Options:
-    """The options with changes. Errors are raised as if from the line that called."""
+    """Returns the options with changes. Errors are raised as if from the line that called."""
     __tracebackhide__ = True
     try:
         return options.replaced(_by_name(args, changes))
@@ -230,7 +230,7 @@ def _make(
 
 
 def _attributes(function: Callable[..., Any]) -> dict[str, Any]:
-    """What decorators below this one have set on the function (pytest's marks), save names of the launcher's own."""
+    """Returns what decorators below have set on the function (pytest's marks), save names of the launcher's own."""
     if not isinstance(function, types.FunctionType):
         return {}
     return {name: value for name, value in vars(function).items() if name not in _OWN_NAMES}

@@ -39,7 +39,7 @@ class Limits:
         return None if self._due is None else max(0.0, self._due - time.monotonic())
 
     def begin_cancel(self, *, force: bool) -> None:
-        """The agent was asked to end the launch."""
+        """Begins to count: the agent was asked to end the launch."""
         self._due = time.monotonic() + (_STEP_DELAY if force else self._reaction())
 
     def overdue(self) -> str:

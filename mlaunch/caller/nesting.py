@@ -18,7 +18,7 @@ from mlaunch.rank.recognise import RankInfo, recognise
 
 
 def place_to_join(options: Options, name: str) -> RankInfo | None:
-    """Where a call belongs that must not start ranks of its own; None: it starts them.
+    """Says where a call belongs that must not start ranks of its own; None: it starts them.
 
     Raises:
         RuntimeError: This process is a rank of mlaunch.

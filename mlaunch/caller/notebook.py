@@ -12,12 +12,12 @@ _FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+
 
 
 def short_name(file: str) -> str:
-    """What to call a file in few words: "train.py"; a cell of this process's notebook "In[3]"."""
+    """Says what to call a file in few words: "train.py"; a cell of this process's notebook "In[3]"."""
     return _cell(file) or os.path.basename(file)
 
 
 def complete(traceback: str) -> str:
-    """The traceback with the names of cells instead of their files', and with their lines."""
+    """Returns the traceback with the names of cells instead of their files', and with their lines."""
     rows = traceback.splitlines()
     told: list[str] = []
     for row, following in zip(rows, [*rows, ""][1:], strict=True):
@@ -34,7 +34,7 @@ def complete(traceback: str) -> str:
 
 
 def _cell(file: str) -> str:
-    """ "In[3]" if the file stands for a cell that this process has run, else ""."""
+    """Says "In[3]" if the file stands for a cell that this process has run, else ""."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _file: None)
     _, name = describe(file) or ("", "")

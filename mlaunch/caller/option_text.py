@@ -23,13 +23,13 @@ def positional() -> list[str]:
 
 
 def signature_of_launcher() -> Signature:
-    """``launcher(func=None, n_gpus=None, ...)``."""
+    """Returns ``launcher(func=None, n_gpus=None, ...)``."""
     func = Parameter("func", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Callable[..., Any] | None)
     return Signature([func, *_parameters()])
 
 
 def signature_of_changes() -> Signature:
-    """``options(self, *, n_gpus=None, ...)``, by name only."""
+    """Returns ``options(self, *, n_gpus=None, ...)``, by name only."""
     first = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
     return Signature([first, *(given.replace(kind=Parameter.KEYWORD_ONLY) for given in _parameters())])
 
@@ -54,7 +54,7 @@ def _parameters() -> Iterator[Parameter]:
 
 
 def with_options(docstring: str | None) -> str | None:
-    """The docstring with the options in place of its line "**options: ..."; None (``python -OO``) stays."""
+    """Returns the docstring with the options in place of its line "**options: ..."; None (``python -OO``) stays."""
     if docstring is None:
         return None
     lines = []
@@ -73,7 +73,7 @@ def _argument(option: Field[Any], indent: str) -> list[str]:
 
 
 def definitions() -> list[str]:
-    """The options as a definition list of reStructuredText, by lines."""
+    """Returns the options as a definition list of reStructuredText, by lines."""
     lines = []
     for option in fields(Options):
         said = about(option.name)

@@ -38,7 +38,7 @@ class About:
 
 
 def option(default: T, allowed: Kind, meaning: str, *, flag: str = "", variable: str = "", shown: bool = True) -> T:
-    """A dataclass's field with all that there is to say of it. ``shown``: ``repr`` shows its value."""
+    """Returns a dataclass's field with all that there is to say of it. ``shown``: ``repr`` shows its value."""
     return field(default=default, repr=shown, metadata={"about": About(allowed, meaning, flag, variable)})
 
 

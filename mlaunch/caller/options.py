@@ -31,7 +31,7 @@ _HIGHEST_PORT = 65535
 
 
 def about(name: str) -> About:
-    """What the field of this name says."""
+    """Says what the field of this name says."""
     found: About = Options.__dataclass_fields__[name].metadata["about"]
     return found
 
@@ -211,7 +211,7 @@ class Options:
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
 
     def replaced(self, changes: Mapping[str, Any]) -> Options:
-        """A checked copy. TypeError for a name that is no option."""
+        """Returns a checked copy. TypeError for a name that is no option."""
         names = [given.name for given in fields(self)]
         for name in changes:
             if name not in names:

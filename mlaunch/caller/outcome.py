@@ -148,7 +148,7 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
 
 
 def _without_ours(crash: str) -> str:
-    """The stacks that faulthandler wrote as a rank died, less the launcher's frames."""
+    """Returns the stacks that faulthandler wrote as a rank died, less the launcher's frames."""
     kept: list[str] = []
     ours = False
     for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), crash.splitlines()):

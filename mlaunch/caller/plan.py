@@ -104,7 +104,7 @@ def _context(environ: Mapping[str, str]) -> Context:
 
 
 def working_directory() -> str:
-    """FileNotFoundError, with what to do, if somebody has removed it."""
+    """Returns it; FileNotFoundError, with what to do, if somebody has removed it."""
     try:
         return os.getcwd()
     except FileNotFoundError as error:

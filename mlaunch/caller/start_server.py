@@ -40,7 +40,7 @@ class Interpreter:
 
 
 def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
-    """A fork server in a fresh interpreter with the caller's flags and paths. Returns before torch is imported."""
+    """Starts a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
     like = like or Interpreter()
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
 
 
 def _disown() -> None:
-    """After a fork of the caller, in the child: Popen would warn of a process that is not the child's."""
+    """Disowns it after a fork of the caller, in the child: Popen would warn of a process that is not the child's."""
     for interpreter in _interpreters:
         interpreter.returncode = interpreter.returncode or 0
 
@@ -77,7 +77,7 @@ os.register_at_fork(after_in_child=_disown)
 
 
 def start_fork(call: Call) -> ForkServer:
-    """A fork of this process that serves one launch, with the call in memory."""
+    """Starts a fork of this process that serves one launch, with the call in memory."""
     _check_forkable()
     linux.give_back_openmp_threads()
     ours, theirs = Channel.pair()

@@ -48,7 +48,7 @@ class WarmServer:
         self._server, self._retired = None, []
 
     def forget(self) -> None:
-        """In a fork of this process, which has no right to its parent's server."""
+        """Forgets the servers in a fork of this process, which has no right to its parent's server."""
         self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
         self._server, self._retired = None, []
 

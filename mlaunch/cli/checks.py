@@ -56,7 +56,7 @@ def role_of(text: str) -> str:
 
 
 def _number(value: float | str) -> float:
-    """NaN, which is in no range, for what is no finite number."""
+    """Returns it; NaN, which is in no range, for what is no finite number."""
     try:
         number = float(value)
     except ValueError:

@@ -59,7 +59,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """One finding after the other, the quick ones first."""
+    """Yields one finding after the other, the quick ones first."""
     yield Finding("mlaunch", OK, f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield _cpus()
     yield _memory()
@@ -161,7 +161,7 @@ def _devices(found: dict[str, Any]) -> Finding:
 
 
 def _look_around() -> dict[str, Any]:
-    """In a rank: it may wake the driver."""
+    """Looks around, in a rank: it may wake the driver."""
     import torch
 
     from mlaunch.rank import device

@@ -50,12 +50,12 @@ def describe(job: Job, size: int, environ: Mapping[str, str], accelerator: str |
 
 
 def _guess(job: Job, size: int) -> str:
-    """Only all machines together know which ranks each has."""
+    """Guesses: only all machines together know which ranks each has."""
     return f", if each machine has {size}" if job.nodes > 1 else ""
 
 
 def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
-    """The launch as far as it is known before anything starts, by the code that plans real ones."""
+    """Returns the launch as far as it is known before anything starts, by the code that plans real ones."""
     nothing_known = Machine(Ready("", None, ("gloo",)), lambda _environ: 0)
     spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.deadline), _AT_THE_START)
     if spec.command is None or job.run_id:
@@ -66,7 +66,7 @@ def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
 def _environment(
     job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], accelerator: str | None
 ) -> dict[str, str]:
-    """What the rank gets beyond the caller's environment."""
+    """Says what the rank gets beyond the caller's environment."""
     if spec.command is None:
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
@@ -78,7 +78,7 @@ def _environment(
 
 
 def _is_of_one(name: str) -> bool:
-    """With one rank every variable is shared; these are still the rank's own."""
+    """Tells which are a rank's own: with one rank every variable is shared; these are still the rank's own."""
     return name in {"RANK", "LOCAL_RANK", "ROLE_RANK", _OWN}
 
 

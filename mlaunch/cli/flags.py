@@ -70,7 +70,7 @@ class Flags(argparse.ArgumentParser):
         return list(found.values())
 
     def flag(self, group: Any, *names: str, default: Any = None, kind: Callable[[str], Any] = str, **more: Any) -> None:
-        """A flag with a value, in both spellings."""
+        """Adds a flag with a value, in both spellings."""
         variable = _variable(names)
         given = self.environ.get(variable)
         if given is not None:

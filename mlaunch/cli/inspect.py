@@ -63,7 +63,7 @@ def _stacks(args: argparse.Namespace) -> int:
 
 
 def ask(word: bytes, start: str = "") -> list[dict[str, Any]]:
-    """What the running launches answer whose ID has this start. One that ends meanwhile is left out."""
+    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out."""
     answers = []
     for launch_id, connection in registry.connections(os.environ):
         with connection:

@@ -59,7 +59,7 @@ class Job:
         return os.path.basename(self.target) if self.kind in {"file", "program"} else self.target
 
     def options(self, size: int) -> Options:
-        """Those of the launch, with ``size`` ranks on this machine."""
+        """Returns those of the launch, with ``size`` ranks on this machine."""
         return Options(
             n_gpus=size,
             world_size=size * self.nodes,
@@ -76,7 +76,7 @@ class Job:
 
 
 def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """UsageError for what does not fit together, or is not there."""
+    """Reads the flags; UsageError for what does not fit together, or is not there."""
     kind, target, path = _what(args)
     extra = () if args.use_env else ("--local-rank=${local_rank}",)
     devices = numbers("--devices", args.devices) if args.devices else None
@@ -116,7 +116,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
 
 
 def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
-    """Kind, target, and the ranks' sys.path, whose first entry is what a fresh interpreter would put there."""
+    """Returns kind, target, and the ranks' sys.path, whose first entry is what a fresh interpreter would put there."""
     target: str = args.training_script
     here = working_directory()
     base = tuple(sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:])
@@ -140,14 +140,14 @@ def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _is_package(path: str) -> bool:
-    """A directory or archive that Python runs by its ``__main__``."""
+    """Tells whether it is a directory or archive that Python runs by its ``__main__``."""
     import pkgutil
 
     return pkgutil.get_importer(path) is not None
 
 
 def _perhaps(target: str) -> str:
-    """What the author may have meant."""
+    """Says what the author may have meant."""
     try:
         module = importlib.util.find_spec(target)
     except (ImportError, ValueError):
@@ -178,7 +178,7 @@ def _nodes(text: str) -> int:
 
 
 def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> tuple[str, int, int]:
-    """Where rank 0 is, and which of the machines this one is."""
+    """Says where rank 0 is, and which of the machines this one is."""
     if args.standalone:
         if nodes > 1:
             raise UsageError(f"--standalone with --nnodes {nodes}: it is for one machine")
@@ -199,7 +199,7 @@ def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> t
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
-    """ "host:29400", "host", "[::1]:29400"."""
+    """Reads "host:29400", "host", "[::1]:29400"."""
     match = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:]*))(?::(?P<port>\d+))?", text)
     if match is None:
         raise UsageError(f"--rdzv-endpoint {text}: allowed: HOST:PORT, with an IPv6 address in brackets")
@@ -207,7 +207,7 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 
 def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
-    """With c10d nobody says which machine is which: the one that has the endpoint's address is the first."""
+    """Guesses: with c10d nobody says which machine is which: the one that has the endpoint's address is the first."""
     here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else _is_here(host)
     if here:
         return 0
@@ -220,7 +220,7 @@ def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
 
 
 def _is_here(host: str) -> bool:
-    """Whether an address of ``host`` is this machine's: only such can be bound."""
+    """Tells whether an address of ``host`` is this machine's: only such can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -29,7 +29,7 @@ class Wishes:
     prefix: str  # a template
 
     def policies(self, size: int) -> dict[tuple[int, int], Policy]:
-        """Of those streams that are not simply left to their rank."""
+        """Returns those of the streams that are not simply left to their rank."""
         found = {}
         for local_rank in range(size):
             hidden = self.only is not None and local_rank not in self.only
@@ -52,7 +52,7 @@ def wishes_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Wishes:
 
 
 def _of_rank(name: str, text: str) -> Callable[[int], int]:
-    """For "3" or "0:3,1:2"."""
+    """Reads "3" or "0:3,1:2"."""
     if re.fullmatch("[0-3]", text):
         return lambda _local_rank: int(text)
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -63,7 +63,7 @@ def _of_rank(name: str, text: str) -> Callable[[int], int]:
 
 
 def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
-    """A new directory for the files of this run; None if it writes none. UsageError where there can be none."""
+    """Returns a new directory for the files of this run; None if it writes none. UsageError where there can be none."""
     if wishes.log_dir is None and not any(policy.kept for policy in wishes.policies(size).values()):
         return None
     try:
@@ -75,7 +75,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
 def output_plan(
     wishes: Wishes, size: int, role: str, directory: str | None, rank_start: Callable[[], int]
 ) -> OutputPlan:
-    """``rank_start``: asked when ranks print, since a machine hears it from the others."""
+    """Makes the plan. ``rank_start``: asked when ranks print, since a machine hears it from the others."""
     template, host = string.Template(wishes.prefix), socket.gethostname()
 
     def prefix(ranks: Sequence[int]) -> str:

@@ -86,7 +86,7 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
 
 
 def _interpreter(environ: Mapping[str, str]) -> str:
-    """The one that runs the ranks; torchrun's variable."""
+    """Returns the one that runs the ranks; torchrun's variable."""
     executable = environ.get("PYTHON_EXEC", sys.executable)
     if shutil.which(executable) is None:
         raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
@@ -119,7 +119,7 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
 
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
-    """The number of ranks, counted, and the environment that shows the wanted devices alone."""
+    """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
     ready = server.ready()
     count = 0
     if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
@@ -176,7 +176,7 @@ def _say(text: str) -> None:
 
 
 def _let_go_of_streams() -> None:
-    """A reader that left (``| head``) is no error of this command's: the interpreter's last flush must not fail."""
+    """Lets go of streams whose reader has left (``| head``): the interpreter's last flush must not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -38,7 +38,7 @@ _SOON_ENOUGH = 3  # launches without such a pause
 
 
 def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
-    """The entry of a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
+    """Serves in a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
     serve(Channel.adopt(control_fd), caller, preload=preload)
 
 
@@ -169,7 +169,7 @@ class _ForkServer:
         os.close(environ_fd)
 
     def _fork(self, channel_fd: int) -> int | None:
-        """As os.fork; None if the system refuses, which is said on the channel: other launches go on."""
+        """Forks as os.fork; None if the system refuses, which is said on the channel: other launches go on."""
         try:
             return os.fork()
         except OSError:
@@ -202,7 +202,7 @@ class _ForkServer:
             self._settle()
 
     def _outlive_agents(self) -> None:
-        """The caller is gone. Its launches' channels tell their agents so, once we hold them no longer."""
+        """Waits for the agents of a caller that is gone; their channels tell them so, once we hold them no longer."""
         for child in self.children.values():
             child.channel.close()
         for pidfd, child in self.children.items():

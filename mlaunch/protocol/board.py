@@ -73,7 +73,7 @@ class Board:
         return _PHASES[self._memory[local_rank * _ROW]]
 
     def times(self, local_rank: int) -> dict[Phase, float]:
-        """When the phases began that the rank has come to."""
+        """Tells when the phases began that the rank has come to."""
         times = _TIMES.unpack_from(self._memory, local_rank * _ROW + _TIMES_AT)
         return {phase: at for phase, at in zip(_PHASES, times, strict=True) if at}
 

@@ -32,7 +32,7 @@ class Call:
 
 
 def portable(function: Reference | Callable[..., Any]) -> Reference | Callable[..., Any]:
-    """``function`` as it should be pickled.
+    """Returns ``function`` as it should be pickled.
 
     pickle refuses a function whose name in its module leads to another object, as every decorated one's does, and
     cloudpickle would then ship a copy of it that no longer shares its module's globals. So an importable function
@@ -71,7 +71,7 @@ def _look_up(module: str, qualname: str) -> Any:
 
 
 def resolve(function: Reference | Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, in the rank. Raises ImportError or AttributeError as the import of its module does."""
+    """Returns the function, in the rank. Raises ImportError or AttributeError as the import of its module does."""
     if not isinstance(function, Reference):
         return function
     importlib.import_module(function.module)

@@ -55,7 +55,7 @@ class Channel:
         socket.send_fds(self._socket, [data], fds)
 
     def try_send(self, record: object, fds: Sequence[int] = ()) -> None:
-        """As ``send``, but a lost listener is no error."""
+        """Sends as ``send`` does, but a lost listener is no error."""
         with contextlib.suppress(OSError):
             self.send(record, fds)
 

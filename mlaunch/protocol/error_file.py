@@ -22,7 +22,7 @@ _READ = 1 << 20  # bytes: nobody reads a longer traceback
 
 
 def path_of(spec: LaunchSpec, local_rank: int) -> str:
-    """The file of one rank; "" where the launch has none."""
+    """Returns the file of one rank; "" where the launch has none."""
     if spec.command is None:
         return ""
     return os.path.join(spec.command.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
@@ -30,7 +30,7 @@ def path_of(spec: LaunchSpec, local_rank: int) -> str:
 
 @contextlib.contextmanager
 def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
-    """In the agent, which outlives a killed command: a directory for these files, if the command names none."""
+    """Makes, in the agent, which outlives a killed command, a directory for these files, if the command names none."""
     if spec.command is None or spec.command.error_dir:
         yield spec
         return

@@ -9,7 +9,7 @@ from mlaunch.protocol.messages import Kind, RankAnswered, RankGone, RemoteError
 
 
 def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
-    """A rank raised, or returned what cannot be pickled."""
+    """Describes a rank that raised, or returned what cannot be pickled."""
     unpicklable = answered.kind is Kind.UNPICKLABLE
     return RankFailure(
         rank=answered.rank,
@@ -30,7 +30,7 @@ def _raised(remote: RemoteError) -> str:
 
 
 def from_exit(gone: RankGone, device: str = "", crash: str = "") -> RankFailure:
-    """A rank died. ``crash``: the Python stacks that it left."""
+    """Describes a rank that died. ``crash``: the Python stacks that it left."""
     what = describe_exit(gone.exitcode)
     return RankFailure(
         rank=gone.rank,
@@ -51,7 +51,7 @@ def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
 
 
 def from_cancel(by_launcher: bool, *, by_choice: bool) -> RankFailure:
-    """The launcher cancels, or it or the fork server is gone."""
+    """Describes that the launcher cancels, or that it or the fork server is gone."""
     if by_choice:
         return _of_host("the call", "was interrupted", final=True)
     return _of_host("the calling process" if by_launcher else "the fork server", "is gone", final=False)

@@ -37,7 +37,7 @@ _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 
 def create(name: str) -> int:
-    """An empty memfd, to be filled by ``write``. Closed on exec."""
+    """Makes an empty memfd, to be filled by ``write``. Closed on exec."""
     return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC))
 
 
@@ -107,7 +107,7 @@ class _ByValuePickler(cloudpickle.Pickler):
 
 
 def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
-    """functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
+    """Reduces functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
     if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
         return str(function.__qualname__)
     return _cache_again, (function.__wrapped__, function.cache_parameters())
@@ -133,7 +133,7 @@ def check(value: object) -> None:
 
 
 def read(fd: int) -> Any:
-    """The value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
+    """Returns the value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
     size = os.fstat(fd).st_size
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)

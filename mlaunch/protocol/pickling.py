@@ -18,7 +18,7 @@ _PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "
 
 
 def unpicklable(value: object, name: str) -> str:
-    """What in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
+    """Says what in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
     seen = {id(value)}
     for _ in range(_DEPTH):
         for path, child in _children(value, name):
@@ -32,7 +32,7 @@ def unpicklable(value: object, name: str) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of its type as tracebacks give it."""
+    """Returns the name of its type as tracebacks give it."""
     kind = type(value)
     module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
     return module + kind.__qualname__
@@ -47,7 +47,7 @@ def picklable(value: object) -> bool:
 
 
 def below_the_pickler(error: Exception) -> Exception | None:
-    """The exception with only those frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
+    """Returns the exception with the frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
         trace = trace.tb_next
@@ -82,7 +82,7 @@ def _closure(value: object, name: str) -> list[tuple[str, object]]:
 
 
 def pickle_exception(error: BaseException) -> bytes | None:
-    """The exception as bytes that are known to unpickle to its type, or None.
+    """Returns the exception as bytes that are known to unpickle to its type, or None.
 
     Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
     takes something else. They, and those with attributes that cannot be pickled, are rebuilt without ``__init__``.
@@ -91,7 +91,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def _round_trip(candidate: object, error: BaseException) -> bytes | None:
-    """The candidate's pickle if it becomes an exception of the same type."""
+    """Returns the candidate's pickle if it becomes an exception of the same type."""
     try:
         pickled = _dumps(candidate)
         return pickled if type(pickle.loads(pickled)) is type(error) else None
@@ -121,7 +121,7 @@ class _Rebuilt:
 
 
 def _members(error: BaseException) -> dict[str, Any]:
-    """What builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
+    """Says what builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
     # A group's are what its args hold already.
     builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and "Group" not in kind.__name__]
     names = [key for kind in builtin for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
@@ -129,7 +129,7 @@ def _members(error: BaseException) -> dict[str, Any]:
 
 
 def _portable(arg: object) -> object:
-    """An argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
+    """Returns an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
     if isinstance(arg, BaseException):
         return arg if _round_trip(arg, arg) else _Rebuilt(arg)
     if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):

@@ -14,7 +14,7 @@ _BACKLOG = 16
 
 
 def candidates(environ: Mapping[str, str]) -> list[Path]:
-    """The directories that a launch of this user may have chosen, the one for ``environ`` first.
+    """Returns the directories that a launch of this user may have chosen, the one for ``environ`` first.
 
     A notebook server may run with other variables than the shell in which its user looks for it. For the same reason
     the last is a fixed place, not the temporary directory of the moment, which jobs change.
@@ -26,12 +26,12 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
 
 
 def home(environ: Mapping[str, str]) -> Path:
-    """Where a launch with ``environ`` puts its socket."""
+    """Says where a launch with ``environ`` puts its socket."""
     return candidates(environ)[0 if environ.get("XDG_RUNTIME_DIR") else -1]
 
 
 def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
-    """A listening socket for this launch. OSError if there can be none: a launch goes on without."""
+    """Makes a listening socket for this launch. OSError if there can be none: a launch goes on without."""
     directory = home(environ)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -54,7 +54,7 @@ def remove(environ: Mapping[str, str], launch_id: str) -> None:
 
 
 def connections(environ: Mapping[str, str]) -> Iterator[tuple[str, socket.socket]]:
-    """(id, connected socket) of every running launch; sockets that a killed launch left behind are removed."""
+    """Yields (id, connected socket) of every running launch; sockets that a killed launch left behind are removed."""
     for directory in candidates(environ):
         try:
             with _opened(directory) as place:
@@ -86,7 +86,7 @@ def _connect(path: str) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[str]:
-    """A short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
+    """Gives a short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

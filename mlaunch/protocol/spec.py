@@ -114,7 +114,7 @@ class LaunchSpec:
         return self.deadline if self.time_left is None else self.time_left
 
     def device(self, local_rank: int) -> str:
-        """ "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
+        """Says "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
         if self.device_type in {"cpu", ""}:
             return self.device_type
         shown = self.visible_devices.split(",") if self.visible_devices else []

@@ -21,7 +21,7 @@ Reducers = dict[type, Callable[[Any], Reduction]]
 
 
 def reducers(alive: list[object]) -> Reducers:
-    """The reducers of one pickling. They append to ``alive`` what must live until the buffers are written.
+    """Returns the reducers of one pickling. They append to ``alive`` what must live until the buffers are written.
 
     Empty unless torch is imported: what never saw torch holds no tensors.
     """
@@ -78,7 +78,7 @@ def _rebuild_typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def rebuild_storage(buffer: Any) -> torch.UntypedStorage:
-    """A storage over a writable buffer, without a copy."""
+    """Returns a storage over a writable buffer, without a copy."""
     import torch
 
     if not memoryview(buffer).nbytes:

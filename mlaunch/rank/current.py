@@ -37,7 +37,7 @@ def device() -> torch.device:
 
 
 def device_at(info: RankInfo, accelerator: str | None) -> torch.device:
-    """The device that a rank at this place takes, of those that it sees. ``accelerator``: None for the CPU."""
+    """Returns the device that a rank at this place takes, of those that it sees. ``accelerator``: None for the CPU."""
     import torch
 
     if accelerator is None:

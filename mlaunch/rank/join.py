@@ -64,7 +64,7 @@ def join(
 
 
 def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
-    """``join`` with what torchrun says (``RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``).
+    """Joins, with what torchrun says (``RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``).
 
     Raises:
         RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
@@ -75,7 +75,7 @@ def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, v
 def join_from_slurm(
     host: str, port: int, backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True
 ) -> None:
-    """``join`` in a task of srun (``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` or ``SLURM_NPROCS``, ``SLURM_LOCALID``).
+    """Joins, in a task of srun (``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` or ``SLURM_NPROCS``, ``SLURM_LOCALID``).
 
     Raises:
         RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
@@ -86,7 +86,7 @@ def join_from_slurm(
 def join_from_openmpi(
     host: str, port: int, backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True
 ) -> None:
-    """``join`` in a process of Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``, ``..._SIZE``, ``..._LOCAL_RANK``).
+    """Joins, in a process of Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``, ``..._SIZE``, ``..._LOCAL_RANK``).
 
     Raises:
         RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
@@ -95,7 +95,7 @@ def join_from_openmpi(
 
 
 def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
-    """``join`` under whichever launcher started this process: torchrun, submitit (its local executor), srun, mpirun,
+    """Joins, under whichever launcher started this process: torchrun, submitit (its local executor), srun, mpirun,
     looked for in this order.
 
     Where srun and mpirun do not say where rank 0 is, ``MASTER_ADDR`` does, or on one machine loopback; ``MASTER_PORT``,
@@ -121,7 +121,7 @@ def init_process_group(
     device: int,
     backend: str | None = None,
 ) -> None:
-    """``join`` in MegEngine's words: ``device`` is the number of this rank's device. Seeds nothing."""
+    """Joins as ``join`` does, in MegEngine's words: ``device`` is the number of this rank's device. Seeds nothing."""
     join(rank, world_size, master_ip, port, backend, device, seed=None, verbose=False)
 
 

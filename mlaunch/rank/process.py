@@ -68,7 +68,7 @@ def _by_lines(file: io.FileIO) -> TextIO:
 
 
 def flush() -> None:
-    """The standard streams, Python's and C's."""
+    """Flushes the standard streams, Python's and C's."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -78,7 +78,7 @@ def flush() -> None:
 
 
 def exit_code(leaving: SystemExit) -> int:
-    """What an interpreter would give for sys.exit(...), after printing what it prints."""
+    """Says what an interpreter would give for sys.exit(...), after printing what it prints."""
     if leaving.code is None or isinstance(leaving.code, int):
         return (leaving.code or 0) & 0xFF
     print(leaving.code, file=sys.stderr)

@@ -46,7 +46,7 @@ class RankInfo:
 
 
 def recognise(environ: Mapping[str, str]) -> RankInfo | None:
-    """The place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
+    """Returns the place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
     switched_off = environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}
     if switched_off or environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return None
@@ -76,7 +76,7 @@ def from_submitit(environ: Mapping[str, str]) -> RankInfo:
 
 
 def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
-    """``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
+    """Reads srun's variables. ``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
     rank = _number(environ, "SLURM_PROCID", "srun")
     step = "SLURM_STEP_NUM_TASKS" in environ
     size = _number(environ, "SLURM_STEP_NUM_TASKS" if step else "SLURM_NPROCS", "srun")
@@ -93,7 +93,7 @@ def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | 
 
 
 def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
-    """``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
+    """Reads mpirun's variables. ``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
     rank, size = _number(environ, "OMPI_COMM_WORLD_RANK", "mpirun"), _number(environ, "OMPI_COMM_WORLD_SIZE", "mpirun")
     local_rank = _optional(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
     local_world_size = _optional(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -104,7 +104,7 @@ def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int 
 
 
 def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: str | None) -> tuple[str, int]:
-    """``MASTER_ADDR`` and ``MASTER_PORT`` if set; else ``host``, and a port that all draw from the job's name."""
+    """Returns ``MASTER_ADDR`` and ``MASTER_PORT``, or ``host`` and a port that all draw from the job's name."""
     host = environ.get("MASTER_ADDR", host)
     if host is None:
         raise RuntimeError(
@@ -117,7 +117,7 @@ def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: st
 
 
 def _first_of(nodes: str) -> str | None:
-    """The first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
+    """Returns the first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
     try:
         shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

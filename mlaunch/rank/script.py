@@ -80,7 +80,7 @@ class ScriptRank(Rank):
         _seed_afresh()
 
     def _show(self, error: BaseException) -> None:
-        """To a hook of the script's own, or a log. The launcher tells it to everybody else."""
+        """Shows it to a hook of the script's own, or a log. The launcher tells it to everybody else."""
         told = 2 not in self._spec.streams(self._args.local_rank) and not self._is_fork
         if not told or not _is_default(sys.excepthook):
             error = below_ours(error, keep_last=False)
@@ -89,7 +89,7 @@ class ScriptRank(Rank):
 
 
 def _seed_afresh() -> None:
-    """The generators that the imported modules seeded once for all ranks. Python's own sees to itself."""
+    """Seeds the generators anew that the imported modules seeded once for all ranks. Python's own sees to itself."""
     import torch
 
     torch.default_generator.seed()
@@ -180,7 +180,7 @@ def _new_main() -> types.ModuleType:
 
 
 def _open_streams() -> None:
-    """Standard streams with the encodings of this interpreter, on the descriptors of this rank."""
+    """Opens standard streams with the encodings of this interpreter, on the descriptors of this rank."""
     for fd, name in enumerate(_STREAMS):
         stream = _stream(fd, getattr(sys, f"__{name}__"))
         setattr(sys, name, stream)
@@ -204,7 +204,7 @@ def _stream(fd: int, like: TextIO | None) -> TextIO:
 
 
 def _is_default(hook: Any) -> bool:
-    """Whether it only prints. torch puts one of its own, which adds the rank, around what it finds."""
+    """Tells whether it only prints. torch puts one of its own, which adds the rank, around what it finds."""
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         cells = [cell.cell_contents for cell in hook.__closure__ or ()]
         return all(_is_default(held) for held in cells if callable(held))
@@ -212,7 +212,7 @@ def _is_default(hook: Any) -> bool:
 
 
 def _finish() -> None:
-    """As an interpreter at its end: threads, exit handlers, then what the script still holds."""
+    """Ends as an interpreter does: threads, exit handlers, then what the script still holds."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if threading.active_count() == 1:  # a daemon thread would stumble over what is gone

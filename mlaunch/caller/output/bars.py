@@ -12,7 +12,7 @@ _WIDEST = 100  # characters
 
 
 def loops(board: Board | None, rank_start: int, size: int) -> list[str]:
-    """The line of the latest loop that a rank has come to; none before the first."""
+    """Returns the line of the latest loop that a rank has come to; none before the first."""
     if board is None:
         return []
     found = [board.loop(local_rank) for local_rank in range(size)]
@@ -21,7 +21,7 @@ def loops(board: Board | None, rank_start: int, size: int) -> list[str]:
 
 
 def line(found: list[Loop], number: int, rank_start: int) -> str:
-    """The bar of one loop, of which some ranks may be through, and others before it."""
+    """Returns the bar of one loop, of which some ranks may be through, and others before it."""
     there = [loop for loop in found if loop.number == number]
     total = max(loop.total for loop in there)
     done = [loop.done if loop.number == number else 0 for loop in found]
@@ -35,7 +35,7 @@ def line(found: list[Loop], number: int, rank_start: int) -> str:
 
 
 def meter(done: int, total: int, elapsed: float, description: str, note: str) -> str:
-    """As tqdm draws it; without tqdm the bare numbers. ``total`` -1: not known."""
+    """Draws it as tqdm does; without tqdm the bare numbers. ``total`` -1: not known."""
     try:
         from tqdm import tqdm
     except ImportError:

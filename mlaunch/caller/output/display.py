@@ -73,7 +73,7 @@ class Terminal:
         return self._paper.take()
 
     def close(self, lines: list[str]) -> str:
-        """The first was of interest while it changed."""
+        """Leaves all but the first, which was of interest while it changed."""
         shown = self.hide()
         for line in lines[1:]:
             self._console.print(line, markup=False, highlight=False)
@@ -106,7 +106,7 @@ class Notebook:
 
 
 def area() -> Area | None:
-    """The place for changing lines that this process has; None if it has none."""
+    """Returns the place for changing lines that this process has; None if it has none."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is not None:
         return Notebook()
@@ -138,7 +138,7 @@ class Display:
         self.due = now + _PERIOD
 
     def make_room(self) -> str:
-        """Something is about to be printed."""
+        """Makes room for what is about to be printed."""
         if self._area is not None:
             self._take_place()
         holder = Display._holder

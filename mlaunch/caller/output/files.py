@@ -43,12 +43,12 @@ class LogFile:
 
 
 def new_directory(base: str | os.PathLike[str], name: str) -> str:
-    """A directory for one launch in ``base``, whose name starts with ``name``. OSError where there can be none."""
+    """Makes a directory for one launch in ``base``; its name starts with ``name``. OSError where there can be none."""
     base = os.path.abspath(os.fspath(base))
     os.makedirs(base, exist_ok=True)
     return tempfile.mkdtemp(prefix=re.sub(r"[^\w.-]+", "-", name).strip("-") + "_", dir=base)
 
 
 def directory_of(directory: str, attempt: int, rank: int) -> str:
-    """Where one rank's files are."""
+    """Says where one rank's files are."""
     return os.path.join(directory, f"attempt_{attempt}", str(rank))

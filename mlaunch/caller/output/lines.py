@@ -82,7 +82,7 @@ class Splitter:
         return b""
 
     def _forget_earlier_looks(self) -> None:
-        """Of a line that is redrawn for hours."""
+        """Forgets how a line looked that is redrawn for hours."""
         whole = self._rest.rstrip(b"\r")
         start = whole.rfind(b"\r")
         if start > 0:
@@ -94,7 +94,7 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def _last_look(line: bytes) -> bytes:
-    """What a terminal would show of it: what follows the last return to its start, unless that is nothing.
+    """Says what a terminal would show of it: what follows the last return to its start, unless that is nothing.
 
     A bar that goes away is overwritten with blanks.
     """

@@ -46,7 +46,7 @@ class Merger:
         self._latest[rank] = line.number
 
     def take(self, now: float, *, everything: bool = False) -> list[Line]:
-        """The lines that need wait no longer, in their order."""
+        """Returns the lines that need wait no longer, in their order."""
         taken = 0
         for line in self._waiting:
             late = now - line.at >= WINDOW or len(self._waiting) - taken > _MOST

@@ -14,7 +14,7 @@ from mlaunch.protocol.spec import LaunchSpec
 
 
 def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | None:
-    """A directory of this call's own in ``log_dir``. OSError where there can be none."""
+    """Returns a directory of this call's own in ``log_dir``. OSError where there can be none."""
     if log_dir is None:
         return None
     try:
@@ -24,7 +24,7 @@ def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | No
 
 
 def output_plan(options: Options, spec: LaunchSpec) -> OutputPlan:
-    """``log_dir`` of the options is this call's own directory."""
+    """Makes the plan; ``log_dir`` of the options is this call's own directory."""
     output, policies = options.output, {}
     directory = None if options.log_dir is None else os.fspath(options.log_dir)
     for local_rank in range(spec.local_world_size if output != "raw" else 0):

@@ -87,7 +87,7 @@ class Relay:
         self._poll.close()
 
     def _readable(self) -> list[int]:
-        """The pipes that are read now: a rank whose lines people do not read must wait."""
+        """Returns the pipes that are read now: a rank whose lines people do not read must wait."""
         return [fd for fd, stream in self._streams.items() if self._awaited is None or not stream.policy.shown]
 
     def _await(self, fd: int | None) -> None:

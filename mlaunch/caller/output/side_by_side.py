@@ -26,6 +26,6 @@ class Number:
         return f"{name}#{self.number} " if len(self._running) > 1 else ""
 
     def give_back(self) -> None:
-        """May be called again."""
+        """Gives the number back; may be called again."""
         with self._lock:
             self._running.discard(self)

@@ -39,7 +39,7 @@ class LaunchReport(LaunchRecord):
         return timeline.html(self)
 
     def to_svg(self) -> str:
-        """The timeline as an SVG picture."""
+        """Returns the timeline as an SVG picture."""
         return timeline.svg(self)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:

@@ -48,7 +48,7 @@ class RankReport:
     end: str
 
     def seconds(self, phase: str) -> float | None:
-        """How long a phase took; None if the rank did not come to it."""
+        """Tells how long a phase took; None if the rank did not come to it."""
         found = [span.end - span.start for span in self.spans if span.phase == phase]
         return sum(found) if found else None
 
@@ -74,7 +74,7 @@ class LaunchRecord:
         return f"{self.name}  {ranks} on {self.host}, {self.seconds:.3g} s{again}"
 
     def rows(self) -> list[Sequence[str]]:
-        """The table: a head, then a row for each rank."""
+        """Returns the table: a head, then a row for each rank."""
         phases = [phase for phase in PHASES if any(rank.seconds(phase) is not None for rank in self.ranks)]
         head = ["rank", "pid", "device", *phases, "peak memory", "value", "end"]
         return [head, *([*_cells(rank, phases)] for rank in self.ranks)]

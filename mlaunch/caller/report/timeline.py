@@ -62,7 +62,7 @@ def _axis(report: LaunchRecord, y: int) -> Iterator[str]:
 
 
 def _step(seconds: float) -> float:
-    """1, 2 or 5 times a power of ten, for some six ticks."""
+    """Returns 1, 2 or 5 times a power of ten, for some six ticks."""
     rough = max(seconds, 1e-9) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
