@@ -175,6 +175,19 @@ def test_closures_lambdas_and_local_classes_travel() -> None:
     assert local.value == 2
 
 
+def test_a_function_that_mentions_modules_of_classes_of_their_own() -> None:
+    """``torch.backends.cudnn`` and ``torch.ops`` are no plain modules, and cannot be pickled."""
+
+    def train() -> tuple[bool, float]:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.matmul.allow_tf32 = True
+        total = torch.ops.aten.add(torch.ones(1), 2)
+        return torch.backends.cudnn.benchmark, total.item()
+
+    assert launcher(train, 2)() == [(True, 3.0)] * 2
+    assert not torch.backends.cudnn.benchmark  # it is the rank's own
+
+
 def test_methods_keep_their_instance() -> None:
     model = functions.Model(1)
     assert model.fit(2) == [7, 7]

@@ -68,11 +68,11 @@ print("over", flush=True)
 STRANGERS = 40
 
 
-def in_namespaces(directory: Path, *command: str) -> list[str]:
+def in_namespaces(directory: Path, *command: str, script: str = SCRIPT) -> list[str]:
     """What the script prints in namespaces that a command makes."""
     if os.getuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
-    (directory / "script.py").write_text(SCRIPT)
+    (directory / "script.py").write_text(script)
     done = subprocess.run(
         [*command, sys.executable, str(directory / "script.py"), str(directory)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -115,3 +115,22 @@ def test_no_proc(tmp_path: Path) -> None:
     assert said[1:3] == ["no such luck", "True"]
     assert said[3].startswith("fork ['0', '1']")
     assert said[4:6] == ["no such luck", "True"]
+
+
+FULL = """
+from mlaunch import launcher
+
+try:
+    open("/dev/shm/rest", "w").write("x" * 100_000)
+except OSError as error:
+    print(error.strerror)
+print(launcher(sum, 2)([1, 2]), flush=True)
+print("over", flush=True)
+"""
+
+
+def test_a_full_dev_shm(tmp_path: Path) -> None:
+    """A launch needs no file there."""
+    mount = "mount -t tmpfs -o size=16k full /dev/shm"
+    said = in_namespaces(tmp_path, "unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" "$@"', script=FULL)
+    assert said == ["No space left on device", "[3, 3]", "over"]

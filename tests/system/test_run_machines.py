@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import descendants, wait_gone
+from tests.processes import children, descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
 
 pytestmark = pytest.mark.slow
@@ -230,4 +230,21 @@ def test_the_command_is_killed(tmp_path: Path) -> None:
     wait_gone(family)
     assert os.listdir(tmp_path / "temporary") == []
     assert os.read(end, 1) == b""  # the rank's end of it is closed
+    os.close(end)
+
+
+def test_the_agent_is_killed(tmp_path: Path) -> None:
+    """Its directory goes with it, though it could not remove it."""
+    os.mkfifo(tmp_path / "fifo")
+    script = write(tmp_path, "import os, signal\nos.open('fifo', os.O_WRONLY)\nsignal.pause()")
+    (tmp_path / "temporary").mkdir()
+    process = start(tmp_path, script, TMPDIR=str(tmp_path / "temporary"))
+    end = os.open(tmp_path / "fifo", os.O_RDONLY)
+    [kept] = os.listdir(tmp_path / "temporary")
+    assert kept.startswith("mlaunch-run-")
+    [agent] = children(children(process.pid)[0])
+    os.kill(agent, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert "the agent was killed by SIGKILL" in err
+    assert os.listdir(tmp_path / "temporary") == []
     os.close(end)

@@ -15,7 +15,7 @@ from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
     Answer,
@@ -274,6 +274,30 @@ def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
     dumps = {record.rank: record.text for record in told if isinstance(record, RankStacks)}
     assert dumps == {0: "", 2: text}
     assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + STACKS_TIMEOUT), (2, 100.0 + STACKS_TIMEOUT)]
+
+
+def test_long_stacks_keep_their_end(world: World) -> None:
+    """The main thread's stands there, and says where the rank was."""
+    world.talkative = {0, 2}
+    frames = f'  File "t.py", line 8 in train\n  File "{BOTTOM}", line 1 in run\n'
+    bottom = f"Current thread 0x1 (most recent call first):\n{frames}"
+    text = "Thread 0x2 (most recent call first):\n" + '  File "other.py", line 3 in work\n' * 1500 + bottom
+    assert TEXT_LIMIT < len(text) < 65536  # what a pipe holds
+    told = world.run(
+        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1), lambda: os.write(world._stacks[2], text.encode())
+    )
+    [dump] = [record.text for record in told if isinstance(record, RankStacks) and record.rank == 2]
+    assert dump.endswith(bottom)
+    assert len(dump) <= TEXT_LIMIT
+
+
+def test_a_deadline_while_a_consequence_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure was told first, so that is how the launch ended."""
+    world = World(monkeypatch, deadline=CAUSE_DELAY / 2)
+    told = world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
+    kinds = [type(record) for record in told if isinstance(record, RankAnswered | DeadlinePassed)]
+    assert kinds == [RankAnswered, DeadlinePassed]
+    assert {at for _, _, at in world.signals} == {100.0 + CAUSE_DELAY / 2}
 
 
 def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
