@@ -28,7 +28,7 @@ STOPPED = {"agent": os.getppid, "fork server": lambda: crashes.parent_of(os.getp
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests stop need not be waited for as long as a busy machine may take."""
-    monkeypatch.setattr("mlaunch.caller.limits._PATIENCE", 0.5)
+    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
 
 
 def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
