@@ -29,6 +29,7 @@ from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
 
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
 _REMINDER_DELAY = 30.0  # seconds between words that say the same
+_LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
 
 
@@ -57,10 +58,9 @@ class LinkProcess:
     async def run(self, listener: socket.socket | None) -> None:
         asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
         self._begin(self._beat_for_agent())
-        reminding = asyncio.ensure_future(self._remind())
+        self._begin(self._remind())
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
-            reminding.cancel()
             if listener is not None:
                 await asyncio.start_server(self._serve_rank, sock=listener)
             await asyncio.gather(self._beat(), self._hear_gate_to_the_end())
@@ -124,15 +124,15 @@ class LinkProcess:
         self._agent.try_send(Planned(Agreed(self._launch_id, **numbers), interface_of(address)))
 
     async def _remind(self) -> None:
-        """Says what is waited for, when that changes and now and then."""
+        """Says what is waited for, when that changes and now and then, until the launch runs."""
         told, at = "", self._start
         await asyncio.sleep(_FIRST_WORD_DELAY)
-        while True:
+        while not self._launch_id:  # which comes with the plan
             now, state = time.monotonic(), self._joined or self._trouble
             if state != told or now - at >= _REMINDER_DELAY:
                 self._agent.try_send(Waiting(self._state()))
                 told, at = state, now
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(_LOOK_DELAY)
 
     def _state(self) -> str:
         there = f"{self._cluster.master_ip}, port {self._cluster.port}"

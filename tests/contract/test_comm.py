@@ -81,15 +81,14 @@ def test_objects_of_unequal_size_reach_everybody() -> None:
 
 def test_buffers_as_large_as_those_that_travel_by_themselves_and_their_neighbours() -> None:
     """At the limit sender and receivers must choose the same way."""
+    sizes = [exchange._LARGE + more for more in (0, 1, -1)]
 
     def train() -> Any:
-        rank, sizes = comm.get_rank(), [exchange._LARGE + more for more in (-1, 0, 1)]
-        mine = [torch.full((size,), rank + 1, dtype=torch.uint8) for size in sizes]
-        everyone = [comm.all_gather(mine), comm.gather(mine), [comm.broadcast_object(mine, src=1)]]
-        return [[[len(tensor), int(tensor.sum())] for tensor in tensors] for way in everyone for tensors in way]
+        mine = [torch.full((size,), 10 * comm.get_rank() + i, dtype=torch.uint8) for i, size in enumerate(sizes)]
+        everyone = [*comm.all_gather(mine), *comm.gather(mine), comm.broadcast_object(mine, src=1)]
+        return [[(len(tensor), tensor.unique().tolist()) for tensor in tensors] for tensors in everyone]
 
-    sizes = [exchange._LARGE + more for more in (-1, 0, 1)]
-    first, second = ([[size, number * size] for size in sizes] for number in (1, 2))
+    first, second = ([(size, [10 * rank + i]) for i, size in enumerate(sizes)] for rank in range(2))
     assert on(2, train, timeout=30) == [[first, second, first, second, second], [first, second, second]]
 
 

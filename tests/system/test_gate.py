@@ -26,10 +26,12 @@ import torch.distributed as dist
 
 from mlaunch.base.errors import RankFailure
 from mlaunch.protocol import channel
-from mlaunch.protocol.machine_messages import Waiting
-from mlaunch.rendezvous import names, wire
+from mlaunch.protocol.machine_messages import Beat, Planned, Waiting
+from mlaunch.protocol.spec import Cluster
+from mlaunch.rendezvous import link_process, names, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
+from mlaunch.rendezvous.link_process import LinkProcess
 from mlaunch.rendezvous.membership import Join, conflict, describe, failure_of_record, missing, shortened
 from mlaunch.rendezvous.store import GateConfig, StoreProcess
 
@@ -458,6 +460,103 @@ def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.Captur
     assert len(said) == 5
     assert all(line.startswith("mlaunch: the gate closed a connection: RuntimeError 'line") for line in said)
     assert all(line.isprintable() and len(line) < 1000 for line in said)
+
+
+# A launch that runs, and ends
+
+
+async def members(port: int, *joins: Join) -> list[Streams]:
+    streams = [await enter(port) for _ in joins]
+    for (_, writer), said in zip(streams, joins, strict=True):
+        await wire.send(writer, {"join": said.as_record()})
+    return streams
+
+
+def test_the_port_is_free_before_anyone_hears_of_the_end(gate: StoreProcess) -> None:
+    """The next call of the same function uses it."""
+
+    async def run_and_bind() -> None:
+        streams = await members(gate.port, join(0, 1, 2), join(1, 1, 2))
+        for reader, writer in streams:
+            await next_of(reader, "plan")
+            await wire.send(writer, {"done": 1})
+        await next_of(streams[1][0], "over")
+        listen(port=gate.port).close()
+        for _, writer in streams:
+            writer.close()
+
+    asyncio.run(run_and_bind())
+
+
+def test_the_attempt_is_that_of_those_who_stayed(gate: StoreProcess) -> None:
+    """A machine that comes back with a new process counts from 0."""
+
+    async def plans() -> list[int]:
+        streams = await members(gate.port, join(0, 1, 3), join(1, 1, 3, attempt=2), join(2, 1, 3))
+        told = [(await next_of(reader, "plan"))["attempt"] for reader, _ in streams]
+        for _, writer in streams:
+            writer.close()
+        return told
+
+    assert asyncio.run(plans()) == [2, 2, 2]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def look() -> None:
+        while not condition():
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(look(), 60)
+
+
+async def heard_of_a_failure(strangers: int) -> list[object]:
+    """What a link tells its agent of a launch that begins, fails and loses its master; some knock while it runs."""
+    ours, theirs = channel.Channel.pair()
+    heard: list[object] = []
+    loop, gate = asyncio.get_running_loop(), Gate(0, "launch", TOKEN, 60.0)
+    loop.add_reader(ours.fileno(), lambda: heard.append(ours.receive()[0]))
+    async with serving(gate) as address:
+        cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+        machine = LinkProcess(cluster, join(0, 1, 2), theirs)
+        link = asyncio.ensure_future(machine.run(None))
+        await until(lambda: gate._members)
+        [(reader, writer)] = await members(address[1], join(1, 1, 2))
+        await next_of(reader, "plan")
+        for _ in range(strangers):
+            async with wire.dialled(*address, "control", TOKEN):
+                pass
+        await wire.send(writer, {"failure": {"what": "was killed by SIGKILL"}})
+        await until(lambda: gate._failure)
+        gate._members[0].writer.close()
+        await asyncio.wait_for(link, 60)
+        assert machine._writer is not None  # its process would end here
+        machine._writer.close()
+        writer.close()
+        await until(lambda: gate._ended and not gate._tasks)
+    loop.remove_reader(theirs.fileno())
+    theirs.close()
+    loop.remove_reader(ours.fileno())
+    with contextlib.suppress(EOFError):
+        while True:
+            heard.append(ours.receive()[0])
+    ours.close()
+    return [record for record in heard if not isinstance(record, Beat)]
+
+
+def test_a_launch_that_failed_does_not_miss_its_master() -> None:
+    """Who has told of the failure ends; that its connection is closed is no second failure."""
+    heard = asyncio.run(heard_of_a_failure(strangers=0))
+    assert [type(record) for record in heard] == [Planned, RankFailure]
+    assert heard[1] == RankFailure(None, 0, "was killed by SIGKILL")
+
+
+def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_FIRST_WORD_DELAY", "_REMINDER_DELAY", "_LOOK_DELAY"):
+        monkeypatch.setattr(link_process, name, 0.0)
+    heard = asyncio.run(heard_of_a_failure(strangers=20))  # of which each takes as long as some words
+    kinds = [type(record) for record in heard]
+    assert set(kinds[: kinds.index(Planned)]) == {Waiting}
+    assert kinds[kinds.index(Planned) :] == [Planned, RankFailure]
 
 
 def test_nothing_is_known_without_the_token(gate: StoreProcess) -> None:

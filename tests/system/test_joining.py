@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -173,6 +174,44 @@ def test_the_idiom_of_megengine() -> None:
                 for rank in range(2)
             ]  # fmt: skip
             assert [process.communicate(timeout=120)[0] for process in processes] == ["[0, 1] sent\n"] * 2
+
+
+BEREFT = """
+import os, select, signal, sys, mlaunch, torch.distributed as dist
+from mlaunch import comm
+
+def shutdown(group):  # as of NCCL, which misses the peer
+    print("ended the group")
+    raise dist.DistBackendError("remote process exited or there was a network error")
+
+rank, port, victim = map(int, sys.argv[1:])
+mlaunch.join(rank, 2, "127.0.0.1", port, verbose=False)
+dist.ProcessGroup.shutdown = shutdown
+peer = comm.all_gather(os.getpid())[victim]
+if rank == victim:
+    signal.pause()
+pidfd = os.pidfd_open(peer)
+os.kill(peer, signal.SIGKILL)
+select.select([pidfd], [], [])
+print("over")
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_is_dead_at_exit(victim: int) -> None:
+    """Also the one with the store. The others end as they would have ended."""
+    with mlaunch.Server() as server:
+        port = str(server.py_server_port)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BEREFT, str(rank), port, str(victim)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    assert ends[1 - victim] == ("over\nended the group\n", "", 0)
+    assert ends[victim] == ("", "", -signal.SIGKILL)
 
 
 SILENT = """
