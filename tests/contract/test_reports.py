@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,11 +17,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch import LaunchError, LaunchTimeout, comm, launcher
 from mlaunch.agent.evidence import Evidence
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.failure_text import in_words, summarise
-from mlaunch.protocol.messages import Phase, RankStacks
+from mlaunch.caller.options import Options
+from mlaunch.caller.outcome import Outcome
+from mlaunch.caller.plan import Attempt, Machine, plan
+from mlaunch.protocol.messages import Phase, RankGone, RankStacks, Ready
 
 HERE = os.path.basename(__file__)
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -341,3 +345,34 @@ def test_what_is_not_running_is_told_by_its_phase() -> None:
         "rank 0 was joining the process group",
         "rank 1 was running the function and did not show its stack",
     ]
+
+
+def test_a_hang_in_a_helper_of_ours_is_in_the_users_line() -> None:
+    """Also where mlaunch is installed in place, and so not among the libraries by its path."""
+
+    def train() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        main = threading.main_thread().ident or 0
+
+        def tell() -> None:
+            while "barrier" not in {frame.name for frame in traceback.extract_stack(sys._current_frames()[main])}:
+                os.sched_yield()
+            store.set("waits", "")
+
+        if dist.get_rank() == 0:
+            threading.Thread(target=tell, daemon=True).start()
+            comm.synchronize()
+        store.wait(["waits"])
+        raise ValueError("no such luck")
+
+    error = failure_of(launcher(train, 2), ValueError)
+    assert f"rank 0 was in synchronize at {HERE}:" in str(error.__cause__)
+
+
+def test_a_failure_names_the_device_as_the_machine_numbers_it() -> None:
+    machine = Machine(Ready("2.13", "cuda", ("nccl", "gloo")), lambda _environ: 4)
+    spec = plan(Options(devices=[2, 3]), machine, "train()", {}, Attempt(0, None))
+    outcome = Outcome(spec)
+    crash = os.memfd_create("crash")
+    outcome.take(RankGone(1, 7, -9, Phase.RUNNING, answered=False, stopped=False, at=0.0), [crash])
+    assert outcome.failures[0].device == "cuda:3"
