@@ -233,7 +233,7 @@ class Supervisor:
         failure = self._peers.hear(ready, self._launcher)
         if failure is not None:
             self._launcher.try_send(failure)
-            self._stopping.within(0.0)
+            self._stopping.within(CAUSE_DELAY if failure.consequence else 0.0)
 
     def _awaits_peers(self) -> bool:
         """Tells whether the peers' ranks may still be there. After a failure they are given the time to hear of it."""

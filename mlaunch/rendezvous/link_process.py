@@ -167,7 +167,8 @@ class LinkProcess:
         if self._failed:  # after which nobody waits for the others
             raise _OverError
         subject = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
-        self._agent.try_send(RankFailure(None, 0, f"was lost: {why}", subject=subject))
+        here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
+        self._agent.try_send(RankFailure(None, 0, f"was lost: {why}", subject=subject, consequence=here))
         raise _OverError
 
     async def _beat(self) -> None:
