@@ -49,7 +49,8 @@ class LaunchHandle:
     history: History
     outcome: Outcome = field(init=False)
     waiting: str = ""  # for other machines
-    never_began: bool = False  # the fork server was gone before it had forked the agent
+    ending: bool = False  # it is being cancelled
+    never_began: bool = False  # the fork server was gone, by itself, before it had forked the agent
 
     def __post_init__(self) -> None:
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
@@ -113,6 +114,7 @@ class LaunchHandle:
     def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
         force = over = False
+        self.ending = True
         while not over:
             try:
                 self._limits.begin_cancel(force=force)
@@ -136,8 +138,8 @@ class LaunchHandle:
         try:
             record, fds = self.agent.receive()
         except EOFError:
+            self.never_began = self._limits.agent is None and not self.outcome.broken and not self.ending
             self.outcome.broken = self.outcome.broken or self.server.describe_end()
-            self.never_began = self._limits.agent is None
             self._tidy_up()
             return False
         if isinstance(record, AgentStarted):

@@ -9,14 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch.distributed as dist
 
-from mlaunch import launcher
+from mlaunch import LaunchTimeout, launcher
 from mlaunch.agent.stack_requests import request
+from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.messages import Phase
 from tests.conftest import ROOT
 from tests.contract import crashes
@@ -47,9 +49,12 @@ def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 @pytest.mark.parametrize("victim", STOPPED)
 def test_ctrl_c(victim: str, start_method: str) -> None:
+    server = warm_server.get(os.environ).pid
     call = launcher(stop_and_interrupt, 2, grace_period=0.1, start_method=start_method)
     with pytest.raises(KeyboardInterrupt):
         call(victim, os.getpid())
+    kept = victim == "agent" or start_method == "fork"  # only who does not answer is killed
+    assert (warm_server.get(os.environ).pid == server) is kept
 
 
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
@@ -65,6 +70,34 @@ def test_a_second_ctrl_c_skips_the_grace_period(victim: str, tmp_path: Path) -> 
             launcher(stop_and_interrupt, 2, grace_period=1000)(victim, os.getpid(), str(tmp_path / "first"))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def stop_idle_server() -> None:
+    """Between two calls; it does not take the next one."""
+    server = warm_server.get(os.environ).pid
+    os.kill(server, signal.SIGSTOP)
+    os.waitid(os.P_PID, server, os.WSTOPPED | os.WNOWAIT)
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+def test_a_fork_server_that_was_stopped_before_the_call() -> None:
+    """The deadline counts once: what was killed for it is not asked again in another server."""
+    stop_idle_server()
+    with pytest.raises(LaunchTimeout, match="its agent or its fork server did not answer"):
+        launcher(lambda: 7, 2, deadline=0.5, grace_period=0.1)()
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+def test_ctrl_c_of_a_call_that_never_began() -> None:
+    """It ends the call, which is not begun anew in another server."""
+    stop_idle_server()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launcher(lambda: 7, 2, grace_period=0.1)()
+    finally:
+        timer.join()
 
 
 SCRIPT = """

@@ -1,0 +1,59 @@
+"""What the system is asked for: children that are really ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mlaunch.base import linux
+
+
+@pytest.fixture
+def child() -> int:  # type: ignore[misc]
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_children(child: int) -> None:
+    assert child in linux.children()
+
+
+def test_no_stranger_is_taken_for_a_child(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever /proc says: here, that of an outer namespace in which numbers mean others."""
+    monkeypatch.setattr(linux, "_numbers_here", lambda _: {1, os.getpid(), os.getppid(), child})
+    monkeypatch.setattr(linux.os, "readlink", lambda _: "1")
+    assert linux.children() == {child}
+
+
+def test_a_stopped_child_is_told_from_one_that_runs(child: int) -> None:
+    assert not linux.is_stopped(child)
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+    assert linux.is_stopped(child)
+    assert not linux.is_stopped(1)
+
+
+@pytest.mark.parametrize("limit", [600, 100])
+def test_a_descriptor_aside(limit: int) -> None:
+    """With a number that others do not get; where so many are not allowed, the one that it has."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reader, writer = os.pipe()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        moved = linux.aside(writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (moved >= 500) is (limit > 500)
+    assert linux.identity(moved) == linux.identity(writer)
+    assert not os.get_inheritable(moved)
+    for fd in {reader, writer, moved}:
+        os.close(fd)
