@@ -93,7 +93,7 @@ class LaunchHandle:
 
     def report(self) -> LaunchReport:
         """Reports what has happened so far."""
-        return self.history.report(self.outcome)
+        return self.history.report(self.outcome, self.relay.output.tails())
 
     def close(self) -> None:
         self.outcome.close()

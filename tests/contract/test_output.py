@@ -259,6 +259,40 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
     ElementTree.fromstring(ours.last.to_svg())
 
 
+@pytest.mark.parametrize("output", ["all", "rank0", "none"])
+def test_what_a_rank_printed_is_in_the_report(output: str) -> None:
+    def train(fail: bool) -> None:
+        print("rank", comm.get_rank())
+        print("error of", comm.get_rank(), file=sys.stderr)
+        print("\r 50%\r100%\nno end", end="")
+        sys.stdout.flush()
+        dist.barrier()
+        if fail and comm.get_rank() == 1:
+            raise ValueError("no such luck")
+
+    ours = launcher(train, 2, output=output)
+    ours(fail=False)
+    assert ours.last is not None
+    assert [ours.last.output(rank) for rank in (0, 1)] == [
+        f"rank {rank}\nerror of {rank}\n100%\nno end\n" for rank in (0, 1)
+    ]
+    assert "error of" not in repr(ours.last)
+    with pytest.raises(ValueError, match="no such luck"):
+        ours(fail=True)
+    assert ours.last.output(1) == "rank 1\nerror of 1\n100%\nno end\n"
+    words = r"rank 2 of \S+train\(\) was not started on \S+; started here: ranks 0-1"
+    with pytest.raises(LookupError, match=words):
+        ours.last.output(2)
+
+
+def test_what_went_into_the_callers_streams_is_not_known() -> None:
+    ours = launcher(lambda: None, 1, output="raw")
+    ours()
+    assert ours.last is not None
+    with pytest.raises(ValueError, match=r"what rank 0 of .* printed is not known: with output='raw' it goes straight"):
+        ours.last.output(0)
+
+
 def test_a_picture(tmp_path: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: notebook)")
     done = run_script("from mlaunch import launcher\nf = launcher(lambda: 1, 2)\nf()\nf.last.save_png('timeline.png')")

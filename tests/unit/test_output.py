@@ -292,6 +292,39 @@ def test_what_came_before_a_flood_is_shown_before_it(capfdbinary: pytest.Capture
     pipes.finish()
 
 
+def remembering(size: int, **policy: bool) -> OutputPlan:
+    return dataclasses.replace(plan(size, Policy(**policy)), remember=True)
+
+
+@pytest.mark.usefixtures("capfdbinary")
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_the_end_of_what_a_rank_prints_is_remembered(size: int, shown: bool) -> None:
+    """At most 64 KiB of a rank and 1 MiB of a launch, from the beginning of a line on."""
+    pipes, limit = Pipes(remembering(size, shown=shown), size), 2**20 // max(size, 16)
+    for number in range(0, 40_000, 100):
+        pipes.write(0, 1 + number // 100 % 2, b"".join(b"line %06d\n" % (number + more) for more in range(100)))
+        pipes.relay.carry()
+    pipes.write(0, 1, b"the end")
+    tails = pipes.relay.output._tails
+    assert tails is not None
+    assert sum(map(len, tails._tails.values())) <= 2 * limit
+    pipes.finish()
+    count = (limit - len(b"the end\n")) // len(b"line 000000\n")
+    wanted = [b"line %06d" % number for number in range(40_000 - count, 40_000)]
+    assert tails.of_ranks() == {0: b"\n".join([*wanted, b"the end\n"])}
+
+
+@pytest.mark.usefixtures("capfdbinary")
+def test_the_end_of_a_line_that_is_longer_than_what_is_remembered() -> None:
+    pipes = Pipes(remembering(1), 1)
+    for _ in range(5):
+        pipes.write(0, 1, b"x" * 40_000)
+        pipes.relay.carry()
+    pipes.finish()
+    assert pipes.relay.output.tails() == {0: b"x" * (2**16 - 1) + b"\n"}
+
+
 @pytest.mark.parametrize(("by_local_rank", "names"), [(False, ["2", "3"]), (True, ["0", "1"])])
 def test_the_names_of_files_on_the_second_machine(tmp_path: Path, by_local_rank: bool, names: list[str]) -> None:
     """Decorated functions go by global rank, commands by local rank, as torchrun's."""

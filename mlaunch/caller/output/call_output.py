@@ -12,6 +12,7 @@ from mlaunch.caller.output.lines import Splitter
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
 from mlaunch.caller.output.side_by_side import Number
+from mlaunch.caller.output.tails import Tails
 from mlaunch.caller.output.times import Times
 from mlaunch.protocol.board import Board
 
@@ -40,6 +41,7 @@ class CallOutput:
         self._clock = clock
         self.console = Console()
         self._merger = Merger(size) if plan.merge and size > 1 else None
+        self._tails = Tails(size) if plan.remember else None
         self._display = Display(plan.area, clock())
         self._number = Number()
         self._streams: list[Stream] = []
@@ -59,7 +61,7 @@ class CallOutput:
         """Takes what a rank has printed."""
         if stream.file is not None:
             stream.file.write(data)
-        if not stream.policy.shown:
+        if not self._splits(stream):
             return
         now = self._clock()
         for at, part in stream.times.cut(data, now):
@@ -69,10 +71,14 @@ class CallOutput:
     def end_stream(self, stream: Stream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
         self._streams.remove(stream)
-        if stream.policy.shown:
+        if self._splits(stream):
             self._take_lines(stream, stream.splitter.end(), self._clock())
         if stream.file is not None:
             stream.file.close()
+
+    def tails(self) -> dict[int, bytes] | None:
+        """Returns the end of what each rank printed, shown or not; None if it is not kept."""
+        return None if self._tails is None else self._tails.of_ranks()
 
     def due(self) -> float | None:
         """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
@@ -118,6 +124,7 @@ class CallOutput:
         return [
             f"{self._prefix([stream.rank])}{bar.decode(errors='replace')}"
             for stream in self._streams
+            if stream.policy.shown
             for bar in stream.splitter.bars
         ]
 
@@ -133,9 +140,18 @@ class CallOutput:
         if self._merger is not None and not flood:
             self._fresh += [(at, stream, line) for line in lines]
         elif lines:
-            self._show_waiting(everything=True)
+            self._show_waiting(everything=stream.policy.shown)
+            self._remember(stream.rank, lines)
             prefix = self._prefix([stream.rank]).encode()
-            self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
+            if stream.policy.shown:
+                self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
+
+    def _splits(self, stream: Stream) -> bool:
+        return stream.policy.shown or self._tails is not None
+
+    def _remember(self, rank: int, lines: Sequence[bytes]) -> None:
+        if self._tails is not None:
+            self._tails.add(rank, lines)
 
     def _release_held(self, now: float) -> None:
         for stream in self._streams:
@@ -148,6 +164,8 @@ class CallOutput:
             return
         fresh, self._fresh = self._fresh, []
         for _, stream, text in sorted(fresh, key=lambda found: found[0]):
-            self._merger.add(stream.rank, stream.number, text, self._clock())
+            self._remember(stream.rank, [text])
+            if stream.policy.shown:
+                self._merger.add(stream.rank, stream.number, text, self._clock())
         for line in self._merger.take(self._clock(), everything=everything):
             self._print(line.stream, self._prefix(line.ranks).encode() + line.text + b"\n")

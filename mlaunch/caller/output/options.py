@@ -32,7 +32,8 @@ def output_plan(options: Options, spec: LaunchSpec) -> OutputPlan:
         for stream in STREAMS:
             policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
     name = spec.name.rpartition(".")[2].removesuffix("()")
-    return OutputPlan(policies, _prefix(spec), directory, area=area() if options.progress else None, name=name)
+    bars = area() if options.progress else None
+    return OutputPlan(policies, _prefix(spec), directory, area=bars, name=name, remember=output != "raw")
 
 
 def _prefix(spec: LaunchSpec) -> Callable[[Sequence[int]], str]:

@@ -24,7 +24,7 @@ class OutputPlan:
 
     ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. ``prefix``: of
     the ranks that printed a line. ``merge``: equal lines are shown once. ``name``: of the launch, where others may run
-    at the same time.
+    at the same time. ``remember``: the end of what each rank prints is kept for the report.
     """
 
     policies: dict[tuple[int, int], Policy]
@@ -34,6 +34,7 @@ class OutputPlan:
     merge: bool = True
     area: Area | None = None  # for lines that change
     name: str = ""
+    remember: bool = False
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """Returns the streams of a rank that are ours to carry."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base.errors import describe_exit
@@ -53,7 +53,8 @@ class History:
         if self.board is not None:
             self.board.close()
 
-    def report(self, outcome: Outcome) -> LaunchReport:
+    def report(self, outcome: Outcome, printed: Mapping[int, bytes] | None) -> LaunchReport:
+        """Reports what has happened so far. ``printed``: the end of each rank's output; None: it is not known."""
         spec = outcome.spec
         ranks = tuple(self._rank(outcome, rank) for rank in sorted(self.started))
         return LaunchReport(
@@ -64,6 +65,7 @@ class History:
             world_size=spec.world_size,
             ranks=ranks,
             log_dir=outcome.log_dir,
+            printed=printed,
         )
 
     def _rank(self, outcome: Outcome, rank: int) -> RankReport:

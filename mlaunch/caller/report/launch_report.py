@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from mlaunch.base.text import name_ranks
 from mlaunch.caller.report import timeline
 from mlaunch.caller.report.records import LaunchRecord
 
@@ -34,6 +35,27 @@ class LaunchReport(LaunchRecord):
         return "\n".join([self.title, *lines, *([f"output in {self.log_dir}"] if self.log_dir else [])])
 
     __repr__ = __str__  # at a prompt, where only repr() shows
+
+    def output(self, rank: int) -> str:
+        """Returns the latest lines that a rank of this machine printed, whether they were shown or not.
+
+        Of both its streams, without prefix, a redrawn line as it last looked. At most 64 KiB, less with more than 16
+        ranks; ``log_dir`` keeps all.
+
+        Raises:
+            LookupError: No such rank was started on this machine.
+            ValueError: ``output="raw"``: the rank printed straight into the caller's streams.
+        """
+        ranks = [known.rank for known in self.ranks]
+        if rank not in ranks:
+            here = name_ranks(ranks) if ranks else "none"
+            raise LookupError(f"rank {rank} of {self.name} was not started on {self.host}; started here: {here}")
+        if self.printed is None:
+            raise ValueError(
+                f"what rank {rank} of {self.name} printed is not known: with output='raw' it goes straight into the "
+                f"caller's streams; allowed: 'all', 'rank0' or 'none', which keep its end"
+            )
+        return self.printed.get(rank, b"").decode(errors="replace")
 
     def _repr_html_(self) -> str:
         return timeline.html(self)

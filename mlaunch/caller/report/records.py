@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mlaunch.base.text import in_bytes, in_seconds
 
@@ -64,6 +64,7 @@ class LaunchRecord:
     world_size: int
     ranks: tuple[RankReport, ...]
     log_dir: str | None = None
+    printed: Mapping[int, bytes] | None = field(default=None, repr=False, compare=False)
 
     @property
     def title(self) -> str:
