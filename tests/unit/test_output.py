@@ -21,6 +21,7 @@ from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.output.tails import Tails
 from mlaunch.caller.output.times import Times
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.rank.stamped import StampedFile
@@ -313,6 +314,26 @@ def test_the_end_of_what_a_rank_prints_is_remembered(size: int, shown: bool) -> 
     count = (limit - len(b"the end\n")) // len(b"line 000000\n")
     wanted = [b"line %06d" % number for number in range(40_000 - count, 40_000)]
     assert tails.of_ranks() == {0: b"\n".join([*wanted, b"the end\n"])}
+
+
+def test_what_is_remembered_begins_with_a_line_where_it_was_just_cut() -> None:
+    tails = Tails(1)
+    tails.add(0, [b"line %06d" % number for number in range(20_000)])
+    count = 2**16 // len(b"line 000000\n")
+    wanted = b"".join(b"line %06d\n" % number for number in range(20_000 - count, 20_000))
+    assert tails.of_ranks() == {0: wanted}
+
+
+def test_a_bar_of_a_rank_that_is_not_shown_is_not_drawn() -> None:
+    place, bar = Place(), b"\r 50%"
+    pipes = Pipes(dataclasses.replace(remembering(2), area=place), 2)
+    hidden = Pipes(dataclasses.replace(remembering(2, shown=False), area=place), 2)
+    for pair in (hidden, pipes):
+        pair.write(1, 2, bar)
+        pair.now = pair.relay.output.due() or 0.0
+        pair.relay.carry()
+        pair.finish()
+    assert place.shown == ["", "[1]  50%"]
 
 
 @pytest.mark.usefixtures("capfdbinary")
