@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import os
 import re
@@ -24,6 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any are left out
 interpreters = Watch()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles the package once, as pip does with what it installs, for the hundreds of interpreters that import it."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(ROOT / "mlaunch", quiet=1, optimize=[0, 1, 2])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
