@@ -34,11 +34,16 @@ class Nursery:
 
 
 def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
-    """Forks all ranks of this machine, and tells the launcher of each."""
-    return [_prepare_and_fork(nursery, launcher, local_rank) for local_rank in range(nursery.spec.local_world_size)]
+    """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
+    forked = [_prepare_and_fork(nursery, local_rank) for local_rank in range(nursery.spec.local_world_size)]
+    for _, started, readers in forked:
+        launcher.try_send(started, readers)
+        nursery.owned.close(*readers)
+    return [rank for rank, _, _ in forked]
 
 
-def _prepare_and_fork(nursery: Nursery, launcher: Channel, local_rank: int) -> RankProcess:
+def _prepare_and_fork(nursery: Nursery, local_rank: int) -> tuple[RankProcess, RankStarted, list[int]]:
+    """Returns also what the launcher is to be told, with the reading ends of the rank's streams."""
     spec, owned = nursery.spec, nursery.owned
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
@@ -56,9 +61,8 @@ def _prepare_and_fork(nursery: Nursery, launcher: Channel, local_rank: int) -> R
     readers = [reader for reader, _ in streams.values()]
     owned.add(stacks_in, channel.fileno(), *readers)
     pid = _fork(args, owned, {stream: writer for stream, (_, writer) in streams.items()})
-    launcher.try_send(RankStarted(spec.rank(local_rank), pid, time.monotonic()), readers)
+    started = RankStarted(spec.rank(local_rank), pid, time.monotonic())
     theirs.close()
-    owned.close(*readers)
     for fd in (stacks_out, *(writer for _, writer in streams.values())):
         os.close(fd)
     rank = RankProcess(
@@ -72,7 +76,7 @@ def _prepare_and_fork(nursery: Nursery, launcher: Channel, local_rank: int) -> R
         error_file=error_file.path_of(spec, local_rank),
     )
     owned.add(rank.pidfd, rank.crash_fd)
-    return rank
+    return rank, started, readers
 
 
 def _fork(args: RankArgs, owned: OwnedFds, streams: Mapping[int, int]) -> int:

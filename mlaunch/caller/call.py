@@ -37,8 +37,11 @@ def call_on_ranks(
     log_dir = new_directory(options.log_dir, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
 
+    if log_dir is not None:
+        options = options.replaced({"log_dir": log_dir})
+
     def attempt(time_left: float | None, restart_count: int) -> Ended:
-        return _attempt(options.replaced({"log_dir": log_dir}), call, name, Attempt(restart_count, time_left))
+        return _attempt(options, call, name, Attempt(restart_count, time_left))
 
     try:
         with interrupts.deferred():
