@@ -57,10 +57,10 @@ class Inspection:
         return [*listener, *self._visitors]
 
     def serve(self, ready: Collection[int], requests: StackRequests) -> None:
-        if self._listener is not None and self._listener.fileno() in ready:
-            self._welcome(self._listener)
         for fd in self._visitors.keys() & set(ready):
             self._hear(self._visitors.pop(fd), requests)
+        if self._listener is not None and self._listener.fileno() in ready:  # last: who comes may get a ready number
+            self._welcome(self._listener)
         if self._answer_at is not None and (not requests or self._clock() >= self._answer_at):
             for visitor in self._curious:
                 self._answer(visitor, self._status(with_stacks=True))
@@ -80,7 +80,6 @@ class Inspection:
     def _welcome(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             visitor, _ = listener.accept()
-            visitor.setblocking(False)
             self._visitors[visitor.fileno()] = visitor
 
     def _hear(self, visitor: socket.socket, requests: StackRequests) -> None:

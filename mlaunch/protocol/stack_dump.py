@@ -7,7 +7,6 @@ while the rank waits in C or holds the interpreter lock, and leaves alone what h
 from __future__ import annotations
 
 import faulthandler
-import os
 import re
 import signal
 
@@ -21,8 +20,10 @@ _CUT = "  ..."  # below its hundredth frame
 
 
 def answer_requests(fd: int) -> None:
-    """Has this rank's faulthandler answer the signal from now on, by writing into ``fd``."""
-    os.set_blocking(fd, False)  # a full pipe costs the end of a stack, not the rank
+    """Has this rank's faulthandler answer the signal from now on, by writing into ``fd``.
+
+    It must not block: a full pipe costs the end of a stack, not the rank.
+    """
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
 
 

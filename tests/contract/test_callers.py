@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +16,38 @@ import pytest
 import torch
 
 from mlaunch import LaunchError, launcher
+from mlaunch.caller.warm import warm_server
 from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    """Their numbers are not taken for others' channels, into which ranks would print."""
     out = tmp_path / "out"
-    code = f"from mlaunch import launcher; open({str(out)!r}, 'w').write(str(launcher(lambda: 7, 2)()))"
+    code = f"""
+from mlaunch import launcher
+values = launcher(lambda: print("hello") or 7, 2, output="raw")()
+open({str(out)!r}, "w").write(str(values))
+"""
     subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], cwd=ROOT, check=True, timeout=120)
     assert out.read_text() == "[7, 7]"
+
+
+def test_a_wakeup_descriptor_is_the_callers_alone() -> None:
+    """Else a rank would tell the caller's event loop of the rank's signals."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        assert launcher(lambda: signal.set_wakeup_fd(-1), 1, start_method="fork")() == [-1]
+    finally:
+        signal.set_wakeup_fd(before)
+        ours.close()
+        theirs.close()
+
+
+def test_the_fork_server_keeps_no_directory_busy() -> None:
+    assert os.readlink(f"/proc/{warm_server.get(os.environ).pid}/cwd") == "/"
 
 
 def test_a_caller_that_ignores_sigchld(run_script: Any) -> None:

@@ -41,6 +41,16 @@ def test_ranks_that_return_at_once_do_not_break_the_group_of_slower_ones() -> No
         assert train() == [None] * 8
 
 
+def test_no_function_begins_before_all_have_joined() -> None:
+    """One that ended the process at once would break the group of those that still join."""
+
+    def joined() -> int:
+        store = dist.distributed_c10d._get_default_store().underlying_store
+        return int(store.add("mlaunch/joined/0/count", 0))
+
+    assert launcher(joined, 3)() == [3, 3, 3]
+
+
 def test_a_rank_that_returned_stays_until_all_have() -> None:
     """Its end would break a group that others are still making."""
 

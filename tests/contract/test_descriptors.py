@@ -181,6 +181,17 @@ def test_a_program_that_a_rank_becomes_inherits_none_of_ours(capfd: pytest.Captu
     assert capfd.readouterr().out.split("[0] ")[1:] == ["0\n", "1\n", "2\n", "3\n"]  # 3: the directory that ls reads
 
 
+def test_no_rank_holds_another_ones_channels() -> None:
+    """Whose end would then not be seen."""
+
+    def held() -> int:
+        unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]}
+        files = [os.path.basename(os.path.realpath(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd")]
+        return sum(file in unix or file.startswith("pipe:") for file in files)
+
+    assert len(set(launcher(held, 3)())) == 1
+
+
 def test_standard_input_is_empty() -> None:
     """Under "fork" too, where a rank could read what its caller's terminal is given."""
 

@@ -341,6 +341,38 @@ def test_a_ranks_own_processes_end_with_the_launch(tmp_path: Any) -> None:
     wait_gone(pids, 0)
 
 
+def test_a_ranks_own_processes_end_with_it(tmp_path: Any) -> None:
+    """And not only with the launch."""
+    note = tmp_path / "pid"
+
+    def train() -> str:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            note.write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+            store.set("noted", "")
+            os._exit(0)
+        store.wait(["noted"])
+        wait_gone([int(note.read_text())])
+        return "gone"
+
+    with pytest.warns(RuntimeWarning, match="1 of 2 ranks of .* without returning a value"):
+        assert launcher(train, 2)() == ["gone", None]
+
+
+def test_a_daemon_ends_though_the_fork_server_is_dead(tmp_path: Any) -> None:
+    note = tmp_path / "pid"
+
+    def train() -> None:
+        if dist.get_rank() == 0:
+            note.write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+            os.kill(fork_server_of_a_rank(), signal.SIGKILL)
+        signal.pause()
+
+    with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL"):
+        launcher(train, 2)()
+    wait_gone([int(note.read_text())])
+
+
 def test_data_loader_workers_end_with_their_rank() -> None:
     import torch.utils.data
 

@@ -106,6 +106,16 @@ def test_gradients_are_reduced() -> None:
     assert train() == [([0.0, 0.0], [1.5, 1.5], 2.0)] * 2
 
 
+def test_a_backend_is_overridden_inside_alone() -> None:
+    @mlaunch.launcher(n_gpus=2)
+    def train() -> Any:
+        with mlaunch.override_backend("nonesuch"):
+            inside = error_of(lambda: mlaunch.new_group([0, 1]))
+        return "nonesuch" in inside.lower(), mlaunch.new_group([0, 1]).size
+
+    assert train() == [(True, 2)] * 2
+
+
 def test_synchronized_waits_for_all() -> None:
     @mlaunch.launcher(n_gpus=2)
     def train() -> int:

@@ -21,6 +21,7 @@ from mlaunch.caller import start_server
 from mlaunch.caller.failure_text import FailureText
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
+from mlaunch.protocol import error_file
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import DeviceCount, Reaped
 from mlaunch.rendezvous import values, wire
@@ -101,6 +102,17 @@ def test_a_rank_that_imports_another_version_of_the_module(tmp_path: Path, monke
     with pytest.raises(AttributeError, match="has no function 'train': it differs from the one that the caller"):
         launcher(train, 1)()
     del sys.modules["changing"]
+
+
+def test_stacks_of_a_crash_are_not_written_over(tmp_path: Path) -> None:
+    """By the record that the rank has written before, of an exception that it survived."""
+    record = tmp_path / "error.json"
+    record.write_text('{"message": "earlier"}')
+    crash = os.memfd_create("crash")
+    os.write(crash, b"Fatal Python error: Segmentation fault")
+    error_file.copy_into(str(record), crash)
+    assert os.pread(crash, 1000, 0) == b"Fatal Python error: Segmentation fault"
+    os.close(crash)
 
 
 def test_a_refused_prctl() -> None:

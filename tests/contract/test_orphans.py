@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,30 @@ def test_no_orphans(start_method: str, victim: str, nohup: bool) -> None:
     process.wait(60)
     process.stdout.close()
     wait_gone(family)
+
+
+STOPPING = """
+import os, signal, subprocess, sys
+from mlaunch import launcher
+
+def train(caller):
+    import torch.distributed as dist
+    dist.barrier()
+    if dist.get_rank() == 0:
+        daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with open(sys.argv[1], "w") as note:
+            print(daemon.pid, os.getppid(), file=note)
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(caller, signal.SIGKILL)
+    signal.pause()
+
+launcher(train, 2)(os.getpid())
+"""
+
+
+def test_a_stopped_agent_and_a_daemon_end_with_the_caller(tmp_path: Path) -> None:
+    """The fork server, which is left, ends both."""
+    note = tmp_path / "pids"
+    done = subprocess.run([sys.executable, "-c", STOPPING, str(note)], cwd=ROOT, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    wait_gone([int(pid) for pid in note.read_text().split()])

@@ -42,6 +42,15 @@ def test_values_under_names(server: Server) -> None:
         theirs.user_get("key", timeout=0.05)
 
 
+def test_a_value_that_is_set_again_takes_no_more_place(server: Server) -> None:
+    ours = client(server)
+    for number in range(3):
+        ours.user_set("key", number)
+    before = ours._store.num_keys()
+    ours.user_set("key", 3)
+    assert ours._store.num_keys() == before
+
+
 def test_a_value_of_a_stranger_is_not_unpickled(server: Server) -> None:
     client(server).user_set("key", 1)
     with pytest.raises(ValueError, match=r"user_get\('key'\): the value has another signature: it was set by a client"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from mlaunch.caller.failure_text import in_words, summarise
 from mlaunch.caller.options import Options
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.plan import Attempt, Machine, plan
+from mlaunch.caller.restarts import with_restarts
 from mlaunch.protocol.messages import Phase, RankGone, RankStacks, Ready
 
 HERE = os.path.basename(__file__)
@@ -171,6 +173,18 @@ def test_the_deadline_covers_all_restarts() -> None:
 
     with pytest.warns(RuntimeWarning, match="restart 1 of at most 5"), pytest.raises(LaunchTimeout):
         launcher(train, 1, max_restarts=5, deadline=1.0)()
+
+
+def test_a_restart_has_what_is_left_of_the_deadline() -> None:
+    given: list[float | None] = []
+
+    def attempt(left: float | None, _restart_count: int) -> Any:
+        given.append(left)
+        return SimpleNamespace(error=LaunchError("no such luck", [], {}, {}))
+
+    with_restarts(attempt, "train()", 60.0, 2, lambda _why: None)
+    assert given[0] == 60.0
+    assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import threading
+import weakref
 from typing import Any
 
 import numpy
@@ -89,6 +92,25 @@ def test_what_is_mapped_can_be_written_and_outlives_the_fd() -> None:
 def test_large_buffers_stay_out_of_the_stream_and_are_mapped() -> None:
     back = round_trip(numpy.zeros(1_000_000))
     assert not back.flags.owndata
+
+
+class Drawn:
+    """Makes what it is pickled as, and keeps nothing of it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = numpy.zeros(100_000)
+        self.array = weakref.ref(array)
+        return torch.clone, (torch.from_numpy(array),)
+
+
+def test_what_nobody_else_holds_lives_until_it_is_written() -> None:
+    value = Drawn()
+    parts = payload.pickle_by_name(io.BytesIO(), value)
+    gc.collect()
+    assert value.array() is not None
+    del parts
+    gc.collect()
+    assert value.array() is None
 
 
 @pytest.mark.parametrize(

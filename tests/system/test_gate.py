@@ -28,6 +28,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.protocol import channel
 from mlaunch.protocol.machine_messages import Beat, Planned, Waiting
 from mlaunch.protocol.spec import Cluster
+from mlaunch.rendezvous import gate as gate_module
 from mlaunch.rendezvous import link_process, names, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
@@ -353,6 +354,20 @@ def strange(chance: random.Random) -> bytes:
 
 
 @pytest.mark.slow
+def test_strangers_are_bounded_in_number() -> None:
+    crowded = Gate(0, "launch", None, 5.0)
+    crowded._strangers = gate_module._STRANGERS
+
+    async def come() -> None:
+        near, far = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=near)
+        with far, contextlib.closing(writer):
+            await crowded._admit(reader, writer)
+
+    with pytest.raises(ConnectionError, match="too many connections that say nothing"):
+        asyncio.run(asyncio.wait_for(come(), 30))
+
+
 def test_strangers_change_nothing(gate: StoreProcess) -> None:
     """10,000 connections of nonsense, half of a record, silence; a job in progress meanwhile."""
     chance = random.Random(5)

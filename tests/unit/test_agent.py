@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlaunch.agent import supervisor as supervisor_module
+from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.ranks import RankProcess
+from mlaunch.agent.stack_requests import StackRequests
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
+from mlaunch.protocol import registry
+from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
@@ -192,6 +199,36 @@ def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) 
     assert all(end.answered and not end.stopped and end.exitcode == 0 for end in gone(told).values())
 
 
+def test_an_answer_to_another_call_is_none(world: World) -> None:
+    def answer_late() -> None:
+        world.results.queue.put(Answer(1, -1, Kind.ERROR))
+
+    answers = [functools.partial(world.answer, rank) for rank in range(3)]
+    ends = [functools.partial(world.end, rank) for rank in range(3)]
+    told = world.run(answer_late, *answers, *ends)
+    assert [record.kind for record in told if isinstance(record, RankAnswered)] == [Kind.VALUE] * 3
+    assert world.signals == []
+
+
+def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
+    """The pipe of a rank that was reaped in the same step, for one: it was ready, and the visitor says nothing yet."""
+    now, board, requests = [0.0], Board.create(1), StackRequests(lambda _pid, _phase: False)
+    spec: Any = SimpleNamespace(context=SimpleNamespace(environ=os.environ), launch_id="visited")
+    inspection = Inspection(spec, [], board, lambda: now[0])
+    now[0] = 1.0
+    inspection.serve([], requests)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+        visitor.connect(str(registry.home(os.environ) / "visited.sock"))
+        os.close(number := os.dup(0))
+        inspection.serve([*inspection.fds(), number], requests)
+        assert number in inspection.fds()
+        visitor.send(b"nonsense")
+        inspection.serve([number], requests)
+        assert number not in inspection.fds()
+    inspection.close()
+    board.close()
+
+
 def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
     may_end: list[bool] = []
 
@@ -236,6 +273,16 @@ def test_a_consequence_waits_for_its_cause(world: World) -> None:
 def test_a_consequence_is_held_for_a_moment_only(world: World) -> None:
     world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
     assert world.signals == [(1, "SIGTERM", 100.0 + CAUSE_DELAY), (2, "SIGTERM", 100.0 + CAUSE_DELAY)]
+
+
+def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:
+    def answer_later() -> None:
+        world.now += CAUSE_DELAY / 2
+        world.answer(1, Kind.ERROR, consequence=True)
+
+    first, end = functools.partial(world.answer, 0, Kind.ERROR, consequence=True), functools.partial(world.end, code=1)
+    world.run(first, answer_later, lambda: None, lambda: end(0), lambda: end(1))
+    assert world.signals == [(2, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY))]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_when_grace_ends(world: World) -> None:

@@ -57,3 +57,24 @@ def test_a_descriptor_aside(limit: int) -> None:
     assert not os.get_inheritable(moved)
     for fd in {reader, writer, moved}:
         os.close(fd)
+
+
+def test_who_was_an_orphan_before_it_could_say_with_whom_to_die_ends() -> None:
+    pid = os.fork()
+    if pid == 0:
+        linux.die_with(os.getpid())  # who is not its parent, as if that one were gone
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+
+
+def test_a_number_that_is_no_childs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a namespace of pids, where numbers are read from an outer /proc, and may be others' by then."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    monkeypatch.setattr(os, "readlink", lambda _path: "another number")
+    monkeypatch.setattr(linux, "_numbers_here", lambda foreign: {*foreign, os.getppid(), 1})
+    assert child in linux.children()
+    assert not {os.getppid(), 1} & linux.children()
+    os.waitpid(child, 0)

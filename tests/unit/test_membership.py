@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from mlaunch.agent.peers import Peers
 from mlaunch.base.errors import RankFailure
+from mlaunch.base.fds import close_all
 from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.machine_messages import Value
 from mlaunch.rendezvous.membership import Join, RoleRanks, conflict, describe, missing, placed, role_ranks
 
 
@@ -63,6 +66,20 @@ class LinkStandIn:
     def __init__(self) -> None:
         self.channel, self.theirs = Channel.pair()
         self.pid = 5
+
+
+def test_a_value_that_was_passed_on_is_let_go() -> None:
+    link, (launcher, other), memfd = LinkStandIn(), Channel.pair(), os.memfd_create("value")
+    peers = Peers(link)  # type: ignore[arg-type]
+    link.theirs.send(Value(3), [memfd])
+    before = os.listdir("/proc/self/fd")
+    assert peers.hear([link.channel.fileno()], launcher) is None
+    assert os.listdir("/proc/self/fd") == before
+    record, fds = other.receive()
+    assert record == Value(3)
+    close_all([memfd, *fds])
+    for channel in (link.channel, link.theirs, launcher, other):
+        channel.close()
 
 
 @pytest.mark.parametrize("told", [False, True])

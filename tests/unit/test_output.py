@@ -420,6 +420,14 @@ def test_more_writes_than_are_noted(board: Board) -> None:
     assert len(noted) > 100
 
 
+def test_a_long_description_keeps_to_its_place(board: Board) -> None:
+    board.stamp(0, 1, 0, 5)
+    board.begin_loop(0, 10, "weights " * 1000)
+    assert board.loop(0).description.startswith("weights weights")
+    assert [(start, end) for start, end, _ in board.stamps(0, 1)] == [(0, 5)]
+    assert board.loop(1).number == 0
+
+
 def test_what_is_read_was_there_at_one_moment(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

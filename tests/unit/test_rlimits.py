@@ -14,6 +14,9 @@ def test_a_limit_that_was_met_is_named() -> None:
     rlimits.name_limit(error)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert f"Too many open files: the limit is {soft} open files; raise it with ulimit -n" in str(error)
+    named = str(error)
+    rlimits.name_limit(error)  # on its way through another process
+    assert str(error) == named
 
 
 def test_other_errors_keep_their_words() -> None:
