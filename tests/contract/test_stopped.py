@@ -36,6 +36,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
     """In rank 0: stops the victim, then has the caller end the launch; again, once the note is there."""
     if dist.get_rank() == 0:
+        if note:  # the first Ctrl-C must not end this rank before it has sent the second
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(STOPPED[victim](), signal.SIGSTOP)
         os.kill(caller, signal.SIGINT)
         while note and not os.path.exists(note):
