@@ -69,7 +69,11 @@ class LaunchHandle:
 
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the launch's last word."""
-        if self.agent.fileno() not in self.relay.carry():
+        ready = self.relay.carry()
+        if self._limits.agent in ready:
+            self.relay.unwatch(self._limits.agent)
+            self._limits.agent_ended()
+        if self.agent.fileno() not in ready:
             return self._press()
         while self._hear():
             if not linux.wait_readable([self.agent.fileno()], 0.0):
@@ -144,6 +148,7 @@ class LaunchHandle:
             return False
         if isinstance(record, AgentStarted):
             (self._limits.agent,) = fds
+            self.relay.watch(fds[0])
         self.history.take(record, fds)
         self.outcome.take(record, fds)
         if isinstance(record, Reaped):

@@ -42,6 +42,11 @@ class Limits:
         """Begins to count: the agent was asked to end the launch."""
         self._due = time.monotonic() + (_STEP_DELAY if force else self._reaction())
 
+    def agent_ended(self) -> None:
+        """The fork server has nothing left to do but to say so."""
+        due = time.monotonic() + 2 * _REACTION_TIMEOUT  # it also ends what the launch left
+        self._due = due if self._due is None else min(self._due, due)
+
     def overdue(self) -> str:
         """Takes the next step, if it is due; returns who was killed, or "nobody" if nobody is left to be; else ""."""
         if self._due is None or time.monotonic() < self._due:

@@ -16,7 +16,7 @@ from types import FrameType
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchTimeout, launcher
+from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent.stack_requests import request
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.messages import Phase
@@ -166,3 +166,17 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def stop_the_fork_server_and_return() -> int:
+    if dist.get_rank() == 0:
+        os.kill(STOPPED["fork server"](), signal.SIGSTOP)
+    return 7
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+def test_a_fork_server_that_is_stopped_while_ranks_return() -> None:
+    """No deadline and no Ctrl-C: it is missed once the agent has ended."""
+    with pytest.raises(LaunchError, match="its agent or its fork server did not answer") as caught:
+        launcher(stop_the_fork_server_and_return, 2)()
+    assert caught.value.results == {0: 7, 1: 7}

@@ -44,6 +44,11 @@ class Relay:
         self._watched.add(fd)
         self._poll.register(fd, select.EPOLLIN)
 
+    def unwatch(self, fd: int) -> None:
+        """Ends that."""
+        self._watched.discard(fd)
+        self._poll.unregister(fd)
+
     def adopt(self, rank: int, local_rank: int, fds: Sequence[int], board: Board | None = None) -> None:
         """Takes over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
