@@ -31,6 +31,7 @@ class ForkServer:
         self._lock = threading.RLock()
         self._ready: Ready | None = None
         self._waiting = False
+        self._killed = False
         self._launches: weakref.WeakSet[Channel] = weakref.WeakSet()
         _open_channels.add(control)
 
@@ -72,10 +73,11 @@ class ForkServer:
 
     def alive(self) -> bool:
         """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's."""
-        return self._control.intact() and self._wait(0.0) is None
+        return not self._killed and self._control.intact() and self._wait(0.0) is None
 
     def kill(self) -> None:
         """Ends it at once; its launches end with it."""
+        self._killed = True  # from now on: it closes its channels before it can be reaped
         if self._wait(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
