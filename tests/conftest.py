@@ -19,7 +19,7 @@ import mlaunch
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol import registry
 from tests.fresh import Watch, is_fresh
-from tests.processes import alive, descendants, session_of
+from tests.processes import alive, children, descendants, session_of, wait_gone
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
@@ -97,6 +97,7 @@ def _what_is_there() -> dict[str, object]:
         replaced._wait(30)
     warm_server.get(os.environ)  # forgets them
     servers = [pid for pid in descendants(os.getpid()) if session_of(pid) == pid]
+    wait_gone([agent for server in servers for agent in children(server)])  # the last call's may still be exiting
     return {
         "processes": len([pid for pid in descendants(os.getpid()) if alive(pid)]),
         "in the fork server's session": sorted(_in_sessions(servers)),

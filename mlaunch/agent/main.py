@@ -21,7 +21,7 @@ from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.machine_messages import Refused
-from mlaunch.protocol.messages import AgentFailed, RanksStarting
+from mlaunch.protocol.messages import AgentFailed, Finished, RanksStarting
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import names
@@ -111,6 +111,8 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         supervisor.run()
     finally:
         inspection.close()
+    if spec.command is None and spec.cluster is None and spec.port == 0:  # else files or a port go with this process
+        launcher.try_send(Finished())
 
 
 def _host_store(listener: socket.socket) -> None:

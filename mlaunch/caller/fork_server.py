@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError, describe_exit
 from mlaunch.base.fds import close_all
 from mlaunch.caller import interrupts
@@ -72,8 +73,16 @@ class ForkServer:
         return f"the fork server (pid {self.pid}) {died}"
 
     def alive(self) -> bool:
-        """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's."""
-        return not self._killed and self._control.intact() and self._wait(0.0) is None
+        """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's.
+
+        One that somebody has stopped cannot either: who asked it would wait until somebody wakes it.
+        """
+        if self._killed or not self._control.intact() or self._wait(0.0) is not None:
+            return False
+        return not linux.is_stopped(self.pid)
+
+    def ended(self) -> bool:
+        return self._wait(0.0) is not None
 
     def kill(self) -> None:
         """Ends it at once; its launches end with it."""
@@ -124,7 +133,9 @@ class ForkServer:
         return ours
 
     def retire(self) -> None:
-        """Lets running launches end, then the server; does not wait."""
+        """Lets running launches end, then the server; does not wait. One that is stopped and has none is killed."""
+        if linux.is_stopped(self.pid) and not any(launch.fileno() >= 0 for launch in self._launches):
+            self.kill()
         if self._control.intact():
             self._control.try_send(Retire())
 
@@ -134,7 +145,7 @@ class ForkServer:
             if launch.intact():
                 launch.try_send(Cancel())
         self._control.close()
-        if self._wait(timeout) is None:  # somebody has stopped it
+        if linux.is_stopped(self.pid) or self._wait(timeout) is None:
             self.kill()
             self._wait(timeout)
 

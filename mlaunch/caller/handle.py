@@ -22,7 +22,7 @@ from mlaunch.caller.status import status_lines
 from mlaunch.protocol import error_file, registry
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Waiting
-from mlaunch.protocol.messages import AgentStarted, Cancel, RankStarted, Reaped
+from mlaunch.protocol.messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -151,9 +151,9 @@ class LaunchHandle:
             self.relay.watch(fds[0])
         self.history.take(record, fds)
         self.outcome.take(record, fds)
-        if isinstance(record, Reaped):
-            if record.exitcode != 0:
-                self._tidy_up()
+        if isinstance(record, Reaped) and record.exitcode != 0:
+            self._tidy_up()
+        if isinstance(record, (Finished, Reaped)):
             return False
         self._show(record, fds)
         return True

@@ -16,7 +16,7 @@ _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
 class WarmServer:
-    """Starts the server when it is first asked for, and anew when it died or was loaded under other settings."""
+    """Starts the server when it is first asked for, and anew when it died, was stopped or lacks today's settings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class WarmServer:
             return self._server
 
     def _close_retired(self) -> None:
-        for server in [server for server in self._retired if not server.alive()]:
+        for server in [server for server in self._retired if server.ended()]:
             server.close()
             self._retired.remove(server)
 

@@ -6,7 +6,7 @@ launcher -> agent         Cancel                                (the launch's ow
 agent -> rank             RunCall, Release                      (a channel for each rank)
 rank -> agent             Answer                                (the result queue)
 agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
-agent -> launcher         DeadlinePassed, ServerGone, AgentFailed
+agent -> launcher         DeadlinePassed, ServerGone, AgentFailed, Finished
 link and agent            see machine_messages.py               (launches over several machines)
 fork server -> launcher   AgentStarted
 fork server -> launcher   Reaped                                (the launch's last word)
@@ -200,6 +200,11 @@ class AgentFailed:
     """The agent itself could not go on, for lack of file descriptors, processes or memory: a traceback."""
 
     traceback: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Nothing of the launch is left but its agent, which exits: its launcher need not wait for that."""
 
 
 @dataclass(frozen=True)

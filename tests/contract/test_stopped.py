@@ -20,6 +20,7 @@ from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent.stack_requests import request
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.messages import Phase
+from mlaunch.rendezvous.address import listen
 from tests.conftest import ROOT
 from tests.contract import crashes
 from tests.processes import descendants, wait_gone
@@ -74,30 +75,45 @@ def test_a_second_ctrl_c_skips_the_grace_period(victim: str, tmp_path: Path) -> 
         signal.signal(signal.SIGINT, before)
 
 
-def stop_idle_server() -> None:
-    """Between two calls; it does not take the next one."""
+class StopsTheServer:
+    """An argument that stops the fork server as it is pickled: after the call has found it running."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        stop_server()
+        return int, ()
+
+
+def stop_server() -> None:
     server = warm_server.get(os.environ).pid
     os.kill(server, signal.SIGSTOP)
     os.waitid(os.P_PID, server, os.WSTOPPED | os.WNOWAIT)
 
 
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
-def test_a_fork_server_that_was_stopped_before_the_call() -> None:
+def test_a_fork_server_that_was_stopped_between_calls() -> None:
+    """It is replaced."""
+    stopped = warm_server.get(os.environ).pid
+    stop_server()
+    assert launcher(lambda: 7, 1, deadline=60)() == [7]
+    assert warm_server.get(os.environ).pid != stopped
+    wait_gone([stopped])
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+def test_a_fork_server_that_is_stopped_as_the_call_begins() -> None:
     """The deadline counts once: what was killed for it is not asked again in another server."""
-    stop_idle_server()
     with pytest.raises(LaunchTimeout, match="its agent or its fork server did not answer"):
-        launcher(lambda: 7, 2, deadline=0.5, grace_period=0.1)()
+        launcher(lambda _: 7, 2, deadline=0.5, grace_period=0.1)(StopsTheServer())
 
 
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
 def test_ctrl_c_of_a_call_that_never_began() -> None:
     """It ends the call, which is not begun anew in another server."""
-    stop_idle_server()
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            launcher(lambda: 7, 2, grace_period=0.1)()
+            launcher(lambda _: 7, 2, grace_period=0.1)(StopsTheServer())
     finally:
         timer.join()
 
@@ -176,7 +192,15 @@ def stop_the_fork_server_and_return() -> int:
 
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
 def test_a_fork_server_that_is_stopped_while_ranks_return() -> None:
-    """No deadline and no Ctrl-C: it is missed once the agent has ended."""
+    """No deadline and no Ctrl-C: nobody waits for it where all has been told."""
+    assert launcher(stop_the_fork_server_and_return, 2)() == [7, 7]
+
+
+@pytest.mark.usefixtures("the_next_call_works", "impatient")
+def test_a_fork_server_whose_word_is_needed_is_stopped_while_ranks_return() -> None:
+    """The next call may want the port, which the agent's end gives back: that is missed once the agent has ended."""
+    with listen() as listener:
+        port = listener.getsockname()[1]
     with pytest.raises(LaunchError, match="its agent or its fork server did not answer") as caught:
-        launcher(stop_the_fork_server_and_return, 2)()
+        launcher(stop_the_fork_server_and_return, 2, port=port)()
     assert caught.value.results == {0: 7, 1: 7}
