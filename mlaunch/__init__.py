@@ -12,7 +12,9 @@ from mlaunch._version import __version__
 
 if TYPE_CHECKING:
     from mlaunch import comm
-    from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure
+    from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure, RanksLost
+    from mlaunch.caller.kept.held import Held, scatter
+    from mlaunch.caller.kept.ranks import Ranks
     from mlaunch.caller.launch import launch
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.report.launch_report import LaunchReport
@@ -51,7 +53,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "mlaunch.caller.launcher": "launcher",
-    "mlaunch.errors": "LaunchError LaunchTimeout RankFailure",
+    "mlaunch.errors": "LaunchError LaunchTimeout RankFailure RanksLost",
+    "mlaunch.caller.kept.held": "Held scatter",
+    "mlaunch.caller.kept.ranks": "Ranks",
     "mlaunch.caller.launch": "launch",
     "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
@@ -72,12 +76,15 @@ __all__ = [
     "WORLD",
     "Client",
     "Group",
+    "Held",
     "LaunchError",
     "LaunchReport",
     "LaunchTimeout",
     "RankFailure",
     "RankReport",
     "RankZeroFilter",
+    "Ranks",
+    "RanksLost",
     "Server",
     "Span",
     "__version__",
@@ -104,6 +111,7 @@ __all__ = [
     "new_group",
     "override_backend",
     "progress",
+    "scatter",
     "synchronized",
     "warm_up",
 ]

@@ -12,8 +12,10 @@ from typing import NoReturn
 
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.kept import KeptSupervisor
 from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
-from mlaunch.agent.supervisor import Supervision, Supervisor
+from mlaunch.agent.supervision import Supervision
+from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import last_bytes
@@ -102,10 +104,12 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         _host_store(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
-    supervisor = Supervisor(
+    kind = KeptSupervisor if spec.stays else Supervisor
+    supervisor = kind(
         Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
     )
-    supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
+    if not spec.stays:
+        supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
     os.close(order.call_fd)
     try:
         supervisor.run()

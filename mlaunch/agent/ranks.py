@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Kind, Release, RunCall
+from mlaunch.protocol.messages import Errand, Kind, Release, RunCall
 
 
 @dataclass
@@ -38,13 +38,13 @@ class RankProcess:
         """It has not even answered."""
         return self.alive and self.answer is None
 
-    def begin_call(self, number: int, call_fd: int | None) -> None:
+    def begin_call(self, number: int, call_fd: int | None, errand: Errand = Errand.RUN) -> None:
         """Sends it a call, with a memfd for this call's answer alone: a caller may still map the last one's."""
         if self.answer_fd >= 0:
             os.close(self.answer_fd)
         self.answer, self.answer_fd = None, payload.create(f"rank-{self.rank}")
         fds = [self.answer_fd] if call_fd is None else [self.answer_fd, call_fd]
-        self.channel.try_send(RunCall(number), fds)
+        self.channel.try_send(RunCall(number, errand), fds)
 
     def release(self) -> None:
         """Tells it that nothing more comes."""

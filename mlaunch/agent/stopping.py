@@ -83,7 +83,7 @@ class Stopping:
         self._terminate_at = None
         self.asked.clear()
         for rank in self._working():
-            self._launcher.try_send(self._stacks_of(rank))
+            self._launcher.try_send(self.stacks_of(rank))
             rank.stopped = True
             self._signal(rank, self.number)
         for rank in self._ranks.values():
@@ -104,7 +104,8 @@ class Stopping:
         self.begun, self._ask_at = True, None
         self.on_begin()
 
-    def _stacks_of(self, rank: RankProcess) -> RankStacks:
+    def stacks_of(self, rank: RankProcess) -> RankStacks:
+        """Returns what it has told of them."""
         text = last_bytes(rank.stacks, TEXT_LIMIT)
         return RankStacks(rank.rank, self._board[rank.local_rank], state_of(rank.pid), text)
 
@@ -113,5 +114,5 @@ class Stopping:
 
     def _is_late(self, rank: RankProcess) -> bool:
         """Tells whether it has answered, but does not end. One that only waits to be released has had no time to."""
-        waits = self._board[rank.local_rank] is Phase.RETURNED
+        waits = self._board[rank.local_rank] in {Phase.RETURNED, Phase.IDLE}
         return rank.alive and not waits and not self.spare_leaving

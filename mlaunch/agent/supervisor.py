@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from mlaunch.agent.evidence import Evidence
-from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.peers import FAREWELL_TIMEOUT, Peers
+from mlaunch.agent.peers import FAREWELL_TIMEOUT
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stopping import Stopping
-from mlaunch.agent.system import System
+from mlaunch.agent.supervision import OngoingCall, Supervision
 from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, failures, payload
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
     Answer,
@@ -33,33 +30,7 @@ from mlaunch.protocol.messages import (
     RankGone,
     ServerGone,
 )
-from mlaunch.protocol.results import Results
 from mlaunch.rendezvous.store import StoreProcess
-
-
-@dataclass(frozen=True)
-class Supervision:
-    """Everything that a supervisor watches. ``parent``: a pidfd of the process that must outlive it."""
-
-    ranks: Sequence[RankProcess]
-    results: Results
-    server: StoreProcess | None
-    launcher: Channel
-    parent: int
-    grace_period: float  # seconds
-    inspection: Inspection | None = None
-    peers: Peers = field(default_factory=Peers)
-    system: System = field(default_factory=System)
-
-
-@dataclass
-class OngoingCall:
-    """What belongs to one call on the ranks. ``deadline``: seconds, None: no limit."""
-
-    number: int
-    deadline: float | None  # as the caller gave it
-    due: float | None  # when the deadline passes, on the supervisor's clock; None: it does not, or it has
-    released: bool = False  # all have answered, so the ranks may go on
 
 
 class Supervisor:
@@ -88,9 +59,12 @@ class Supervisor:
     def begin_call(self, call_fd: int | None, deadline: float | None, left: float | None) -> None:
         """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
         due = None if left is None else self._clock() + left
-        self._call = OngoingCall(self._call.number + 1, deadline, due)
+        self._begin(OngoingCall(self._call.number + 1, deadline, due), call_fd)
+
+    def _begin(self, call: OngoingCall, call_fd: int | None) -> None:
+        self._call = call
         for rank in self._by_local_rank:
-            rank.begin_call(self._call.number, call_fd)
+            rank.begin_call(call.number, call_fd, call.errand)
 
     def run(self) -> None:
         while self._ranks or self._awaits_peers():
@@ -106,7 +80,7 @@ class Supervisor:
                 self._hear(fd)
             self._hear_peers(ready)
             self._check_deadline()
-            self._stopping.take_steps()
+            self._take_steps()
             if self._inspection is not None:
                 self._inspection.serve(ready, self._stopping.asked)
         if self._server is not None:
@@ -130,6 +104,9 @@ class Supervisor:
 
     # What happens
 
+    def _take_steps(self) -> None:
+        self._stopping.take_steps()
+
     def _drain(self) -> None:
         for answer in self._results.queue.drain():
             if answer.number == self._call.number:  # else it comes too late
@@ -138,11 +115,15 @@ class Supervisor:
     def _pass_on(self, answer: Answer) -> None:
         rank = self._by_local_rank[answer.local_rank]
         rank.answer = answer.kind
-        record = RankAnswered(rank.rank, rank.pid, answer.kind, answer.consequence, self._clock())
+        record = RankAnswered(rank.rank, rank.pid, answer.kind, answer.consequence, self._clock(), answer.stale)
         self._launcher.try_send(record, [rank.answer_fd])
         if answer.kind is not Kind.VALUE:
             self._remember(lambda: failures.from_answer(record, payload.read(rank.answer_fd)))
-            self._stopping.within(CAUSE_DELAY if answer.consequence else 0.0)
+            self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
+
+    def _end_call(self, delay: float) -> None:
+        """Ends the call, within that time at the latest."""
+        self._stopping.within(delay)
 
     def _release(self) -> None:
         """Lets ranks go that have answered, once nobody is left who works with them."""
@@ -165,8 +146,12 @@ class Supervisor:
             self._remember(lambda: failures.from_exit(record))
         self._stopping.asked.forget(rank)
         rank.close()
-        if record.exitcode != 0:
+        if record.exitcode != 0 or self._must_stay():
             self._stopping.within(0.0)
+
+    def _must_stay(self) -> bool:
+        """Tells whether a rank that ends well is a failure all the same."""
+        return False
 
     def _describe_end(self, rank: RankProcess, exitcode: int, peak_memory: int) -> RankGone:
         return RankGone(
@@ -189,16 +174,28 @@ class Supervisor:
 
     def _hear(self, fd: int) -> None:
         """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
-        try:
-            record = self._launcher.receive()[0] if fd == self._launcher.fileno() else None
-        except EOFError:
-            record = None
+        record, fds = self._receive() if fd == self._launcher.fileno() else (None, [])
+        if self._obey(record, fds):
+            return
         if record is None:
             self._listening.discard(fd)
         self._remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
         if not isinstance(record, Cancel):
             self._stopping.without_asking(force=False)
-            return
+        else:
+            self._cancel(record)
+
+    def _receive(self) -> tuple[object, list[int]]:
+        try:
+            return self._launcher.receive()
+        except EOFError:
+            return None, []
+
+    def _obey(self, _record: object, _fds: list[int]) -> bool:
+        """Does what a launcher asks of ranks that stay; False if it asks for something else."""
+        return False
+
+    def _cancel(self, record: Cancel) -> None:
         self._stopping.number = signal.Signals(record.number)
         if record.force:
             self._stopping.without_asking(force=True)
@@ -212,7 +209,7 @@ class Supervisor:
         self._stopping.spare_leaving = False
         self._launcher.try_send(DeadlinePassed())
         self._remember(lambda: failures.from_deadline(self._call.deadline))
-        self._stopping.within(0.0)
+        self._end_call(0.0)
 
     # The other machines
 

@@ -95,6 +95,10 @@ class LaunchTimeout(LaunchError):
     """The deadline of a call passed before its ranks had finished."""
 
 
+class RanksLost(LaunchError):
+    """Ranks that stay are gone, and with them what they held."""
+
+
 def report_of(error: BaseException) -> LaunchError | None:
     """Returns the report of a failed launch, for what its call raised; None for an error of another kind."""
     report = error if isinstance(error, LaunchError) else error.__cause__
@@ -111,5 +115,5 @@ def describe_exit(exitcode: int) -> str:
         return f"was killed by signal {-exitcode}"
 
 
-for _kind in (RankFailure, LaunchError, LaunchTimeout):
+for _kind in (RankFailure, LaunchError, LaunchTimeout, RanksLost):
     _kind.__module__ = "mlaunch.errors"  # under which tracebacks and pickles name them

@@ -65,9 +65,9 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
     """Returns how one attempt ended; None if the fork server was gone before it had started anything."""
     history = History()
     environ = {**os.environ, **(options.env or {})}
-    server = _server(options, call, environ)
+    server = server_for(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-        spec = _planned(options, Machine(server.ready(), server.count_devices), name, environ, number)
+        spec = planned(options, Machine(server.ready(), server.count_devices), name, environ, number)
         history.ready = time.monotonic()
         handle = start_launch(server, spec, _as_sent(options, call), output_plan(options, spec), history)
         try:
@@ -84,7 +84,8 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
             server.close()
 
 
-def _planned(options: Options, machine: Machine, name: str, environ: Mapping[str, str], number: Attempt) -> LaunchSpec:
+def planned(options: Options, machine: Machine, name: str, environ: Mapping[str, str], number: Attempt) -> LaunchSpec:
+    """Plans a launch; its errors are raised as if from the line that called."""
     try:
         return plan(options, machine, name, environ, number)
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
@@ -97,7 +98,8 @@ def _as_sent(options: Options, call: Call) -> Call | None:
     return Call(calls.portable(call.function), call.args, call.kwargs)
 
 
-def _server(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
+def server_for(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
+    """Returns the fork server that the start method asks for; its owner closes one that is not the warm one."""
     if options.start_method == "forkserver":
         return warm_server.get(environ)
     if options.start_method == "spawn":

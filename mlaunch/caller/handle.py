@@ -111,9 +111,12 @@ class LaunchHandle:
         """Shows what ranks printed last. Who does not read it holds up no error, nor the deadline."""
         until = math.inf if self.spec.deadline is None else self.history.begun + self.spec.deadline
         try:
-            self.relay.finish(0.0 if self.outcome.failed else until)
+            self._end_output(0.0 if self.outcome.failed else until)
         except BaseException as interrupt:
             self.outcome.interrupt = self.outcome.interrupt or interrupt
+
+    def _end_output(self, until: float) -> None:
+        self.relay.finish(until)
 
     def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.option_types import AllOptions, KeywordOptions
+    from mlaunch.caller.settle import Ended
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -137,14 +138,26 @@ class launcher(Generic[P, R]):
         arguments.check(self._function, args, kwargs)
         if place is not None:
             return nesting.run_joined(self._options, place, self._function, args, kwargs)
-        from mlaunch.caller.call import call_on_ranks  # here, so that importing the name stays cheap
-
-        ended = call_on_ranks(self._options, self._function, args, kwargs)
+        ended = self._ended(args, kwargs)
         self._reports.append(ended.report)
         try:
             return ended.result()
         finally:
             del ended  # see there
+
+    def _ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
+        if self._options.ranks is not None or self._options.keep is not None:
+            from mlaunch.caller.kept.shared import call_on_kept  # here, so that importing the name stays cheap
+
+            return call_on_kept(self._options, self._function, args, kwargs)
+        from mlaunch.caller.call import call_on_ranks
+
+        return call_on_ranks(self._options, self._function, args, kwargs)
+
+    @property
+    def wrapped_call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The function that a call runs, and what stands before the arguments: the instance of a method."""
+        return self._function, self._bound
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> launcher[P, R]: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class KeywordOptions(TypedDict, total=False):
@@ -32,6 +32,8 @@ class KeywordOptions(TypedDict, total=False):
     results: str
     output: str
     log_dir: str | os.PathLike[str] | None
+    keep: float | None
+    ranks: Any
     progress: bool
 
 

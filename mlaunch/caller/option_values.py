@@ -173,6 +173,17 @@ class Variables:
                 raise TypeError(f"{name}={{{variable!r}: {text!r}}}: allowed: names and values that are strings")
 
 
+class Staying:
+    """Ranks that stay."""
+
+    def __str__(self) -> str:
+        return "Ranks, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and not callable(getattr(value, "submit", None)):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+
+
 class Seed:
     """What the generators may start from, or None."""
 

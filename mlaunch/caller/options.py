@@ -21,6 +21,7 @@ from mlaunch.caller.option_values import (
     Seconds,
     Secret,
     Seed,
+    Staying,
     Switch,
     Variables,
     Whole,
@@ -163,6 +164,18 @@ class Options:
         Directory(),
         "A directory in which each call makes one of its own, with a file per attempt, rank and stream.",
         flag="--log-dir",
+    )
+    keep: float | None = option(
+        None,
+        Seconds(optional=True),
+        "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too. "
+        "None: each call starts its own.",
+    )
+    ranks: Any = option(
+        None,
+        Staying(),
+        "``Ranks`` that the function is to run on, instead of ranks of its own. Theirs are then the options, but for "
+        "``deadline``, ``log_dir`` and ``progress``.",
     )
     progress: bool = option(
         True,

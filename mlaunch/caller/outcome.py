@@ -45,6 +45,7 @@ class Outcome:
     stacks: dict[int, RankStacks] = field(default_factory=dict)
     broken: str = ""  # what ended the launch outside its ranks
     refused: Refused | None = None
+    stale: str = ""  # modules, with commas, of which ranks that stay run older code than their files hold
     late: bool = False  # the deadline passed before any failure
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
@@ -66,6 +67,7 @@ class Outcome:
     def close(self) -> None:
         for memfd in self.values.values():
             os.close(memfd)
+        self.values = {}
 
     def _take_start(self, record: RanksStarting, _fds: Sequence[int]) -> None:
         """Takes in what only all machines together know."""
@@ -75,8 +77,13 @@ class Outcome:
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
         (memfd,) = fds
+        self.stale = self.stale or record.stale
         if record.kind is Kind.VALUE:
             self.values[record.rank] = memfd
+            return
+        if record.kind is Kind.INTERRUPTED:
+            os.close(memfd)
+            self.stopped.append(record.rank)
             return
         remote: RemoteError = payload.read(memfd)
         os.close(memfd)

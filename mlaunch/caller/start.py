@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mlaunch.base.errors import LaunchError
-from mlaunch.base.misuse import misuse
+from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.output.plan import OutputPlan
@@ -30,12 +30,18 @@ def start_launch(
         ServerGoneError: The fork server is gone.
         TypeError: The function or an argument cannot be pickled.
     """
-    spec = dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
-    agent = _send(server, spec, call)
+    spec = with_pipes(spec, output)
+    agent = send_launch(server, spec, call)
     return LaunchHandle(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
 
 
-def _send(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
+def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
+    """Returns the launch with the pipes that the plan for its output wants."""
+    return dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
+
+
+def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
+    """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
         return server.launch(spec, call)
     except (BrokenPipeError, ConnectionResetError) as error:
@@ -43,10 +49,14 @@ def _send(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
     except OSError:  # no file descriptor, no memory: not the call's fault
         raise
     except Exception as error:  # whatever a __reduce__ may raise
-        if call is None:
+        if call is None or is_misuse(error):
             raise
-        cause = pickling.below_the_pickler(error)
-        raise misuse(TypeError(f"{_culprit(call, spec.name)} cannot be pickled ({error})")) from cause
+        raise unpicklable_call(call, spec.name, error) from pickling.below_the_pickler(error)
+
+
+def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
+    """Returns the TypeError that says which part of a call cannot be pickled."""
+    return misuse(TypeError(f"{_culprit(call, name)} cannot be pickled ({error})"))
 
 
 def _culprit(call: Call, name: str) -> str:

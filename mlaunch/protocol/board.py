@@ -1,7 +1,7 @@
 """Memory that ranks, agent and launcher of one machine share: what each rank is doing, since when, and how far it is.
 
-A rank writes its own row and nobody else does, so there is no lock. It tells what a rank was doing that died without a
-word, and costs a rank nothing to keep.
+A rank writes its own row and nobody else does, so there is no lock; the agent writes one field of it, which the rank
+only reads. It tells what a rank was doing that died without a word, and costs a rank nothing to keep.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
+_STOP = struct.Struct("=I")
+_STOP_AT = 4
 _LOOP = struct.Struct("=QqdqdH")  # number, done, when that was, total, start, length of the description
 _DONE = struct.Struct("=qd")
 _DONE_AT = 8
@@ -71,6 +73,15 @@ class Board:
 
     def __getitem__(self, local_rank: int) -> Phase:
         return _PHASES[self._memory[local_rank * _ROW]]
+
+    def stop(self, local_rank: int, number: int) -> None:
+        """Notes that the rank is to end this call, if it has not begun it yet; written by the agent."""
+        _STOP.pack_into(self._memory, local_rank * _ROW + _STOP_AT, number)
+
+    def stopped(self, local_rank: int) -> int:
+        """Returns the number of the latest call that the rank is to end; 0: there is none."""
+        number: int = _STOP.unpack_from(self._memory, local_rank * _ROW + _STOP_AT)[0]
+        return number
 
     def times(self, local_rank: int) -> dict[Phase, float]:
         """Tells when the phases began that the rank has come to."""

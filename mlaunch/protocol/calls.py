@@ -24,11 +24,15 @@ class Reference:
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank runs."""
+    """What a rank runs. ``freed``: numbers of held values that a rank which stays is to let go of before;
+    ``held``: the number under which it is to hold what the function returns; ``seed``: for this call."""
 
     function: Reference | Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    freed: tuple[int, ...] = ()
+    held: int | None = None
+    seed: int | str | None = None
 
 
 def portable(function: Reference | Callable[..., Any]) -> Reference | Callable[..., Any]:

@@ -3,6 +3,7 @@
 launcher -> fork server   CountDevices, StartLaunch, Retire     (a seqpacket socket, with file descriptors)
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
+launcher and agent        see kept_messages.py                  (ranks that stay between calls)
 agent -> rank             RunCall, Release                      (a channel for each rank)
 rank -> agent             Answer                                (the result queue)
 agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
@@ -87,6 +88,7 @@ class Phase(enum.Enum):
     RETURNED = "waiting for the others to return"
     SEVERED = "unable to answer: its function closed mlaunch's file descriptors"
     LEAVING = "shutting down"
+    IDLE = "waiting for a call"
 
 
 class Kind(enum.Enum):
@@ -95,6 +97,15 @@ class Kind(enum.Enum):
     VALUE = "returned"
     ERROR = "raised"
     UNPICKLABLE = "returned a value that cannot be pickled"
+    INTERRUPTED = "was interrupted"  # because somebody asked for that
+
+
+class Errand(enum.Enum):
+    """What a rank is to do with what it is sent."""
+
+    RUN = "run the call"
+    TELL_NUMBERS = "tell the numbers of operations that it has entered in each process group"
+    MEET = "meet the others in each process group"
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ class RunCall:
     """Asks a rank to run a call. Attached: the memfd for its answer; the call's memfd, unless the rank has the call."""
 
     number: int
+    errand: Errand = Errand.RUN
 
 
 @dataclass(frozen=True)
@@ -113,13 +125,15 @@ class Release:
 class Answer:
     """A rank's answer to a call; the value or the RemoteError is in the memfd that came with the call.
 
-    ``consequence``: it looks like one of another rank's failure (a peer closed the connection).
+    ``consequence``: it looks like one of another rank's failure (a peer closed the connection). ``stale``: modules of
+    this rank, with commas, whose files are newer than what it runs.
     """
 
     local_rank: int
     number: int  # of the call
     kind: Kind
     consequence: bool = False
+    stale: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,7 @@ class RankAnswered:
     kind: Kind
     consequence: bool
     at: float
+    stale: str = ""
 
 
 @dataclass(frozen=True)

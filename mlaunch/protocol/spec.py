@@ -100,6 +100,7 @@ class LaunchSpec:
     cluster: Cluster | None = None  # None: a launch on this machine alone
     node_rank: int = 0  # of this machine, by its ranks
     num_nodes: int = 1
+    stays: bool = False  # the ranks stay between calls, which are sent one after the other
     count_machines: bool = False  # rank_start and world_size are guesses, until all machines have told their sizes
     interface: str = "lo"  # on which the ranks talk; "": not known
     rank0_only: bool = False  # the caller wants the value of rank 0 alone

@@ -13,7 +13,7 @@ from mlaunch.base import linux
 from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Answer, Kind, Phase, RunCall
+from mlaunch.protocol.messages import Answer, Errand, Kind, Phase, RunCall
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, process, progress, remote_error
@@ -40,6 +40,7 @@ class Task:
     number: int
     answer_fd: int
     call_fd: int | None
+    errand: Errand = Errand.RUN
 
 
 class Rank:
@@ -96,7 +97,7 @@ class Rank:
             return None
         answer_fd, *call_fds = fds
         self._kept[2:] = [(answer_fd, linux.identity(answer_fd))]
-        self._task = Task(record.number, answer_fd, call_fds[0] if call_fds else None)
+        self._task = Task(record.number, answer_fd, call_fds[0] if call_fds else None, record.errand)
         return self._task
 
     def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
@@ -107,7 +108,15 @@ class Rank:
             return
         payload.write(task.answer_fd, content, to_caller=kind is Kind.VALUE)
         self._check_descriptors()
-        self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence))
+        self._seal()
+        self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence, self._stale()))
+
+    def _seal(self) -> None:
+        """Is called when the answer is complete: from here on nothing may keep it from being given, once."""
+
+    def _stale(self) -> str:
+        """Names the modules of this rank, with commas, whose files are newer than what it runs."""
+        return ""
 
     def _disown(self) -> None:
         """Takes what a rank answers with from a fork of it, which would share even the place that it writes to."""
@@ -129,13 +138,17 @@ class Rank:
                  f"(os.closerange?); close only those that it opened")  # fmt: skip
 
     def _report(self, error: BaseException, *, kind: Kind = Kind.ERROR) -> None:
+        """Answers with an exception, and stays until the others are stopped, whose collectives its end would break."""
+        self._tell(error, kind)
+        self._args.channel.receive()
+
+    def _tell(self, error: BaseException, kind: Kind, *, consequence: bool = False) -> None:
         """Answers with an exception."""
         phase = self._phase
         self._enter(Phase.FAILING)
         catchable = kind is Kind.ERROR and isinstance(error, Exception) and self._spec.command is None
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
-        self._answer(kind, remote, consequence=remote_error.is_consequence(remote))
-        self._args.channel.receive()  # stays until the others are stopped, whose collectives its end would break
+        self._answer(kind, remote, consequence=consequence or remote_error.is_consequence(remote))
 
 
 def _end(text: str) -> NoReturn:

@@ -65,7 +65,7 @@ class FunctionRank(Rank):
         if self._is_fork:
             traceback.print_exception(type(error), error, error.__traceback__)
             return 1
-        self._report(error, kind=Kind.UNPICKLABLE if isinstance(error, _UnpicklableValueError) else Kind.ERROR)
+        self._report(error, kind=Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR)
         atexit._run_exitfuncs()
         return 1
 
@@ -100,13 +100,17 @@ class FunctionRank(Rank):
         self._enter(Phase.RECEIVING)
         function, call = self._receive(task)
         self._enter(Phase.RUNNING)
-        self._send(function(*call.args, **call.kwargs))
+        self._send(self._outcome_of(call, function(*call.args, **call.kwargs)))
         del function, call  # and with them what memory they hold, which the others may need
         self._enter(Phase.RETURNED)
 
+    def _outcome_of(self, _call: Call, value: object) -> object:
+        """Returns what is to be answered, for what the function has returned."""
+        return value
+
     def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
         inherited = self._args.inherited
-        if inherited is not None or task.call_fd is None:  # forked from the caller: everything is here
+        if task.call_fd is None:  # forked from the caller: everything is here
             if inherited is None:
                 raise RuntimeError("a call came without its function")
             return calls.resolve(inherited.function), inherited
@@ -128,7 +132,7 @@ class FunctionRank(Rank):
                 rlimits.name_limit(error)
                 raise
             found = pickling.unpicklable(value, "value")
-            raise _UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
+            raise UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
 
     # Leaving
 
@@ -148,5 +152,5 @@ class FunctionRank(Rank):
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
 
 
-class _UnpicklableValueError(TypeError):
+class UnpicklableValueError(TypeError):
     """The function returned what cannot leave the rank."""

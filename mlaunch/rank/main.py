@@ -24,6 +24,10 @@ def run(args: RankArgs) -> NoReturn:
 
 
 def _rank(args: RankArgs) -> Rank:
+    if args.spec.stays:
+        from mlaunch.rank.kept import KeptRank
+
+        return KeptRank(args)
     if args.spec.command is None:
         return FunctionRank(args)
     from mlaunch.rank.script import ScriptRank  # not needed by most launches

@@ -24,6 +24,7 @@ class Stream:
     """One stream of one rank during one call."""
 
     rank: int
+    local_rank: int
     number: int  # 1 or 2
     policy: Policy
     file: LogFile | None
@@ -54,7 +55,7 @@ class CallOutput:
         if policy.kept and self.plan.directory is not None:
             name = local_rank if self.plan.by_local_rank else rank
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
-        self._streams.append(Stream(rank, number, policy, file, Times(board, local_rank, number)))
+        self._streams.append(Stream(rank, local_rank, number, policy, file, Times(board, local_rank, number)))
         return self._streams[-1]
 
     def take(self, stream: Stream, data: bytes) -> None:
@@ -111,6 +112,10 @@ class CallOutput:
         with self._display.lock:
             self.console.write(2, self._display.close([]).encode())
         self.console.close()
+        self._number.give_back()
+
+    def stand_aside(self) -> None:
+        """Makes way: this is the output of no call, and tells no other one apart."""
         self._number.give_back()
 
     def say(self, text: str) -> None:

@@ -84,6 +84,24 @@ class Relay:
         self.output.finish()
         self.output.console.wait(until)
 
+    def finish_call(self, until: float = math.inf) -> None:
+        """Carries what ranks that stay have printed until now; after ``until`` not for people who do not read."""
+        self.output.console.wait(until)
+        self._await(None)
+        self._read_round(set(self._streams))
+        for stream in self._streams.values():
+            self.output.end_stream(stream)
+        self.output.finish()
+        self.output.console.wait(until)
+
+    def turn_to(self, output: CallOutput, board: Board | None) -> None:
+        """Begins another call's output."""
+        self._await(None)
+        self.output.close()
+        self.output = output
+        for fd, was in self._streams.items():
+            self._streams[fd] = output.open_stream(was.rank, was.local_rank, was.number, board)
+
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""
         self.output.close()

@@ -73,8 +73,8 @@ class History:
         told = next((failure.what for failure in outcome.failures if failure.rank == rank), None)
         if told is not None:
             end = told.partition("\n")[0]
-        elif gone is None:
-            end = "unknown"
+        elif gone is None:  # a rank that stays
+            end = "returned" if memfd is not None else "was stopped" if rank in outcome.stopped else "unknown"
         elif gone.stopped:
             end = "was stopped"
         else:
@@ -91,6 +91,7 @@ class History:
 
     def _spans(self, rank: int, local_rank: int) -> Iterator[Span]:
         times = self.board.times(local_rank) if self.board is not None else {}
+        times = {phase: at for phase, at in times.items() if at >= self.begun}  # of a rank that stays: of this call
         begun = [("import", self.begun), ("start", self.ready)]
         begun += [(_NAMES[phase], at) for phase, at in sorted(times.items(), key=_when) if phase in _NAMES]
         over = self.gone[rank].at if rank in self.gone else time.monotonic()

@@ -1,0 +1,154 @@
+"""The supervisor of ranks that stay: it sends them call after call, and finds out whether they can take the next one.
+
+    idle --next call--> running --all have answered--> idle
+    running --failure, deadline, end--> asking (stacks) --> calling back (KeyboardInterrupt)
+            --all have answered--> comparing numbers --they agree--> meeting --all have met--> idle
+
+A rank that does not come back within the grace period, or whose numbers differ, is out of step with the others. There
+is no way to mend that: the ranks are stopped, as those of a failed launch are. So they are if one of them ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from mlaunch.agent.supervision import OngoingCall, Supervision
+from mlaunch.agent.supervisor import Supervisor
+from mlaunch.protocol import payload
+from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
+from mlaunch.protocol.messages import Answer, Errand, Kind
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
+from mlaunch.rank import step
+
+_NEVER = float("inf")
+_CHECK_TIMEOUT = 1.0  # seconds, at least, for ranks that have all come back to compare and meet
+
+
+class KeptSupervisor(Supervisor):
+    """Watches until the ranks are ended."""
+
+    def __init__(self, scene: Supervision) -> None:
+        super().__init__(scene)
+        self._call = OngoingCall(0, None, None, released=True)
+        self._callers_number = 0
+        self._grace_period = scene.grace_period
+        self._board = scene.results.board
+        self._failed = False  # the call did not end by itself
+        self._leaving = False
+        # When each step is due.
+        self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        for rank in scene.ranks:
+            rank.answer = Kind.VALUE  # they are at work for nobody
+
+    # What the launcher says
+
+    def _obey(self, record: object, fds: list[int]) -> bool:
+        if isinstance(record, NextCall):
+            self._begin_next(record, fds[0])
+        elif isinstance(record, EndCall):
+            if record.number == self._callers_number:
+                self._end_call(0.0)
+        elif isinstance(record, EndRanks):
+            self._leaving = True
+            self._stopping.without_asking(force=False)
+        else:
+            return False
+        return True
+
+    def _begin_next(self, record: NextCall, call_fd: int) -> None:
+        due = None if record.deadline is None else self._clock() + record.deadline
+        self._callers_number, self._failed = record.number, False
+        self._begin(OngoingCall(self._call.number + 1, record.deadline, due), call_fd)
+        os.close(call_fd)
+
+    # How a call ends
+
+    def _pass_on(self, answer: Answer) -> None:
+        if self._call.errand is Errand.RUN:
+            super()._pass_on(answer)
+        else:
+            self._by_local_rank[answer.local_rank].answer = answer.kind
+
+    def _release(self) -> None:
+        """Takes the next step, once all have answered."""
+        if self._stopping.begun or self._call.released or any(rank.working for rank in self._ranks.values()):
+            return
+        self._call.released = True
+        self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        if not self._failed:
+            self._finish()
+        elif self._call.errand is Errand.RUN:
+            self._send_on(Errand.TELL_NUMBERS)
+        elif not self._agree():
+            self._lose()
+        elif self._call.errand is Errand.TELL_NUMBERS:
+            self._send_on(Errand.MEET)
+        else:
+            self._finish()
+
+    def _agree(self) -> bool:
+        """Tells whether the ranks have done their errand, and what they have told says that they are in step."""
+        if any(rank.answer is not Kind.VALUE for rank in self._by_local_rank):
+            return False
+        told = [payload.read(rank.answer_fd) for rank in self._by_local_rank]
+        return self._call.errand is Errand.MEET or step.agree(told)
+
+    def _finish(self) -> None:
+        self._stopping.spare_leaving = True  # which a deadline has changed
+        self._stopping.asked.clear()
+        self._launcher.try_send(CallOver(self._callers_number))
+
+    def _send_on(self, errand: Errand) -> None:
+        self._lost_at = self._clock() + max(self._grace_period, _CHECK_TIMEOUT)
+        self._begin(OngoingCall(self._call.number + 1, None, None, errand=errand), None)
+
+    def _end_call(self, delay: float) -> None:
+        if self._call.errand is Errand.RUN and not self._call.released:
+            first, self._failed = not self._failed, True
+            if first or self._ask_at < _NEVER:
+                self._ask_at = min(self._ask_at, self._clock() + delay)
+
+    # The steps that end it
+
+    def _timeout(self) -> float | None:
+        due = min(self._ask_at, self._call_back_at, self._lost_at)
+        ours = None if due == _NEVER else max(0.0, due - self._clock())
+        return min((one for one in (super()._timeout(), ours) if one is not None), default=None)
+
+    def _take_steps(self) -> None:
+        now = self._clock()
+        if now >= self._ask_at:
+            self._ask()
+        if self._call_back_at < _NEVER and (not self._stopping.asked or now >= self._call_back_at):
+            self._call_back()
+        if now >= self._lost_at:
+            self._lose()
+        super()._take_steps()
+
+    def _ask(self) -> None:
+        """Asks those who still work for their stacks."""
+        self._ask_at, self._call_back_at = _NEVER, self._clock() + STACKS_TIMEOUT
+        for rank in self._ranks.values():
+            if rank.working:
+                self._stopping.asked.ask(rank, self._board[rank.local_rank])
+
+    def _call_back(self) -> None:
+        """Raises KeyboardInterrupt in those who still work."""
+        self._call_back_at, self._lost_at = _NEVER, self._clock() + self._grace_period
+        self._stopping.asked.clear()
+        for rank in self._ranks.values():
+            if rank.working:
+                self._launcher.try_send(self._stopping.stacks_of(rank))
+                self._board.stop(rank.local_rank, self._call.number)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGINT)
+
+    def _lose(self) -> None:
+        """Stops the ranks, which are out of step."""
+        self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        self._stopping.without_asking(force=True)
+
+    def _must_stay(self) -> bool:
+        return not self._leaving

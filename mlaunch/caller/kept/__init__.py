@@ -1,0 +1,1 @@
+"""Ranks that stay between calls, as their caller has them."""

@@ -1,0 +1,92 @@
+"""A launch whose ranks stay: its calls are begun, heard and ended one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mlaunch.caller.handle import LaunchHandle
+from mlaunch.caller.kept.kept_call import KeptCall
+from mlaunch.caller.limits import Limits
+from mlaunch.caller.outcome import Outcome
+from mlaunch.caller.output.call_output import CallOutput
+from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.caller.settle import Ended, settle
+from mlaunch.caller.status import status_lines
+from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
+from mlaunch.protocol.messages import Cancel
+from mlaunch.protocol.spec import LaunchSpec
+
+_CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
+
+
+@dataclass
+class KeptHandle(LaunchHandle):
+    """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
+
+    over: bool = False  # the call that was begun last
+    idle_spec: LaunchSpec = field(init=False)
+    idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.idle_spec = self.spec
+        self.idle_plan = dataclasses.replace(self.relay.output.plan, area=None)
+        self.relay.output.stand_aside()
+
+    def begin(self, call: KeptCall) -> None:
+        """Sends the call. OSError if the agent is gone."""
+        self._turn(call.plan, dataclasses.replace(self.spec, name=call.name, deadline=call.deadline))
+        self.over = False
+        self.agent.send(NextCall(call.number, call.deadline), [call.memfd])
+
+    def finish(self) -> Ended:
+        """Settles the call that is over; the ranks wait for the next one."""
+        self._finish_output()
+        ended = settle(self.outcome, self.report())
+        self._turn(self.idle_plan, self.idle_spec)
+        self.relay.output.stand_aside()
+        return ended
+
+    def end_call(self, call: KeptCall) -> None:
+        """Asks to end it as Ctrl-C does."""
+        self._limits.begin_cancel(force=False)
+        self.agent.try_send(EndCall(call.number))
+
+    def end_ranks(self) -> None:
+        """Asks the ranks to leave."""
+        self.ending = True
+        self._limits.begin_cancel(force=False)
+        self.agent.try_send(EndRanks())
+
+    def cancel(self, *, force: bool) -> None:
+        """Ends the launch, whatever its ranks do."""
+        self.ending = True
+        self._limits.begin_cancel(force=force)
+        self.agent.try_send(Cancel(force))
+
+    def settle_launch(self) -> Ended:
+        """Settles how the launch itself has ended."""
+        self.relay.finish(0.0)
+        return settle(self.outcome, self.report())
+
+    def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
+        """Begins what belongs to one call, or to none."""
+        self.outcome.close()
+        now = time.monotonic()
+        self.spec, self.history = spec, dataclasses.replace(self.history, begun=now, ready=now)
+        agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
+        self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
+        self.outcome = Outcome(spec, plan.directory)
+        self.relay.turn_to(CallOutput(plan, spec.local_world_size, 0, time.monotonic), self.history.board)
+        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
+
+    def _show(self, record: object, fds: Sequence[int]) -> None:
+        if isinstance(record, CallOver):
+            self.over = True
+        super()._show(record, fds)
+
+    def _end_output(self, until: float) -> None:
+        self.relay.finish_call(until)

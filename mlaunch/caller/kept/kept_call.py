@@ -1,0 +1,87 @@
+"""A call on ranks that stay: what is sent, and the future of its values."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.base.misuse import is_misuse
+from mlaunch.caller import interrupts
+from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.settle import Ended
+from mlaunch.caller.start import unpicklable_call
+from mlaunch.protocol import destination, payload, pickling
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.destination import Destination
+
+
+class RanksFuture(Future[Any]):
+    """The future of a call on ranks that stay; its result is the list of their values, in the order of ranks.
+
+    Attributes:
+        report: The LaunchReport of the call; None before it is over.
+    """
+
+    report: LaunchReport | None = None
+
+
+@dataclass(eq=False)
+class KeptCall:
+    """``number``: of this caller's calls on these ranks; ``deadline``: seconds for this call, None: no limit."""
+
+    number: int
+    name: str
+    deadline: float | None
+    memfd: int
+    plan: OutputPlan
+    stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
+    future: RanksFuture = field(default_factory=RanksFuture)
+    ended: Ended | None = None
+    over: threading.Event = field(default_factory=threading.Event)  # it is settled or cancelled, and that was told
+
+    def settle(self, ended: Ended) -> None:
+        """Keeps how it ended; ``tell`` then tells."""
+        self.ended, self.future.report = ended, ended.report
+        self.close()
+
+    def tell(self) -> None:
+        """Lets those know who wait for a settled call; it may run code of theirs."""
+        if self.ended is not None and self.ended.error is not None:
+            self.future.set_exception(self.ended.error)
+        elif self.ended is not None:
+            self.future.set_result(self.ended.values)
+        self.over.set()
+
+    def cancel(self) -> None:
+        """Cancels one that has not begun; it may run code of who waits."""
+        self.future.cancel()
+        self.close()
+        self.over.set()
+
+    def close(self) -> None:
+        if self.memfd >= 0:
+            os.close(self.memfd)
+        self.memfd = -1
+
+
+def pickle_call(to: Destination, name: str, call: Call) -> int:
+    """Returns a memfd with the call. TypeError that names what cannot be pickled."""
+    memfd = payload.create("call")
+    try:
+        with destination.towards(to), interrupts.allowed():  # it runs code of the user's, and may take long
+            try:
+                payload.write(memfd, call)
+            except OSError:
+                raise
+            except Exception as error:  # whatever a __reduce__ may raise
+                if is_misuse(error):  # a handle that does not belong there
+                    raise
+                raise unpicklable_call(call, name, error) from pickling.below_the_pickler(error)
+    except BaseException:
+        os.close(memfd)
+        raise
+    return memfd

@@ -1,0 +1,61 @@
+"""Starts ranks that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import interrupts, nesting
+from mlaunch.caller.call import planned, server_for
+from mlaunch.caller.kept.handle import KeptHandle
+from mlaunch.caller.kept.session import Session
+from mlaunch.caller.options import Options
+from mlaunch.caller.output.options import output_plan
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.plan import Attempt, Machine
+from mlaunch.caller.report.history import History
+from mlaunch.caller.start import send_launch, with_pipes
+from mlaunch.protocol.calls import Call
+
+
+def open_session(options: Options, idle_timeout: float | None) -> Session:
+    """Starts ranks with these options; does not wait for them."""
+    _check(options)
+    with interrupts.deferred():
+        history = History()
+        environ = {**os.environ, **(options.env or {})}
+        server = server_for(options, Call(int, (), {}), environ)
+        owned = options.start_method != "forkserver"
+        try:
+            machine = Machine(server.ready(), server.count_devices)
+            spec = planned(options, machine, "Ranks", environ, Attempt(0, None))
+            spec = dataclasses.replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
+            history.ready = time.monotonic()
+            plan = output_plan(options.replaced({"log_dir": None}), spec)
+            spec = with_pipes(spec, plan)
+            agent = send_launch(server, spec, None)
+            handle = KeptHandle(spec, server, agent, Relay(plan, spec.local_world_size, 0), history)
+        except BaseException:
+            if owned:
+                server.close()
+            raise
+        return Session(handle, idle_timeout, owned)
+
+
+def _check(options: Options) -> None:
+    """Refuses what ranks that stay cannot do."""
+    if nesting.place_to_join(options, "Ranks") is not None:
+        raise misuse(RuntimeError("Ranks() in a process that another launcher started as a rank; give join=False"))
+    wrong = [name for name in ("max_restarts", "keep", "ranks") if getattr(options, name)]
+    if wrong:
+        raise misuse(ValueError(f"Ranks does not take {', '.join(wrong)}"))
+    size = len(options.devices) if options.devices is not None else options.n_gpus
+    if options.rank_start > 0 or (options.world_size is not None and options.world_size != (size or 1)):
+        raise misuse(
+            ValueError(
+                f"world_size={options.world_size}, rank_start={options.rank_start}: ranks that stay are those of one "
+                f"machine so far; allowed: world_size=None, rank_start=0"
+            )
+        )

@@ -1,0 +1,153 @@
+"""The ranks behind one ``Ranks``: its present session, the calls made for it, and what is noted between them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+
+from mlaunch.base.errors import RanksLost
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import arguments, interrupts
+from mlaunch.caller.call import flush_streams
+from mlaunch.caller.kept.kept_call import KeptCall, pickle_call
+from mlaunch.caller.kept.open_session import open_session
+from mlaunch.caller.kept.session import Session
+from mlaunch.caller.options import Options
+from mlaunch.caller.output.options import new_directory, output_plan
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.settle import Ended
+from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol import calls
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.destination import Destination
+
+_KEPT = 20  # reports
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class RankSet:
+    """Makes calls, each on the present session: the first, or a fresh one after that was lost."""
+
+    def __init__(self, options: Options, *, restart: bool, idle_timeout: float | None) -> None:
+        self.options = options
+        self.reports: deque[LaunchReport] = deque(maxlen=_KEPT)
+        self.closed = False
+        self.told_stale: set[str] = set()
+        self._restart = restart
+        self._idle_timeout = idle_timeout
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._freed: deque[tuple[str, int]] = deque()
+        self.session = self._open()
+
+    def next_number(self) -> int:
+        """Returns a number that no call and no held value of these ranks has."""
+        return next(self._numbers)
+
+    def submit(self, options: Options, call: Call) -> tuple[Session, KeptCall]:
+        """Queues a call; of the options count those that are a call's own."""
+        if not isinstance(call.function, calls.Reference):
+            arguments.check(call.function, call.args, call.kwargs)
+        flush_streams()  # what was printed before the call stands before what the ranks print
+        with self._lock, interrupts.deferred():
+            session = self._open_again()
+            made = self._make(session, options, call)
+            try:
+                session.submit(made)
+            except BaseException:
+                made.close()
+                raise
+        return session, made
+
+    def wait(self, session: Session, call: KeptCall) -> Ended:
+        """Drives a call to its end. An interrupt ends it, and is raised."""
+        with interrupts.deferred():
+            ended = session.run(call)
+        self.note(call)
+        return ended
+
+    def note(self, call: KeptCall) -> None:
+        """Keeps the report of a call that is over, and warns of old code in the ranks."""
+        if call.ended is None:
+            return
+        self.reports.append(call.ended.report)
+        new = [name for name in call.stale.split(",") if name and name not in self.told_stale]
+        self.told_stale.update(new)
+        if new:
+            warn_caller(
+                f"the ranks run older code than the files of {', '.join(new)} hold, since they imported it before the "
+                f"change; ranks.reload() loads it"
+            )
+
+    def free_later(self, owner: str, number: int) -> None:
+        """Has the next call let go of a held object; called in any thread."""
+        self._freed.append((owner, number))
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the ranks; there are no calls after it."""
+        with self._lock:
+            self.closed = True
+        with interrupts.deferred():
+            self.session.close(wait=wait)
+
+    def abandon(self) -> None:
+        """Has the ranks end after what was submitted; the collector may call it anywhere."""
+        self.closed = True
+        self.session.abandon()
+
+    def _make(self, session: Session, options: Options, call: Call) -> KeptCall:
+        name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
+        spec = dataclasses.replace(session.handle.idle_spec, name=name)
+        options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
+        freed = self._take_freed(session.launch_id)
+        to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
+        sent = dataclasses.replace(call, function=calls.portable(call.function), freed=freed)
+        try:
+            memfd = pickle_call(to, name, sent)
+        except BaseException:
+            self._freed.extend((session.launch_id, number) for number in freed)
+            raise
+        return KeptCall(self.next_number(), name, options.deadline, memfd, output_plan(options, spec))
+
+    def _open(self) -> Session:
+        session = open_session(self.options, self._idle_timeout)
+        _sessions.add(session)
+        return session
+
+    def _open_again(self) -> Session:
+        """Returns the present session; a fresh one, if that is over."""
+        session = self.session
+        if session.pid != os.getpid():
+            raise misuse(RuntimeError(f"these ranks belong to process {session.pid}, of which this one is a fork"))
+        if self.closed:
+            raise misuse(RuntimeError("these ranks were closed"))
+        if not session.over:
+            return session
+        session.close(wait=False)
+        if not self._restart and not session.expired:
+            raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}"))
+        if session.why_lost and not session.was_told:
+            warn_caller(f"the ranks were lost between calls: {session.why_lost}; fresh ones are started")
+        self.session = self._open()
+        return self.session
+
+    def _take_freed(self, owner: str) -> tuple[int, ...]:
+        found = []
+        with contextlib.suppress(IndexError):  # handles are collected in any thread
+            while True:
+                found.append(self._freed.popleft())
+        return tuple(number for of, number in found if of == owner)
+
+
+def _close_all() -> None:
+    for session in list(_sessions):
+        session.close(wait=False)
+
+
+atexit.register(_close_all)

@@ -1,0 +1,180 @@
+"""``Ranks``: processes that stay between calls, with device, process group, modules and the objects they hold."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.caller.kept.held import Held
+from mlaunch.caller.kept.kept_call import RanksFuture
+from mlaunch.caller.kept.rank_set import RankSet
+from mlaunch.caller.options import Options
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.settle import Ended
+from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol.calls import Call
+from mlaunch.rank import stale
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mlaunch.caller.option_types import AllOptions
+
+
+class Ranks:
+    """One process per device that stays between calls, inside one process group.
+
+    What a call leaves in its ranks is there in the next one: modules, CUDA contexts, communicators, and what ``hold``
+    keeps. Calls run one after the other, in the order in which they are made, on all ranks. Several threads may call.
+
+    A call that raises, passes its deadline or is interrupted ends alone, if it can: ranks that still work are raised
+    KeyboardInterrupt in, and once all have come back it is checked that each has entered the same operations of each
+    process group. If so, the ranks and what they hold stay. Otherwise they are ended, which the error's note says, and
+    the next call starts fresh ones.
+
+    Args:
+        restart: Start fresh ranks for the next call when these are lost. False: that call raises ``RanksLost``.
+        idle_timeout: Seconds without a call after which the ranks end; the next call starts fresh ones. None: never.
+        **options: Those of ``launcher``, save ``max_restarts`` and those for several machines. ``deadline`` and
+            ``log_dir`` count for each call.
+
+    Raises:
+        ValueError, TypeError: An option is wrong, or asks for what this machine has not, or for several machines.
+        RuntimeError: This process is a rank itself.
+
+    Example:
+        >>> with Ranks(n_gpus=4) as ranks:
+        ...     model = ranks.hold(build, "7b")
+        ...     losses = ranks.run(step, model, scatter(batches), lr=0.1)
+    """
+
+    def __init__(
+        self, *, restart: bool = True, idle_timeout: float | None = None, **options: Unpack[AllOptions]
+    ) -> None:
+        self._set = RankSet(Options().replaced(options), restart=restart, idle_timeout=idle_timeout)
+        weakref.finalize(self, self._set.abandon).atexit = False
+
+    # Calls
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs the function on every rank, after the calls before it; returns their values in the order of ranks.
+
+        Raises:
+            Exception: What a call of a decorated function raises; a note says what has become of the ranks.
+            RanksLost: The ranks are gone, and ``restart`` is False.
+            RuntimeError: The ranks were closed.
+        """
+        __tracebackhide__ = True
+        function, args = _unwrapped(function, args)
+        return self.call(self._set.options, Call(function, args, kwargs)).result()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RanksFuture:
+        """Queues the call and returns the future of the list that ``run`` returns; ``future.report`` reports on it."""
+        __tracebackhide__ = True
+        function, args = _unwrapped(function, args)
+        ours = self._set
+        _, call = ours.submit(ours.options, Call(function, args, kwargs))
+        call.future.add_done_callback(lambda _: ours.note(call))
+        return call.future
+
+    def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
+        """Runs the function on every rank and leaves there what it returns; returns the handle of these objects."""
+        __tracebackhide__ = True
+        function, args = _unwrapped(function, args)
+        number = self._set.next_number()
+        session, call = self._set.submit(self._set.options, Call(function, args, kwargs, held=number))
+        try:
+            return Held(self, session.launch_id, number, self._set.wait(session, call).result())
+        except BaseException:  # some ranks may have it
+            self._set.free_later(session.launch_id, number)
+            raise
+
+    def reload(self) -> list[str]:
+        """Reloads the user's modules whose files have changed, on all ranks or, if that fails on one, on none.
+
+        A reload cannot change objects that were made before: a held object keeps its old class, which a warning names.
+        What other modules have taken with ``from module import name`` stays as it was, too.
+
+        Returns:
+            The names of the modules.
+
+        Raises:
+            RuntimeError: A module failed on some rank; all ranks have the code that they had.
+        """
+        told = self.run(stale.reload_changed)
+        failed = [(rank, text) for rank, (_, text) in enumerate(told) if text]
+        if failed:
+            self.run(stale.put_back)
+            rank, text = failed[0]
+            raise RuntimeError(f"nothing was reloaded: rank {rank} failed:\n{text}")
+        old = sorted({number for numbers in self.run(stale.finish) for number in numbers})
+        self._set.told_stale.clear()
+        if old:
+            which = ", ".join(map(str, old))
+            warn_caller(f"the held values {which} keep the classes of before the reload; hold them anew to change that")
+        return sorted({name for names, _ in told for name in names})
+
+    # The ranks
+
+    @property
+    def last(self) -> LaunchReport | None:
+        """The report of the latest call that is over; None before the first."""
+        return self._set.reports[-1] if self._set.reports else None
+
+    @property
+    def history(self) -> tuple[LaunchReport, ...]:
+        """The reports of the latest 20 calls, the latest last."""
+        return tuple(self._set.reports)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._set.session.handle.idle_spec.world_size
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The ranks' devices, as the machine numbers them: "cuda:2", "cpu"."""
+        spec = self._set.session.handle.idle_spec
+        return tuple(spec.device(local_rank) for local_rank in range(spec.local_world_size))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return self._set.session.idle
+
+    def close(self, *, cancel_futures: bool = False) -> None:
+        """Ends the ranks, after the calls that were submitted (unless they are cancelled). May be called again."""
+        self._set.close(wait=not cancel_futures)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(cancel_futures=kind is not None)
+
+    def __repr__(self) -> str:
+        over = self._set.session.over
+        state = "closed" if self._set.closed else "gone" if over else "idle" if self.idle else "running"
+        return f"<Ranks: {self.world_size} on {', '.join(dict.fromkeys(self.devices))}, {state}>"
+
+    # For launchers and handles
+
+    def call(self, options: Options, call: Call) -> Ended:
+        """Makes a call and waits for it; of the options count those that are a call's own."""
+        return self._set.wait(*self._set.submit(options, call))
+
+    @property
+    def owner(self) -> str:
+        """The launch that they are now; "": they are gone."""
+        return "" if self._set.session.over else self._set.session.launch_id
+
+    def free_later(self, owner: str, number: int) -> None:
+        """Has the next call let go of a held object; called in any thread."""
+        self._set.free_later(owner, number)
+
+
+def _unwrapped(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns what a decorated function wraps, and the arguments with the instance of a method."""
+    wrapped = getattr(function, "wrapped_call", None)
+    return (wrapped[0], (*wrapped[1], *args)) if wrapped is not None else (function, tuple(args))

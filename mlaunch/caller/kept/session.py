@@ -1,0 +1,209 @@
+"""The calls on one set of ranks that stay, in order, and how they and the ranks end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import CancelledError
+
+from mlaunch.base.errors import RanksLost
+from mlaunch.caller.kept.driver import Driver
+from mlaunch.caller.kept.handle import KeptHandle
+from mlaunch.caller.kept.kept_call import KeptCall
+from mlaunch.caller.kept.words import add_fate, how_lost, lost
+from mlaunch.caller.settle import Ended
+
+
+class Session:
+    """One launch of ranks that stay, from its start to its end. ``own_server``: the fork server ends with it."""
+
+    def __init__(self, handle: KeptHandle, idle_timeout: float | None, own_server: bool) -> None:
+        self.handle = handle
+        self.launch_id = handle.spec.launch_id
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.ended = threading.Event()
+        self.why_lost = ""  # how it ended, unless somebody ended it
+        self.was_told = False  # the caller, that they are lost
+        self.expired = False  # they ended because nobody called
+        self._own_server = own_server
+        self._abandoned = False
+        self._idle_timeout = idle_timeout
+        self._idle_since = time.monotonic()
+        self._queue: deque[KeptCall] = deque()
+        self._present: KeptCall | None = None
+        self._settled: deque[KeptCall] = deque()  # of which nobody has been told yet
+        self._driver = Driver(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether its ranks are gone, or about to go, or another process's."""
+        return self.ended.is_set() or self.handle.ending or self.pid != os.getpid()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return self._present is None and not self._queue
+
+    def submit(self, call: KeptCall) -> None:
+        """Queues the call. RanksLost if the ranks are gone."""
+        with self.lock:
+            if self.over:
+                raise RanksLost(self.why_lost or "the ranks were ended")
+            self._queue.append(call)
+            self._advance()
+        self._driver.notify()
+
+    def run(self, call: KeptCall) -> Ended:
+        """Drives a submitted call to its end; an interrupt ends it, and is how it ended."""
+        interrupt: BaseException | None = None
+        while not call.over.is_set():
+            try:
+                self._driver.drive(call.over)
+            except BaseException as error:  # Ctrl-C, or what another signal handler raised
+                self._interrupt(call, error, again=interrupt is not None)
+                interrupt = interrupt or error
+        if call.ended is None or (interrupt is not None and call.ended.error is None):
+            raise interrupt or CancelledError
+        return call.ended
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the ranks: after what was submitted (``wait``), or at once, as Ctrl-C would."""
+        if self.pid != os.getpid():
+            return
+        try:
+            while wait and (last := self._last()) is not None:
+                self._driver.drive(last.over)
+            self._begin_to_end()
+            self._driver.drive_to_end()
+        except BaseException:  # Ctrl-C, while they take their time
+            self._begin_to_end()
+            self.handle.cancel(force=True)
+            self._driver.drive_to_end()
+            raise
+
+    def _begin_to_end(self) -> None:
+        with self.lock:
+            self._cancel_queue()
+            if self._present is not None:
+                self.handle.cancel(force=False)
+            elif not self.ended.is_set():
+                self.handle.end_ranks()
+        self._driver.notify()
+
+    def abandon(self) -> None:
+        """Has the ranks end after what was submitted; the collector may call it anywhere."""
+        self._abandoned = True
+        self._driver.notify()
+
+    # Steps
+
+    def fileno(self) -> int:
+        return self.handle.fileno()
+
+    def timeout(self) -> float | None:
+        """Returns the seconds until ``step`` is due though nothing has come."""
+        idle = None
+        if self._idle_timeout is not None and self.idle and not self.handle.ending:
+            idle = max(0.0, self._idle_since + self._idle_timeout - time.monotonic())
+        return min((one for one in (idle, self.handle.timeout()) if one is not None), default=None)
+
+    def step(self) -> None:
+        """Takes in what has come; tells those who wait."""
+        with self.lock:
+            if not self.ended.is_set():
+                self._take_step()
+        while self._settled:  # without the lock, since it runs code of theirs
+            call = self._settled.popleft()
+            call.tell()
+
+    def _take_step(self) -> None:
+        if not self.handle.step():
+            self._end()
+        elif self.handle.over and self._present is not None:
+            self._finish_present()
+        elif self.idle and not self.handle.ending:
+            self._end_if_unused()
+        self._advance()
+
+    def _end_if_unused(self) -> None:
+        if self._abandoned:
+            self.handle.end_ranks()
+        elif self._idle_timeout is not None and time.monotonic() >= self._idle_since + self._idle_timeout:
+            self.expired = True
+            self.handle.end_ranks()
+
+    # Calls
+
+    def _advance(self) -> None:
+        """Begins the next call if none runs."""
+        while self._present is None and self._queue and not self.ended.is_set() and not self.handle.ending:
+            call = self._queue.popleft()
+            if not call.future.set_running_or_notify_cancel():
+                call.cancel()
+                continue
+            self._present = call
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # which its end will tell
+                self.handle.begin(call)
+
+    def _finish_present(self) -> None:
+        call, self._present = self._present, None
+        stale = self.handle.outcome.stale
+        ended = self.handle.finish()
+        self._idle_since = time.monotonic()
+        if call is not None:
+            if ended.error is not None:
+                add_fate(ended.error, "")
+            call.stale = stale
+            call.settle(ended)
+            self._settled.append(call)
+
+    def _end(self) -> None:
+        """Takes in that the launch is over, and what that means for the calls."""
+        ended = self.handle.settle_launch()
+        self.why_lost = "" if self.expired else how_lost(ended.error)
+        if self._present is not None:
+            self.was_told = True
+            if ended.error is None:
+                ended = Ended(ended.report, [], RanksLost(f"{self._present.name} was ended: {self.why_lost}"))
+            elif not self.handle.ending:
+                add_fate(ended.error, self.why_lost, self.handle.outcome.doing())
+            self._present.settle(ended)
+            self._settled.append(self._present)
+        self._present = None
+        for call in self._queue:
+            if call.future.set_running_or_notify_cancel():
+                call.settle(Ended(ended.report, [], lost(call.name, self.why_lost)))
+                self._settled.append(call)
+        self._queue.clear()
+        self.handle.close()
+        if self._own_server:
+            self.handle.server.close()
+        self.ended.set()
+        self._driver.notify()
+
+    def _interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
+        """Ends a call because of an interrupt; the launch, if that has come before."""
+        with self.lock:
+            if call in self._queue:
+                self._queue.remove(call)
+                call.cancel()
+            elif call is self._present and again:
+                self.handle.cancel(force=True)
+            elif call is self._present:
+                self.handle.outcome.interrupt = interrupt
+                self.handle.end_call(call)
+        self._driver.notify()
+
+    def _cancel_queue(self) -> None:
+        for call in self._queue:
+            call.cancel()
+        self._queue.clear()
+
+    def _last(self) -> KeptCall | None:
+        """Returns the call that will be over last."""
+        with self.lock:
+            return self._queue[-1] if self._queue else self._present

@@ -1,0 +1,41 @@
+"""Where the arguments go that are being pickled: what they may hold depends on it (held values, scattered ones)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Ranks that stay. ``owner``: their launch; ``name``: for people; ``world_size``: how many they are."""
+
+    owner: str
+    name: str
+    world_size: int
+
+
+class _Present(threading.local):
+    destination: Destination | None = None
+
+
+_present = _Present()
+
+
+def present() -> Destination | None:
+    """Returns where the pickling of this thread goes; None: not to ranks that stay."""
+    return _present.destination
+
+
+class towards:
+    """Says where, for the length of a block."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._destination = destination
+        self._before: Destination | None = None
+
+    def __enter__(self) -> None:
+        self._before, _present.destination = _present.destination, self._destination
+
+    def __exit__(self, *_: object) -> None:
+        _present.destination = self._before

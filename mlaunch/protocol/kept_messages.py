@@ -1,0 +1,36 @@
+"""The records between a launcher and the agent of ranks that stay.
+
+launcher -> agent   NextCall, EndCall, EndRanks
+agent -> launcher   CallOver
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NextCall:
+    """Has ranks that stay run their next call. Attached: the call's memfd. ``deadline``: seconds, None: no limit."""
+
+    number: int
+    deadline: float | None
+
+
+@dataclass(frozen=True)
+class EndCall:
+    """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """Asks ranks that stay to leave; they are stopped after the grace period."""
+
+
+@dataclass(frozen=True)
+class CallOver:
+    """All ranks that stay have come back from a call, and can take the next one."""
+
+    number: int

@@ -1,0 +1,86 @@
+"""What a rank that stays holds between calls for its caller: objects, by the number of their handle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.protocol import this_rank
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a rank holds, for people. ``shape``: None unless it has one; ``size``: bytes, of all its tensors."""
+
+    type_name: str
+    shape: tuple[int, ...] | None
+    size: int
+
+
+@dataclass
+class Table:
+    """The objects of one rank. ``owner``: the launch that it belongs to; "": this process is no rank that stays."""
+
+    owner: str = ""
+    objects: dict[int, Any] = field(default_factory=dict)
+
+    def hold(self, number: int, found: object) -> Description:
+        """Holds an object and describes it."""
+        self.objects[number] = found
+        return describe(found)
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Lets go of objects; of those that it never held, too."""
+        for number in numbers:
+            self.objects.pop(number, None)
+
+
+table = Table()
+
+
+def resolve(owner: str, number: int) -> Any:
+    """Returns the object that a handle stands for; called as the arguments of a call are unpickled."""
+    if table.owner != owner or number not in table.objects:
+        raise LookupError(f"held value {number} is not in this rank: it belongs to other ranks, or was freed")
+    return table.objects[number]
+
+
+def fetch(value: Any, rank: int | None) -> Any:
+    """Returns a held object from one rank, or from all."""
+    here = this_rank.this_rank
+    return value if rank is None or (here is not None and here.rank == rank) else None
+
+
+def pick(values: Sequence[Any]) -> Any:
+    """Returns this rank's part of scattered values; called as the arguments of a call are unpickled."""
+    here = this_rank.this_rank
+    if here is None:
+        raise LookupError("scattered values can be had in a rank alone")
+    return values[here.rank]
+
+
+def describe(value: object) -> Description:
+    """Describes an object."""
+    kind = type(value)
+    module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
+    found = getattr(value, "shape", None)
+    shape = tuple(map(int, found)) if isinstance(found, tuple) else None
+    return Description(f"{module}{kind.__qualname__}", shape, _size(value))
+
+
+def _size(value: object) -> int:
+    """Returns the bytes of what can be large: tensors, modules, arrays, and these in lists, tuples and dicts."""
+    import torch
+
+    if isinstance(value, torch.nn.Module):
+        return sum(_size(tensor) for tensor in (*value.parameters(), *value.buffers()))
+    if isinstance(value, list | tuple | set):
+        return sum(_size(part) for part in value)
+    if isinstance(value, dict):
+        return sum(_size(part) for part in value.values())
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    return len(value) if isinstance(value, bytes | bytearray) else sys.getsizeof(value, 0)

@@ -1,0 +1,107 @@
+"""A rank that stays: it runs one call after the other, and can be called back from one that is to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from mlaunch.base import seeding
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.messages import Errand, Kind, Phase
+from mlaunch.rank import held, stale, step
+from mlaunch.rank.base import RankArgs, Task
+from mlaunch.rank.function import FunctionRank, UnpicklableValueError
+
+_STALE_LIMIT = 1000  # characters: an answer is one small write
+
+
+class KeptRank(FunctionRank):
+    """After a failed or interrupted call it is asked whether it is still in step with the others."""
+
+    def __init__(self, args: RankArgs) -> None:
+        super().__init__(args)
+        self._can_be_called_back = False
+        self._was_called_back = False
+
+    def _become_rank(self) -> None:
+        super()._become_rank()
+        held.table.owner = self._spec.launch_id
+        stale.begin()
+        signal.signal(signal.SIGINT, self._call_back)
+        self._enter(Phase.IDLE)
+
+    def _call_back(self, _number: int, _frame: FrameType | None) -> None:
+        """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing."""
+        if self._can_be_called_back and self._is_to_end():
+            self._can_be_called_back, self._was_called_back = False, True
+            raise KeyboardInterrupt("the call is ended")
+
+    def _is_to_end(self) -> bool:
+        number = self._task.number if self._task is not None else 0
+        return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= number > 0
+
+    def _run_task(self, task: Task) -> None:
+        if task.errand is Errand.TELL_NUMBERS:
+            self._answer(Kind.VALUE, step.since_the_call())
+        elif task.errand is Errand.MEET:
+            step.meet(self._bound)
+            self._answer(Kind.VALUE, None)
+        else:
+            self._run_call(task)
+            stale.note()
+            self._enter(Phase.IDLE)
+        os.close(task.answer_fd)
+
+    def _run_call(self, task: Task) -> None:
+        step.begin_call()
+        self._was_called_back = False
+        try:
+            try:
+                self._can_be_called_back = True
+                if self._is_to_end():  # the signal came before we listened
+                    self._call_back(signal.SIGINT, None)
+                super()._run_task(task)
+            finally:
+                self._can_be_called_back = False
+        except SystemExit:
+            raise
+        except BaseException as error:
+            if self._is_fork:
+                raise
+            self._tell(error, self._kind_of(error), consequence=self._was_called_back)
+            _let_go(error)
+
+    def _kind_of(self, error: BaseException) -> Kind:
+        if self._was_called_back and isinstance(error, KeyboardInterrupt):
+            return Kind.INTERRUPTED
+        return Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR
+
+    def _stale(self) -> str:
+        if self._args.local_rank > 0:
+            return ""
+        return ",".join(stale.changed())[:_STALE_LIMIT]
+
+    def _seal(self) -> None:
+        self._can_be_called_back = False
+
+    def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
+        function, call = super()._receive(task)
+        if task.call_fd is not None:
+            os.close(task.call_fd)
+        held.table.free(call.freed)
+        if call.seed is not None:
+            seeding.apply(seeding.of_rank(call.seed, self._spec.rank(self._args.local_rank)))
+        return function, call
+
+    def _outcome_of(self, call: Call, value: object) -> object:
+        return value if call.held is None else held.table.hold(call.held, value)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drops what the frames of an exception hold: a model on the device, which the next call has no room beside."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,78 @@
+"""Whether this rank is in step with the others: the operations that it has entered, in each process group.
+
+A rank that comes back from a call early leaves the others in an operation that it never entered. From then on every
+operation would meet another one's partner. torch numbers the operations of each group, on each rank: where the numbers
+of all members agree, everybody has entered what the others have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+# By group: its members, and the operations since the call began; None where the backend does not number them.
+Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
+
+_before: dict[str, int | None] = {}
+
+
+def _groups() -> dict[str, dist.ProcessGroup]:
+    """Returns the groups that this process belongs to, in the order in which they were made."""
+    from torch.distributed import distributed_c10d
+
+    names = distributed_c10d._world.pg_names
+    return {names[group]: group for group in distributed_c10d._world.pg_map}
+
+
+def _number(group: dist.ProcessGroup) -> int | None:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # the stubs lack it
+    except RuntimeError:
+        return None
+
+
+def begin_call() -> None:
+    """Notes where this rank stands as a call begins."""
+    _before.clear()
+    _before.update((name, _number(group)) for name, group in _groups().items())
+
+
+def since_the_call() -> Numbers:
+    """Tells what this rank has entered since then. Point-to-point operations count for those who take part."""
+    import torch.distributed as dist
+
+    found: dict[str, tuple[tuple[int, ...], int | None]] = {}
+    for name, group in _groups().items():
+        now, before = _number(group), _before.get(name) or 0
+        found[name] = tuple(dist.get_process_group_ranks(group)), None if now is None else now - before
+    return found
+
+
+def agree(told: Sequence[Numbers]) -> bool:
+    """Tells whether all ranks, in the order of ``told``, know the same groups, and stand at the same number in each."""
+    names = {name for numbers in told for name in numbers}
+    return all(_same(name, told) for name in names)
+
+
+def _same(name: str, told: Sequence[Numbers]) -> bool:
+    """Tells whether all members know this group alike, as no other rank does."""
+    found = {rank: numbers[name] for rank, numbers in enumerate(told) if name in numbers}
+    members, _ = next(iter(found.values()))
+    return sorted(members) == sorted(found) and len(set(found.values())) == 1
+
+
+def meet(bound: torch.device | None) -> None:
+    """Enters one small operation in each group, after which none before it is pending. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    places = {"cpu": torch.device("cpu"), **({bound.type: bound} if bound is not None else {})}
+    for group in _groups().values():
+        for kind in {device.type for device in group._device_types} & places.keys():
+            dist.all_reduce(torch.zeros(1, device=places[kind]), group=group)
+    if bound is not None and bound.type != "cpu":
+        torch.accelerator.synchronize(bound)
