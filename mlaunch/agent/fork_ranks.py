@@ -48,6 +48,7 @@ def _prepare_and_fork(nursery: Nursery, local_rank: int) -> tuple[RankProcess, R
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel, theirs = Channel.pair()
+    aside, theirs_aside = Channel.pair() if spec.stays else (None, None)
     args = RankArgs(
         spec=spec,
         local_rank=local_rank,
@@ -56,13 +57,16 @@ def _prepare_and_fork(nursery: Nursery, local_rank: int) -> tuple[RankProcess, R
         channel=theirs,
         crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
+        aside=theirs_aside,
         inherited=nursery.inherited,
     )
     readers = [reader for reader, _ in streams.values()]
-    owned.add(stacks_in, channel.fileno(), *readers)
+    owned.add(stacks_in, channel.fileno(), *([aside.fileno()] if aside is not None else []), *readers)
     pid = _fork(args, owned, {stream: writer for stream, (_, writer) in streams.items()})
     started = RankStarted(spec.rank(local_rank), pid, time.monotonic())
     theirs.close()
+    if theirs_aside is not None:
+        theirs_aside.close()
     for fd in (stacks_out, *(writer for _, writer in streams.values())):
         os.close(fd)
     rank = RankProcess(
@@ -73,6 +77,7 @@ def _prepare_and_fork(nursery: Nursery, local_rank: int) -> tuple[RankProcess, R
         channel=channel,
         crash_fd=args.crash_fd,
         stack_fd=stacks_in,
+        aside=aside,
         error_file=error_file.path_of(spec, local_rank),
     )
     owned.add(rank.pidfd, rank.crash_fd)

@@ -4,7 +4,8 @@
     running --failure, deadline, end--> asking (stacks) --> calling back (KeyboardInterrupt)
             --all have answered--> comparing numbers --they agree--> meeting --all have met--> idle
 
-A rank that does not come back within the grace period, or whose numbers differ, is out of step with the others. There
+A rank that does not come back within the grace period, or whose numbers differ, is out of step with the others. So is
+one, at once, that has entered an operation which another one, who is back, has not: that will never be complete. There
 is no way to mend that: the ranks are stopped, as those of a failed launch are. So they are if one of them ends.
 """
 
@@ -14,6 +15,7 @@ import contextlib
 import os
 import signal
 
+from mlaunch.agent.numbers import NumberRequests
 from mlaunch.agent.supervision import OngoingCall, Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.protocol import payload
@@ -35,6 +37,7 @@ class KeptSupervisor(Supervisor):
         self._callers_number = 0
         self._grace_period = scene.grace_period
         self._board = scene.results.board
+        self._numbers = NumberRequests({one.local_rank: one.aside for one in scene.ranks if one.aside is not None})
         self._failed = False  # the call did not end by itself
         self._leaving = False
         # When each step is due.
@@ -77,6 +80,7 @@ class KeptSupervisor(Supervisor):
             return
         self._call.released = True
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        self._numbers.clear()
         if not self._failed:
             self._finish()
         elif self._call.errand is Errand.RUN:
@@ -112,6 +116,13 @@ class KeptSupervisor(Supervisor):
 
     # The steps that end it
 
+    def _sources(self) -> list[int]:
+        return [*super()._sources(), *self._numbers.fds()]
+
+    def _serve(self, ready: set[int]) -> None:
+        super()._serve(ready)
+        self._numbers.read(ready, {rank.local_rank: rank for rank in self._by_local_rank})
+
     def _timeout(self) -> float | None:
         due = min(self._ask_at, self._call_back_at, self._lost_at)
         ours = None if due == _NEVER else max(0.0, due - self._clock())
@@ -119,23 +130,28 @@ class KeptSupervisor(Supervisor):
 
     def _take_steps(self) -> None:
         now = self._clock()
+        asked = self._stopping.asked or self._numbers.pending
         if now >= self._ask_at:
             self._ask()
-        if self._call_back_at < _NEVER and (not self._stopping.asked or now >= self._call_back_at):
+        elif self._call_back_at < _NEVER and (not asked or now >= self._call_back_at):
             self._call_back()
         if now >= self._lost_at:
             self._lose()
         super()._take_steps()
 
     def _ask(self) -> None:
-        """Asks those who still work for their stacks."""
+        """Asks those who still work for their stacks, and all where they are."""
+        self._numbers.ask(self._call.number)
         self._ask_at, self._call_back_at = _NEVER, self._clock() + STACKS_TIMEOUT
         for rank in self._ranks.values():
             if rank.working:
                 self._stopping.asked.ask(rank, self._board[rank.local_rank])
 
     def _call_back(self) -> None:
-        """Raises KeyboardInterrupt in those who still work."""
+        """Raises KeyboardInterrupt in those who still work; stops all if somebody works in vain."""
+        if self._numbers.out_of_step([rank.rank for rank in self._by_local_rank if not rank.working]):
+            self._lose(force=False)
+            return
         self._call_back_at, self._lost_at = _NEVER, self._clock() + self._grace_period
         self._stopping.asked.clear()
         for rank in self._ranks.values():
@@ -145,10 +161,10 @@ class KeptSupervisor(Supervisor):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGINT)
 
-    def _lose(self) -> None:
-        """Stops the ranks, which are out of step."""
+    def _lose(self, *, force: bool = True) -> None:
+        """Stops the ranks, which are out of step. ``force``: they have had their grace period."""
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
-        self._stopping.without_asking(force=True)
+        self._stopping.without_asking(force=force)
 
     def _must_stay(self) -> bool:
         return not self._leaving

@@ -21,6 +21,7 @@ class RankProcess:
     channel: Channel  # on which it gets its calls
     crash_fd: int  # of its stacks, if it crashes
     stack_fd: int  # the pipe of its stacks, if we ask
+    aside: Channel | None = None  # on which a thread of a rank that stays answers, whatever the rank does
     error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
     answer_fd: int = -1  # of the present call; -1: there was none
@@ -54,5 +55,7 @@ class RankProcess:
         """Lets go of what is known of it, once it is reaped."""
         self.gone = True
         self.channel.close()
+        if self.aside is not None:
+            self.aside.close()
         for fd in (self.pidfd, self.crash_fd, self.stack_fd, *([self.answer_fd] if self.answer_fd >= 0 else [])):
             os.close(fd)

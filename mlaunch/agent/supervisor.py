@@ -80,9 +80,8 @@ class Supervisor:
                 self._hear(fd)
             self._hear_peers(ready)
             self._check_deadline()
+            self._serve(ready)
             self._take_steps()
-            if self._inspection is not None:
-                self._inspection.serve(ready, self._stopping.asked)
         if self._server is not None:
             self._server.kill()
         linux.kill_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
@@ -103,6 +102,11 @@ class Supervisor:
         return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens
+
+    def _serve(self, ready: set[int]) -> None:
+        """Answers those who have come to look."""
+        if self._inspection is not None:
+            self._inspection.serve(ready, self._stopping.asked)
 
     def _take_steps(self) -> None:
         self._stopping.take_steps()

@@ -1,7 +1,8 @@
-"""The records between a launcher and the agent of ranks that stay.
+"""The records of ranks that stay.
 
 launcher -> agent   NextCall, EndCall, EndRanks
 agent -> launcher   CallOver
+agent <-> rank      TellNumbers                     (a channel of its own, which a thread of the rank answers)
 """
 
 from __future__ import annotations
@@ -34,3 +35,13 @@ class CallOver:
     """All ranks that stay have come back from a call, and can take the next one."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class TellNumbers:
+    """Asks for the numbers of the operations that a rank has entered since a call began, and says that they are told.
+
+    Attached to the question: the memfd for the answer.
+    """
+
+    call: int

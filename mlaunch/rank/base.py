@@ -30,6 +30,7 @@ class RankArgs:
     channel: Channel  # on which the agent sends calls
     crash_fd: int  # where faulthandler writes when the rank crashes
     stack_fd: int  # where it writes when the agent asks
+    aside: Channel | None  # on which a rank that stays is asked while it runs a call
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
 
 

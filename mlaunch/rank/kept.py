@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from mlaunch.base import seeding
+from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Errand, Kind, Phase
 from mlaunch.rank import held, stale, step
 from mlaunch.rank.base import RankArgs, Task
@@ -31,6 +35,8 @@ class KeptRank(FunctionRank):
         held.table.owner = self._spec.launch_id
         stale.begin()
         signal.signal(signal.SIGINT, self._call_back)
+        if self._args.aside is not None:
+            threading.Thread(target=_answer_aside, args=(self._args.aside,), name="mlaunch", daemon=True).start()
         self._enter(Phase.IDLE)
 
     def _call_back(self, _number: int, _frame: FrameType | None) -> None:
@@ -98,6 +104,16 @@ class KeptRank(FunctionRank):
 
     def _outcome_of(self, call: Call, value: object) -> object:
         return value if call.held is None else held.table.hold(call.held, value)
+
+
+def _answer_aside(channel: Channel) -> None:
+    """Tells, in a thread, which operations this rank has entered, also while its main thread waits in one."""
+    with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
+        while True:
+            record, (memfd,) = channel.receive()
+            payload.write(memfd, step.since_the_call())
+            os.close(memfd)
+            channel.send(record)
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -25,7 +25,7 @@ def _groups() -> dict[str, dist.ProcessGroup]:
     from torch.distributed import distributed_c10d
 
     names = distributed_c10d._world.pg_names
-    return {names[group]: group for group in distributed_c10d._world.pg_map}
+    return {names[group]: group for group in list(distributed_c10d._world.pg_map)}
 
 
 def _number(group: dist.ProcessGroup) -> int | None:
