@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cold, command, failure, gather, large, memory, repeat, warm
+from benchmarks import cold, command, failure, gather, large, memory, ranks, repeat, warm
 from benchmarks.measure import table
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +23,7 @@ _ALL = {
     "gather": gather.run,
     "memory": memory.run,
     "repeat": repeat.run,
+    "ranks": ranks.run,
 }
 
 

@@ -21,12 +21,13 @@ def _state() -> dict[str, float]:
         "fds of caller": len(os.listdir("/proc/self/fd")),
         "fds of fork server": len(os.listdir(f"/proc/{server}/fd")),
         "threads": threading.active_count(),
-        "MiB of caller": _rss(os.getpid()),
-        "MiB of fork server": _rss(server),
+        "MiB of caller": rss(os.getpid()),
+        "MiB of fork server": rss(server),
     }
 
 
-def _rss(pid: int) -> float:
+def rss(pid: int) -> float:
+    """The resident memory of a process, in MiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024

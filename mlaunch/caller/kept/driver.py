@@ -70,10 +70,10 @@ class Driver:
             self._step()
 
     def notify(self) -> None:
-        """Has whoever drives look again; takes no lock, since the collector may call it anywhere."""
-        wake = self._wake
-        if wake >= 0:
-            os.eventfd_write(wake, 1)
+        """Has whoever drives look again. The collector may call it anywhere: the lock may be taken twice by a thread."""
+        with self._driven.lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def _fds(self) -> list[int]:
         return [self._wake, self._driven.fileno()]
