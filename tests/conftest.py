@@ -10,12 +10,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import mlaunch
+from mlaunch.caller import warm as caller_warm
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.start_server import Interpreter, start_interpreter
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol import registry
 from tests.fresh import Watch, is_fresh
@@ -28,9 +31,11 @@ interpreters = Watch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiles the package once, as pip does with what it installs, for the hundreds of interpreters that import it."""
+    """Compiles package and tests once, as pip does, for the hundreds of interpreters and ranks that import them."""
+    sys.dont_write_bytecode = False  # pytest keeps the tests as it has rewritten them
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "mlaunch", quiet=1, optimize=[0, 1, 2])
+        compileall.compile_dir(ROOT / "tests", quiet=1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,10 +58,16 @@ def dispositions() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def _start_prepared(environ: Mapping[str, str]) -> ForkServer:
+    """Starts a fork server with what the tests' modules import: each rank whose function is in one imports it anew."""
+    return start_interpreter(environ, Interpreter(preload=("pytest", "mlaunch.caller.launcher")))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The fork server is meant to stay, so it is there before anything is counted."""
     request.getfixturevalue("dispositions")
+    caller_warm.start_interpreter = _start_prepared
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
     mlaunch.launcher(lambda: None, n_gpus=1)()

@@ -83,6 +83,7 @@ def _ours(thing: object) -> bool:
     return str(getattr(thing, "__module__", "")).split(".")[0] in {"tests", "conftest"}
 
 
+@functools.lru_cache(None)
 def _shows(function: FunctionType) -> bool:
     names, constants = words(function.__code__)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

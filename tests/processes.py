@@ -23,8 +23,8 @@ def alive(pid: int) -> bool:
 
 def session_of(pid: int) -> int:
     try:
-        return int(_stat(pid)[3])
-    except (FileNotFoundError, ProcessLookupError):
+        return os.getsid(pid)
+    except ProcessLookupError:
         return 0
 
 

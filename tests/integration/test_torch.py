@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -65,6 +62,9 @@ def test_distributed_data_parallel() -> None:
 
 def test_fully_sharded() -> None:
     def train() -> list[torch.Tensor]:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
         model = make_model()
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in (model[0], model[2]):
@@ -80,6 +80,8 @@ def test_fully_sharded() -> None:
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_a_distributed_checkpoint(tmp_path: Path, start_method: str) -> None:
     def train() -> bool:
+        import torch.distributed.checkpoint as dcp
+
         model = DistributedDataParallel(make_model())
         step(model, dist.get_rank(), dist.get_world_size())
         dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
