@@ -60,6 +60,7 @@ def dispositions() -> Iterator[None]:
 
 def _start_prepared(environ: Mapping[str, str]) -> ForkServer:
     """Starts a fork server with what the tests' modules import: each rank whose function is in one imports it anew."""
+    interpreters.started.append("a warm fork server")
     return start_interpreter(environ, Interpreter(preload=("pytest", "mlaunch.caller.launcher")))
 
 

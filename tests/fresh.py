@@ -1,8 +1,9 @@
 """Which tests start a fresh interpreter, as their code shows it: so nobody marks them by hand.
 
 A test does if its own code, or what it uses of the suite (fixtures, helpers, classes), names ``sys.executable``,
-mlaunch's public ``Server`` or ``start_method="spawn"``, or if one of its parameters does. ``Watch`` holds tests to it
-while they run.
+mlaunch's public ``Server`` or ``start_method="spawn"``, or if one of its parameters does. So does one that ends the
+warm fork server, or changes what it was imported under: mlaunch starts another. ``Watch`` holds tests to it while they
+run.
 """
 
 from __future__ import annotations
@@ -15,16 +16,22 @@ from typing import Any
 
 import pytest
 
-_NAMES = {"executable", "Server"}
+_NAMES = {"executable", "Server", "fork_server_of_a_rank"}
+_KILLS_IT = {"warm_server", "kill"}  # in one function
 _SPAWN = "spawn"
+_VICTIM = "fork server"  # whom a test kills or stops
+_SETTING = "TORCH_DISTRIBUTED_DEBUG"  # torch reads it when it is imported, so another server is started
 
 
 def is_fresh(item: pytest.Item) -> bool:
     """Says whether a test starts an interpreter."""
     callspec = getattr(item, "callspec", None)
-    if callspec is not None and any(_starts_one(value) for value in callspec.params.values()):
+    params = {} if callspec is None else callspec.params
+    if any(map(_starts_one, params.values())):
         return True
-    return any(_shows(function) for function in used_by(item))
+    if params.get("start_method") == "fork":  # what serves it is a fork, and ends with it
+        return any(_shows(function) - {_VICTIM} for function in used_by(item))
+    return any(_ends_the_server(value) for value in params.values()) or any(map(_shows, used_by(item)))
 
 
 def used_by(item: pytest.Item) -> Iterator[FunctionType]:
@@ -84,11 +91,17 @@ def _ours(thing: object) -> bool:
 
 
 @functools.lru_cache(None)
-def _shows(function: FunctionType) -> bool:
+def _shows(function: FunctionType) -> frozenset[object]:
+    """What of a function's code says so."""
     names, constants = words(function.__code__)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     values = [*defaults, *(value for _, value in globals_of(function))]
-    return bool(names & _NAMES) or _SPAWN in constants or any(map(_starts_one, values))
+    told = names & _NAMES | (_KILLS_IT if names >= _KILLS_IT else set())
+    return told | constants & {_SPAWN, _VICTIM, _SETTING} | {_SPAWN for value in values if _starts_one(value)}
+
+
+def _ends_the_server(value: object) -> bool:
+    return isinstance(value, str) and _VICTIM in value
 
 
 def _starts_one(value: object) -> bool:
@@ -99,7 +112,7 @@ def _starts_one(value: object) -> bool:
 
 
 class Watch:
-    """Counts the interpreters that the suite's own code starts in this process."""
+    """Counts the interpreters that are started in this process: by the suite's own code, and warm fork servers."""
 
     def __init__(self) -> None:
         self.started: list[str] = []

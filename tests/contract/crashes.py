@@ -52,6 +52,10 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def fork_server_of_a_rank() -> int:
+    return parent_of(os.getppid())
+
+
 HOW: dict[str, Callable[[], object]] = {
     "exception": raise_error,
     "sys.exit": lambda: sys.exit(3),
@@ -64,7 +68,7 @@ HOW: dict[str, Callable[[], object]] = {
     "changes its group": leave_group,
     "closes its descriptors": lambda: (close_descriptors(), raise_error()),
     "stops its agent": lambda: (os.kill(os.getppid(), signal.SIGSTOP), hang()),
-    "stops the fork server": lambda: os.kill(parent_of(os.getppid()), signal.SIGSTOP),
+    "stops the fork server": lambda: os.kill(fork_server_of_a_rank(), signal.SIGSTOP),
     "caller dies": lambda: (os.kill(int(os.environ["CALLER"]), signal.SIGKILL), signal.pause()),
 }
 

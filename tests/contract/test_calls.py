@@ -297,6 +297,7 @@ def test_two_threads_get_their_own_results() -> None:
         assert [call.result(60) for call in calls] == [[10 * n, 10 * n + 1] for n in range(8)]
 
 
+@pytest.mark.slow
 def test_a_launch_inside_a_rank() -> None:
     def outer() -> list[int]:
         return functions.launched.options(join=False)(dist.get_rank())
@@ -326,6 +327,7 @@ def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     assert launcher(train, 2)() == ["[30, 31]\n"] * 2
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:
     functions.launched(1)
     reader, writer = os.pipe()

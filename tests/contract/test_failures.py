@@ -23,7 +23,7 @@ from mlaunch.forkserver import main
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
 from tests.conftest import OURS
-from tests.contract import functions
+from tests.contract import crashes, functions
 from tests.processes import wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -365,7 +365,7 @@ def test_a_daemon_ends_though_the_fork_server_is_dead(tmp_path: Any) -> None:
     def train() -> None:
         if dist.get_rank() == 0:
             note.write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
-            os.kill(fork_server_of_a_rank(), signal.SIGKILL)
+            os.kill(crashes.fork_server_of_a_rank(), signal.SIGKILL)
         signal.pause()
 
     with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL"):
@@ -407,11 +407,6 @@ def kill_when_told(find: Any) -> Any:
     return train
 
 
-def fork_server_of_a_rank() -> int:
-    with open(f"/proc/{os.getppid()}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-
-
 def test_death_of_the_agent() -> None:
     with pytest.raises(LaunchError, match=r"train\(\) was ended: the agent was killed by SIGKILL"):
         launcher(kill_when_told(os.getppid), 2)()
@@ -420,7 +415,7 @@ def test_death_of_the_agent() -> None:
 
 def test_death_of_the_fork_server() -> None:
     with pytest.raises(LaunchError, match=r"train\(\) was ended: the fork server .* was killed by SIGKILL"):
-        launcher(kill_when_told(fork_server_of_a_rank), 2)()
+        launcher(kill_when_told(crashes.fork_server_of_a_rank), 2)()
     assert functions.launched(1) == [10, 11]
 
 

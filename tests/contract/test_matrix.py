@@ -97,6 +97,7 @@ def test_what_keeps_a_launch_is_stopped(
 ) -> None:
     """A rank stops its agent or its fork server; the caller ends the launch by itself."""
     monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
     check(where, how, call_at(where, how, start_method))
 
 

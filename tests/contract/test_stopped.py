@@ -25,13 +25,14 @@ from tests.conftest import ROOT
 from tests.contract import crashes
 from tests.processes import descendants, wait_gone
 
-STOPPED = {"agent": os.getppid, "fork server": lambda: crashes.parent_of(os.getppid())}
+STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests stop need not be waited for as long as a busy machine may take."""
     monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
 
 
 def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:

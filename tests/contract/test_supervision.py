@@ -91,7 +91,7 @@ def test_a_deadline_that_races_with_a_failure() -> None:
 def test_agent_and_fork_server_killed_together() -> None:
     def train() -> None:
         if dist.get_rank() == 0:
-            server, agent = crashes.parent_of(os.getppid()), os.getppid()
+            server, agent = crashes.fork_server_of_a_rank(), os.getppid()
             os.kill(server, signal.SIGSTOP)  # so that it reaps nothing
             os.kill(agent, signal.SIGKILL)
             os.kill(server, signal.SIGKILL)

@@ -133,6 +133,7 @@ async def ranks_of_a_machine(gate: int, numbers: range, pool: ThreadPoolExecutor
 MACHINES, RANKS = 64, 1024
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
 def test_many_machines_join_and_hear_of_a_failure(gate: StoreProcess) -> None:
     """64 machines of 16 ranks; each rank is a store client that comes through the gate."""
@@ -368,6 +369,7 @@ def test_strangers_are_bounded_in_number() -> None:
         asyncio.run(asyncio.wait_for(come(), 30))
 
 
+@pytest.mark.slow
 def test_strangers_change_nothing(gate: StoreProcess) -> None:
     """10,000 connections of nonsense, half of a record, silence; a job in progress meanwhile."""
     chance = random.Random(5)
