@@ -22,6 +22,7 @@ from mlaunch.caller.start_server import Interpreter, start_interpreter
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol import registry
 from tests.fresh import Watch, is_fresh
+from tests.imported import serve_while_used
 from tests.processes import alive, children, descendants, session_of, wait_gone
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +73,12 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
     mlaunch.launcher(lambda: None, n_gpus=1)()
+
+
+@pytest.fixture(scope="session")
+def imported() -> Iterator[None]:
+    """For what runs ``tests.imported.IMPORTED``."""
+    yield from serve_while_used()
 
 
 @pytest.fixture(autouse=True)

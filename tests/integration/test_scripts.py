@@ -14,7 +14,7 @@ import pytest
 from tests.integration.test_libraries import needs
 from tests.system.commands import LAUNCHERS, at_once, run, write
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("imported")]
 TELL = """
 def tell(*numbers):
     import json, os

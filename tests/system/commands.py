@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 
 MLAUNCH = [sys.executable, "-m", "mlaunch", "run"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [*IMPORTED, "-m", "torch.distributed.run"]
 LAUNCHERS = {"mlaunch": MLAUNCH, "torchrun": TORCHRUN}
 T, R = TypeVar("T"), TypeVar("R")
 

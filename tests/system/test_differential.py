@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.system.commands import LAUNCHERS, at_once, run, write
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported")]
 PROBE = str(ROOT / "tests" / "system" / "probe.py")
 PAGE = (ROOT / "docs" / "command.rst").read_text()
 # By path in what the probe prints; each stands in the page's table under the words beside it.

@@ -18,9 +18,10 @@ from mlaunch.caller.options import Options
 from mlaunch.rank import recognise
 from mlaunch.rendezvous.address import listen
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 
 JOINER = str(ROOT / "tests" / "system" / "joiner.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+TORCHRUN = [*IMPORTED, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]  # fmt: skip
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "oob_tcp_if_include", "lo",
           "--mca", "btl", "self,vader", "-np", "2", sys.executable]  # fmt: skip
@@ -52,6 +53,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open M
 LAUNCHERS = [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpirun)]
 
 
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_join_from_env(command: list[str]) -> None:
     ranks = run([*command, JOINER, "same"])
@@ -63,6 +65,7 @@ def test_join_from_env(command: list[str]) -> None:
     assert said[0].endswith(f"started by {'mpirun' if 'mpirun' in command else 'torchrun'}")
 
 
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_the_decorator_joins(command: list[str]) -> None:
     ranks = run([*command, JOINER, "decorator"])
@@ -70,51 +73,62 @@ def test_the_decorator_joins(command: list[str]) -> None:
     assert [(rank["scale"], rank["values"]) for rank in ranks] == [(2, 1)] * 2
 
 
-def test_seeds_per_rank() -> None:
-    first, second = run([*TORCHRUN, JOINER, "per-rank"])
-    assert first["random"] != second["random"]
-    assert run([*TORCHRUN, JOINER, "per-rank"])[1]["random"] == second["random"]
+def tasks(how: str, environs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """What a joiner in each of these environments says."""
+    processes = [
+        subprocess.Popen(
+            [*IMPORTED, JOINER, how],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environ in environs
+    ]
+    return [json.loads(process.communicate(timeout=120)[0]) for process in processes]
 
 
+def pair(code: str, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Two processes that run the code, whose first argument is the rank."""
+    return [
+        subprocess.Popen(
+            [*IMPORTED, "-c", code, str(rank), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("imported")
 def test_processes_with_the_environment_of_srun() -> None:
     """Two by hand, since the real one needs a cluster; with it, see the variables in Slurm's manual of srun."""
+    check(run_as_srun("same"))
+
+
+def run_as_srun(how: str) -> list[dict[str, Any]]:
     with mlaunch.Server() as server:
         port = str(server.py_server_port)
     slurm = {
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_SRUN_COMM_PORT": "1", "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "MASTER_PORT": port,
     }  # fmt: skip
-    environs = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, JOINER, "same"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environs
-    ]
-    check([json.loads(process.communicate(timeout=120)[0]) for process in processes])
+    return tasks(how, [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)])
 
 
+@pytest.mark.usefixtures("imported")
+def test_seeds_per_rank() -> None:
+    first, second = run_as_srun("per-rank")
+    assert first["random"] != second["random"]
+    assert run_as_srun("per-rank")[1]["random"] == second["random"]
+
+
+@pytest.mark.usefixtures("imported")
 def test_tasks_with_the_environment_of_submitits_local_executor() -> None:
     with mlaunch.Server() as server:
         port = str(server.py_server_port)
     submitit = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": "7",
                 "SUBMITIT_LOCAL_NODEID": "0", "SUBMITIT_LOCAL_JOB_NUM_NODES": "1", "MASTER_PORT": port}  # fmt: skip
-    environs = [
-        {**submitit, "SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)} for rank in range(2)
-    ]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, JOINER, "decorator"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for environ in environs
-    ]
-    ranks = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+    numbers = [{"SUBMITIT_LOCAL_GLOBALID": str(rank), "SUBMITIT_LOCAL_LOCALID": str(rank)} for rank in range(2)]
+    ranks = tasks("decorator", [{**submitit, **number} for number in numbers])
     check(ranks)
     assert [rank["device"] for rank in ranks] == ["cpu", "cpu"]
     assert [rank["rank0"] for rank in ranks] == [[0], [None]]
@@ -133,18 +147,12 @@ print(comm.all_gather(comm.get_rank()), mlaunch.get_backend(), torch.rand(1).ite
 """
 
 
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
 def test_join(host: str) -> None:
     with mlaunch.Server() as server:
         port = str(server.py_server_port)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN, str(rank), host, port],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    (first, first_err), (second, _) = (process.communicate(timeout=120) for process in processes)
+    (first, first_err), (second, _) = (process.communicate(timeout=120) for process in pair(JOIN, host, port))
     assert first.splitlines()[0] == "this process is rank 0 of a process group already; it can join only one"
     assert first.splitlines()[1].startswith("[0, 1] gloo 0.")
     assert first.splitlines()[1] == second.splitlines()[1]
@@ -162,17 +170,12 @@ print(comm.all_gather(rank), client.bcast_val("sent" if rank else None, "key", 2
 """
 
 
+@pytest.mark.usefixtures("imported")
 def test_the_idiom_of_megengine() -> None:
     """A server of one's own, at whose port processes of one's own form a group; and another, when that is over."""
     with mlaunch.Server() as server:
         for _ in range(2):
-            processes = [
-                subprocess.Popen(
-                    [sys.executable, "-c", SERVED, str(rank), str(server.py_server_port)],
-                    stdout=subprocess.PIPE, text=True, cwd=ROOT,
-                )
-                for rank in range(2)
-            ]  # fmt: skip
+            processes = pair(SERVED, str(server.py_server_port))
             assert [process.communicate(timeout=120)[0] for process in processes] == ["[0, 1] sent\n"] * 2
 
 
@@ -197,18 +200,13 @@ print("over")
 """
 
 
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_peer_that_is_dead_at_exit(victim: int) -> None:
     """Also the one with the store. The others end as they would have ended."""
     with mlaunch.Server() as server:
         port = str(server.py_server_port)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEREFT, str(rank), port, str(victim)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    processes = pair(BEREFT, port, str(victim))
     ends = [(*process.communicate(timeout=120), process.returncode) for process in processes]
     assert ends[1 - victim] == ("over\nended the group\n", "", 0)
     assert ends[victim] == ("", "", -signal.SIGKILL)
@@ -226,10 +224,11 @@ os._exit(0)  # torch may try on for a while
 """
 
 
+@pytest.mark.usefixtures("imported")
 def test_a_port_at_which_no_store_listens() -> None:
     with listen() as silent:
         port = silent.getsockname()[1]
-        command = [sys.executable, "-c", SILENT, str(port)]
+        command = [*IMPORTED, "-c", SILENT, str(port)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.stdout.startswith(
         f"rank 0 cannot host the ranks' store at port {port}, which is taken, and what listens"
