@@ -28,19 +28,23 @@ from tests.processes import alive, children, descendants, session_of, wait_gone
 ROOT = Path(__file__).resolve().parent.parent
 OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any are left out
+LONGEST_FIRST = ("test_matrix", "test_run.py", "test_machines", "integration/", "system/", "contract/", "unit/", "")
 interpreters = Watch()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiles package and tests once, as pip does, for the hundreds of interpreters and ranks that import them."""
     sys.dont_write_bytecode = False  # pytest keeps the tests as it has rewritten them
+    config.option.loadscopereorder = False  # of xdist: the files with the most tests are not those that take longest
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "mlaunch", quiet=1, optimize=[0, 1, 2])
         compileall.compile_dir(ROOT / "tests", quiet=1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is fresh. Files that take long come first, so that no process is left with one at the end."""
     config.stash[COLLECTED] = list(items)
+    items.sort(key=lambda item: LONGEST_FIRST.index(next(part for part in LONGEST_FIRST if part in item.nodeid)))
     for item in items:
         if is_fresh(item):
             item.add_marker("fresh")

@@ -11,45 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import descendants, wait_gone
-
-SCRIPT = """
-import os, signal, sys
-from mlaunch import launcher
-
-def train():
-    import torch.distributed as dist
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("running", flush=True)
-    signal.pause()
-
-launcher(train, 2, start_method=sys.argv[1], grace_period=1)()
-"""
+from tests.contract.families import start_family
+from tests.processes import wait_gone
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
 @pytest.mark.parametrize("victim", ["caller", "fork server", "agent"])
 @pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])
 def test_no_orphans(start_method: str, victim: str, nohup: bool) -> None:
-    command = [sys.executable, "-c", SCRIPT, start_method]
-    process = subprocess.Popen(
-        ["nohup", "sh", "-c", 'trap "" INT; exec "$0" "$@"', *command] if nohup else command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"[0] running\n"
-    [server] = descendants(process.pid)[:1]
-    [agent] = descendants(server)[:1]
-    family = [process.pid, *descendants(process.pid)]
-    assert len(family) == 5  # caller, fork server, agent, two ranks
-    os.kill({"caller": process.pid, "fork server": server, "agent": agent}[victim], signal.SIGKILL)
-    process.wait(60)
-    process.stdout.close()
-    wait_gone(family)
+    family = start_family(start_method, under=["nohup", "sh", "-c", 'trap "" INT; exec "$0" "$@"'] if nohup else [])
+    assert len(family.everyone) == 5  # caller, fork server, agent, two ranks
+    os.kill(family.pids[victim], signal.SIGKILL)
+    family.wait()
+    wait_gone(family.everyone)
 
 
 STOPPING = """

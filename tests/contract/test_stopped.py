@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -21,9 +19,9 @@ from mlaunch.agent.stack_requests import request
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.messages import Phase
 from mlaunch.rendezvous.address import listen
-from tests.conftest import ROOT
 from tests.contract import crashes
-from tests.processes import descendants, wait_gone
+from tests.contract.families import start_family
+from tests.processes import wait_gone
 
 STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 
@@ -119,21 +117,6 @@ def test_ctrl_c_of_a_call_that_never_began() -> None:
         timer.join()
 
 
-SCRIPT = """
-import os, signal, sys
-from mlaunch import launcher
-
-def train():
-    import torch.distributed as dist
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print("running", flush=True)
-    signal.pause()
-
-launcher(train, 2, start_method=sys.argv[1], grace_period=1)()
-"""
-
-
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 @pytest.mark.parametrize(
     ("stopped", "killed"),
@@ -145,21 +128,12 @@ launcher(train, 2, start_method=sys.argv[1], grace_period=1)()
     ],
 )
 def test_no_orphans(stopped: list[str], killed: str, start_method: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, start_method], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"[0] running\n"
-    [server] = descendants(process.pid)[:1]
-    [agent] = descendants(server)[:1]
-    pids = {"caller": process.pid, "fork server": server, "agent": agent}
-    family = [process.pid, *descendants(process.pid)]
+    family = start_family(start_method)
     for name in stopped:
-        os.kill(pids[name], signal.SIGSTOP)
-    os.kill(pids[killed], signal.SIGKILL)
-    process.wait(60)
-    process.stdout.close()
-    wait_gone(family)
+        os.kill(family.pids[name], signal.SIGSTOP)
+    os.kill(family.pids[killed], signal.SIGKILL)
+    family.wait()
+    wait_gone(family.everyone)
 
 
 @pytest.mark.parametrize(("number", "asked"), [(signal.SIGSTOP, False), (signal.SIGCONT, True)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.imported import IMPORTED
 from tests.integration.test_libraries import needs
 from tests.system.commands import LAUNCHERS, at_once, run, write
 
@@ -172,6 +173,6 @@ def test_the_same_numbers(tmp_path: Path, text: str, libraries: list[str]) -> No
 
 def test_a_script_that_takes_its_local_rank(tmp_path: Path) -> None:
     script = write(tmp_path, TELL + LOCAL_RANK)
-    launchers = [[sys.executable, "-m", f"{name}.launch"] for name in ("mlaunch", "torch.distributed")]
+    launchers = [[sys.executable, "-m", "mlaunch.launch"], [*IMPORTED, "-m", "torch.distributed.launch"]]
     ours, theirs = at_once(lambda launcher: numbers(tmp_path, launcher, script, "--lr", "0.5"), launchers)
     assert ours == theirs

@@ -217,13 +217,18 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     assert (tmp_path / "done.txt").read_text() == "all"
 
 
+def start_waiting(cwd: Path) -> tuple[subprocess.Popen[str], int]:
+    """A command whose rank waits for ever, and the reading end of a pipe that the rank keeps open."""
+    os.mkfifo(cwd / "fifo")
+    (cwd / "temporary").mkdir()
+    script = write(cwd, "import os, signal\nos.open('fifo', os.O_WRONLY)\nprint('running')\nsignal.pause()")
+    process = start(cwd, script, TMPDIR=str(cwd / "temporary"))
+    return process, os.open(cwd / "fifo", os.O_RDONLY)
+
+
 def test_the_command_is_killed(tmp_path: Path) -> None:
     """Nothing of it stays, and no rank."""
-    os.mkfifo(tmp_path / "fifo")
-    script = write(tmp_path, "import os, signal\nos.open('fifo', os.O_WRONLY)\nprint('running')\nsignal.pause()")
-    (tmp_path / "temporary").mkdir()
-    process = start(tmp_path, script, TMPDIR=str(tmp_path / "temporary"))
-    end = os.open(tmp_path / "fifo", os.O_RDONLY)
+    process, end = start_waiting(tmp_path)
     family = descendants(process.pid)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -235,11 +240,7 @@ def test_the_command_is_killed(tmp_path: Path) -> None:
 
 def test_the_agent_is_killed(tmp_path: Path) -> None:
     """Its directory goes with it, though it could not remove it."""
-    os.mkfifo(tmp_path / "fifo")
-    script = write(tmp_path, "import os, signal\nos.open('fifo', os.O_WRONLY)\nsignal.pause()")
-    (tmp_path / "temporary").mkdir()
-    process = start(tmp_path, script, TMPDIR=str(tmp_path / "temporary"))
-    end = os.open(tmp_path / "fifo", os.O_RDONLY)
+    process, end = start_waiting(tmp_path)
     [kept] = os.listdir(tmp_path / "temporary")
     assert kept.startswith("mlaunch-run-")
     [agent] = children(children(process.pid)[0])

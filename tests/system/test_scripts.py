@@ -77,10 +77,10 @@ def without_the_others(text: str) -> str:
 FAILING = """
 import os, signal, sys, threading, warnings
 from mlaunch import LaunchError, launcher
-import torch.distributed as dist
 
 def run(name, action, **options):
     def train():
+        import torch.distributed as dist
         if dist.get_rank() == 1:
             return action()
         dist.barrier() if name not in ("exit 0", "generator") else None
@@ -124,27 +124,27 @@ def test_optimised_python_fails_in_the_same_words(run_script) -> None:  # type: 
 
 
 def test_a_rank_that_imports_the_script_anew_is_told_to_guard_it(run_script) -> None:  # type: ignore[no-untyped-def]
-    done = run_script(
-        "import multiprocessing\n"
-        "from mlaunch import launcher\n"
-        "train = launcher(lambda: 1, 1)\n"
-        "if __name__ == '__main__':\n"
-        "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
-        "    process.start()\n"
-        "    process.join()\n"
-        "else:\n"
-        "    train()\n"
-    )
+    done = run_script("""
+import multiprocessing
+from mlaunch import launcher
+train = launcher(lambda: 1, 1)
+if __name__ == '__main__':
+    process = multiprocessing.get_context('spawn').Process(target=print)
+    process.start()
+    process.join()
+else:
+    train()
+""")
     assert "is called while multiprocessing imports this script into a process of its own; put the call" in done.stderr
 
 
 def test_warm_up_returns_before_torch_is_imported(run_script) -> None:  # type: ignore[no-untyped-def]
-    done = run_script(
-        "import sys, mlaunch\n"
-        "mlaunch.warm_up()\n"
-        "print('torch' in sys.modules)\n"
-        "print(mlaunch.launcher(lambda: 7, 1)())\n"
-    )
+    done = run_script("""
+import sys, mlaunch
+mlaunch.warm_up()
+print('torch' in sys.modules)
+print(mlaunch.launcher(lambda: 7, 1)())
+""")
     assert done.stdout == "False\n[7]\n", done.stderr
 
 

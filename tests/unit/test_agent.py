@@ -20,20 +20,10 @@ from mlaunch.agent.stack_requests import StackRequests
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
-from mlaunch.protocol import registry
+from mlaunch.protocol import messages, registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import (
-    CAUSE_DELAY,
-    Answer,
-    Cancel,
-    DeadlinePassed,
-    Kind,
-    RankAnswered,
-    RankGone,
-    RankStacks,
-    Release,
-)
+from mlaunch.protocol.messages import CAUSE_DELAY, Kind
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function
@@ -141,7 +131,7 @@ class World:
         return ready  # type: ignore[return-value]
 
     def answer(self, rank: int, kind: Kind = Kind.VALUE, *, consequence: bool = False) -> None:
-        self.results.queue.put(Answer(rank, 0, kind, consequence))
+        self.results.queue.put(messages.Answer(rank, 0, kind, consequence))
 
     def received(self, rank: int) -> Iterator[object]:
         """What the agent has sent to a rank by now."""
@@ -185,8 +175,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def gone(told: list[object]) -> dict[int, RankGone]:
-    return {record.rank: record for record in told if isinstance(record, RankGone)}
+def gone(told: list[object]) -> dict[int, messages.RankGone]:
+    return {record.rank: record for record in told if isinstance(record, messages.RankGone)}
 
 
 def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) -> None:
@@ -194,19 +184,19 @@ def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) 
         lambda: world.answer(2), lambda: world.answer(0), lambda: world.end(2),
         lambda: world.answer(1), lambda: world.end(0), lambda: world.end(1),
     )  # fmt: skip
-    assert [record.rank for record in told if isinstance(record, RankAnswered)] == [2, 0, 1]
+    assert [record.rank for record in told if isinstance(record, messages.RankAnswered)] == [2, 0, 1]
     assert world.signals == []
     assert all(end.answered and not end.stopped and end.exitcode == 0 for end in gone(told).values())
 
 
 def test_an_answer_to_another_call_is_none(world: World) -> None:
     def answer_late() -> None:
-        world.results.queue.put(Answer(1, -1, Kind.ERROR))
+        world.results.queue.put(messages.Answer(1, -1, Kind.ERROR))
 
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     ends = [functools.partial(world.end, rank) for rank in range(3)]
     told = world.run(answer_late, *answers, *ends)
-    assert [record.kind for record in told if isinstance(record, RankAnswered)] == [Kind.VALUE] * 3
+    assert [record.kind for record in told if isinstance(record, messages.RankAnswered)] == [Kind.VALUE] * 3
     assert world.signals == []
 
 
@@ -234,7 +224,7 @@ def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
 
     def then(act: Callable[[int], None], rank: int) -> Callable[[], None]:
         def step() -> None:
-            may_end.append(Release() in list(world.received(0)))
+            may_end.append(messages.Release() in list(world.received(0)))
             act(rank)
 
         return step
@@ -280,7 +270,10 @@ def test_another_consequence_does_not_hold_the_first_longer(world: World) -> Non
         world.now += CAUSE_DELAY / 2
         world.answer(1, Kind.ERROR, consequence=True)
 
-    first, end = functools.partial(world.answer, 0, Kind.ERROR, consequence=True), functools.partial(world.end, code=1)
+    first, end = (
+        functools.partial(world.answer, 0, Kind.ERROR, consequence=True),
+        functools.partial(world.end, code=1),
+    )
     world.run(first, answer_later, lambda: None, lambda: end(0), lambda: end(1))
     assert world.signals == [(2, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY))]
 
@@ -293,7 +286,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_when_grace_ends(world: World) -> 
 
 def test_cancel_stops_all_and_force_skips_the_grace(world: World) -> None:
     world.deaf = {0, 1, 2}
-    world.run(lambda: world.ours.send(Cancel()), lambda: world.ours.send(Cancel(force=True)))
+    world.run(lambda: world.ours.send(messages.Cancel()), lambda: world.ours.send(messages.Cancel(force=True)))
     assert [name for _, name, _ in world.signals] == ["SIGTERM"] * 3 + ["SIGKILL"] * 3
     assert {at for _, _, at in world.signals} == {100.0}
 
@@ -316,9 +309,11 @@ def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
     text = "Current thread 0x1 (most recent call first):\n"
     text += "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     told = world.run(
-        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1), lambda: os.write(world._stacks[2], text.encode())
+        lambda: world.answer(1, Kind.ERROR),
+        lambda: world.end(1, 1),
+        lambda: os.write(world._stacks[2], text.encode()),
     )
-    dumps = {record.rank: record.text for record in told if isinstance(record, RankStacks)}
+    dumps = {record.rank: record.text for record in told if isinstance(record, messages.RankStacks)}
     assert dumps == {0: "", 2: text}
     assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + STACKS_TIMEOUT), (2, 100.0 + STACKS_TIMEOUT)]
 
@@ -331,9 +326,11 @@ def test_long_stacks_keep_their_end(world: World) -> None:
     text = "Thread 0x2 (most recent call first):\n" + '  File "other.py", line 3 in work\n' * 1500 + bottom
     assert TEXT_LIMIT < len(text) < 65536  # what a pipe holds
     told = world.run(
-        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1), lambda: os.write(world._stacks[2], text.encode())
+        lambda: world.answer(1, Kind.ERROR),
+        lambda: world.end(1, 1),
+        lambda: os.write(world._stacks[2], text.encode()),
     )
-    [dump] = [record.text for record in told if isinstance(record, RankStacks) and record.rank == 2]
+    [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
     assert dump.endswith(bottom)
     assert len(dump) <= TEXT_LIMIT
 
@@ -342,8 +339,8 @@ def test_a_deadline_while_a_consequence_is_held(monkeypatch: pytest.MonkeyPatch)
     """The failure was told first, so that is how the launch ended."""
     world = World(monkeypatch, deadline=CAUSE_DELAY / 2)
     told = world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
-    kinds = [type(record) for record in told if isinstance(record, RankAnswered | DeadlinePassed)]
-    assert kinds == [RankAnswered, DeadlinePassed]
+    kinds = [type(record) for record in told if isinstance(record, messages.RankAnswered | messages.DeadlinePassed)]
+    assert kinds == [messages.RankAnswered, messages.DeadlinePassed]
     assert {at for _, _, at in world.signals} == {100.0 + CAUSE_DELAY / 2}
 
 
@@ -360,12 +357,12 @@ def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
 def test_the_deadline_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, deadline=60.0)
     told = world.run(lambda: world.answer(1), lambda: world.end(1))
-    assert [record for record in told if isinstance(record, DeadlinePassed)]
+    assert [record for record in told if isinstance(record, messages.DeadlinePassed)]
     assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
 
 
 def test_no_deadline_passes_once_the_ranks_are_being_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, deadline=2.0, deaf={0})
     told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
-    assert not [record for record in told if isinstance(record, DeadlinePassed)]
+    assert not [record for record in told if isinstance(record, messages.DeadlinePassed)]
     assert world.signals[-1] == (0, "SIGKILL", 105.0)
