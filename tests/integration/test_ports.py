@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 
 # Each trains the same regression on shards of the same data; the loss of the full data ends below 0.05 on every rank.
 
@@ -133,6 +133,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("text", "arguments", "launcher", "losses"),
     [
@@ -147,7 +148,7 @@ def test_a_port(tmp_path: Path, text: str, arguments: list[str], launcher: list[
     script = tmp_path / "train.py"
     script.write_text(text)
     done = subprocess.run(
-        [sys.executable, *launcher, script, *arguments],
+        [*IMPORTED, *launcher, script, *arguments],
         capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
