@@ -22,8 +22,9 @@ from tests.conftest import ROOT
 from tests.processes import wait_gone
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
+    """One for all, so each test has keys of its own."""
     with Server() as server:
         yield server
 
@@ -45,18 +46,18 @@ def test_values_under_names(server: Server) -> None:
 def test_a_value_that_is_set_again_takes_no_more_place(server: Server) -> None:
     ours = client(server)
     for number in range(3):
-        ours.user_set("key", number)
+        ours.user_set("again", number)
     before = ours._store.num_keys()
-    ours.user_set("key", 3)
+    ours.user_set("again", 3)
     assert ours._store.num_keys() == before
 
 
 def test_a_value_of_a_stranger_is_not_unpickled(server: Server) -> None:
-    client(server).user_set("key", 1)
-    with pytest.raises(ValueError, match=r"user_get\('key'\): the value has another signature: it was set by a client"):
-        client(server, secret="hush").user_get("key")
-    client(server, secret="hush").user_set("key", 2)
-    assert client(server, secret="hush").user_get("key") == 2
+    client(server).user_set("hid", 1)
+    with pytest.raises(ValueError, match=r"user_get\('hid'\): the value has another signature: it was set by a client"):
+        client(server, secret="hush").user_get("hid")
+    client(server, secret="hush").user_set("hid", 2)
+    assert client(server, secret="hush").user_get("hid") == 2
 
 
 class Bomb:
@@ -73,12 +74,12 @@ def test_what_a_stranger_put_there_is_not_unpickled(server: Server, tmp_path: Pa
     """With defaults on both sides: anybody on this machine can write to the store."""
     ours = client(server, timeout=60)
     stranger: Any = dist.PrefixStore("mlaunch/user", dist.TCPStore("127.0.0.1", server.py_server_port))
-    for place in ("value/key/1", "bcast/key/0/0/value"):
+    for place in ("value/planted/1", "bcast/planted/0/0/value"):
         stranger.set(place, b"\0" * 32 + pickle.dumps(Bomb(tmp_path / "ran")))
-    stranger.add("value/key/version", 1)
+    stranger.add("value/planted/version", 1)
     for call in (ours.user_get, ours.user_pop, lambda key: ours.bcast_val(None, key, 1)):
         with pytest.raises(ValueError, match="the value has another signature"):
-            call("key")
+            call("planted")
     assert not (tmp_path / "ran").exists()
 
 
@@ -114,14 +115,16 @@ def test_a_client_without_a_secret_carries_no_values(server: Server, monkeypatch
 
 
 def test_a_closed_server_leaves_no_secret() -> None:
+    before = dict(os.environ)
     with Server() as first, Server() as second:
         assert first.secret != second.secret
-    assert not [name for name in os.environ if name.startswith("MLAUNCH_SECRET")]
+        assert len(os.environ.keys() - before.keys()) == 2
+    assert dict(os.environ) == before
 
 
 def test_children_find_the_secret(server: Server, run_script: Any) -> None:
-    client(server).user_set("key", "value")
-    done = run_script(f"import mlaunch\nprint(mlaunch.Client(port={server.py_server_port}).user_get('key', 60))")
+    client(server).user_set("told", "value")
+    done = run_script(f"import mlaunch\nprint(mlaunch.Client(port={server.py_server_port}).user_get('told', 60))")
     assert done.stdout == "value\n", done.stderr
 
 
@@ -140,13 +143,13 @@ def test_ranks_sign_for_their_launch_alone() -> None:
 
 def test_a_value_is_waited_for_and_popped_by_one(server: Server) -> None:
     with ThreadPoolExecutor(3) as pool:
-        popped = [pool.submit(lambda: client(server).user_pop("key", 60)) for _ in range(3)]
+        popped = [pool.submit(lambda: client(server).user_pop("popped", 60)) for _ in range(3)]
         source = client(server)
         for number in range(3):
-            source.user_set("key", number)
+            source.user_set("popped", number)
             while True:  # the next may come once this one is taken
                 try:
-                    source.user_get("key", 0.01)
+                    source.user_get("popped", 0.01)
                 except TimeoutError:
                     break
         assert sorted(future.result(60) for future in popped) == [0, 1, 2]
@@ -167,15 +170,15 @@ def test_a_barrier_may_be_used_again(server: Server) -> None:
 
 
 def test_a_barrier_tells_who_came(server: Server) -> None:
-    with pytest.raises(TimeoutError, match=rf"group_barrier\('k'\): 1 of 2 came within 0.1 s: .* pid {os.getpid()}$"):
-        client(server, timeout=0.1).group_barrier("k", 2)
+    with pytest.raises(TimeoutError, match=rf"group_barrier\('h'\): 1 of 2 came within 0.1 s: .* pid {os.getpid()}$"):
+        client(server, timeout=0.1).group_barrier("h", 2)
 
 
 @pytest.mark.parametrize("value", [7, 0, None])
 def test_a_value_is_broadcast_to_all(server: Server, value: object) -> None:
     def take_part(number: int) -> list[object]:
         ours = client(server, timeout=60)
-        return [ours.bcast_val(value if number == turn else None, "key", 3) for turn in range(3)]
+        return [ours.bcast_val(value if number == turn else None, f"sent {value}", 3) for turn in range(3)]
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(take_part, range(3))) == [[value] * 3] * 3
