@@ -36,7 +36,8 @@ WORDS = {
     "execs": "exited with code 6 (sys.exit or os._exit)",
     "closes its descriptors": "exited with code 1 (sys.exit or os._exit)",
 }
-# What keeps a launch from ending until its caller ends it; each of them costs seconds, or a fork server.
+RETURNED = {"in_the_function": None, "in_a_collective": None, "pickling_the_result": 0, "after_return": 5}
+# Each of them costs seconds, or a fork server.
 STOPPED = ["stops its agent", "stops the fork server"]
 ENDS = [how for how in HOW if how not in {*STOPPED, "caller dies"}]
 
@@ -63,7 +64,9 @@ def check(where: str, how: str, call: Callable[[], object]) -> None:
         assert "rank 1 of " in str(raised.value.__cause__)
     elif how == "forks":  # only the process that became the rank answers
         assert call() in ([None, None], [0, 0], [1, 1])
-    elif how in STOPPED:
+    elif how == "stops the fork server":  # nobody waits for it where all has been told
+        assert call() == [RETURNED[where]] * 2
+    elif how == "stops its agent":  # which keeps the launch from ending until its caller ends it
         with pytest.raises(LaunchTimeout, match=r"its agent or its fork server did not answer \(was one stopped\?\)"):
             call()
     elif how in {"SIGSTOP", "changes its group"}:
@@ -95,7 +98,7 @@ def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
 def test_what_keeps_a_launch_is_stopped(
     where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank stops its agent or its fork server; the caller ends the launch by itself."""
+    """A rank stops its agent or its fork server; its caller does not depend on them."""
     monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
     monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
     check(where, how, call_at(where, how, start_method))
