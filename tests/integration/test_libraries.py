@@ -34,9 +34,11 @@ def linear() -> torch.nn.Linear:
     return torch.nn.Linear(4, 1)
 
 
-def assert_alike(results: list[Any]) -> None:
+def assert_alike(results: list[Any], places: list[tuple[int, ...]]) -> None:
+    """That the two ranks have the same weights, and stand where they should."""
     (first, *_), (second, *_) = results
     torch.testing.assert_close(first, second)
+    assert [result[1:] for result in results] == places
 
 
 def test_accelerate() -> None:
@@ -60,9 +62,7 @@ def test_accelerate() -> None:
         weight = accelerator.unwrap_model(model).weight.detach()
         return weight, accelerator.num_processes, accelerator.process_index, seen
 
-    results = train()
-    assert_alike(results)
-    assert [result[1:] for result in results] == [(2, 0, 16), (2, 1, 16)]
+    assert_alike(train(), [(2, 0, 16), (2, 1, 16)])
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
@@ -86,9 +86,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
         done = trainer.train()
         return model.classifier.weight.detach(), arguments.world_size, arguments.process_index, done.global_step
 
-    results = train()
-    assert_alike(results)
-    assert [result[1:] for result in results] == [(2, 0, 2), (2, 1, 2)]
+    assert_alike(train(), [(2, 0, 2), (2, 1, 2)])
 
 
 def test_lightning_fabric() -> None:
@@ -108,9 +106,7 @@ def test_lightning_fabric() -> None:
             optimizer.step()
         return model.module.weight.detach(), fabric.world_size, fabric.global_rank
 
-    results = train()
-    assert_alike(results)
-    assert [result[1:] for result in results] == [(2, 0), (2, 1)]
+    assert_alike(train(), [(2, 0), (2, 1)])
 
 
 def test_lightning_trainer(tmp_path: Path) -> None:
@@ -140,9 +136,7 @@ def test_lightning_trainer(tmp_path: Path) -> None:
         trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=4))
         return module.layer.weight.detach(), trainer.world_size, trainer.global_rank, trainer.global_step
 
-    results = train()
-    assert_alike(results)
-    assert [result[1:] for result in results] == [(2, 0, 4), (2, 1, 4)]
+    assert_alike(train(), [(2, 0, 4), (2, 1, 4)])
 
 
 def test_torchmetrics() -> None:
