@@ -16,11 +16,12 @@ import os
 import signal
 
 from mlaunch.agent.numbers import NumberRequests
+from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.supervision import OngoingCall, Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.protocol import payload
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages import Answer, Errand, Kind
+from mlaunch.protocol.messages import Answer, Errand, Kind, RankAnswered
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import step
 
@@ -40,6 +41,7 @@ class KeptSupervisor(Supervisor):
         self._numbers = NumberRequests({one.local_rank: one.aside for one in scene.ranks if one.aside is not None})
         self._failed = False  # the call did not end by itself
         self._leaving = False
+        self._kept_back: list[tuple[RankAnswered, int]] = []
         # When each step is due.
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
         for rank in scene.ranks:
@@ -74,6 +76,22 @@ class KeptSupervisor(Supervisor):
         else:
             self._by_local_rank[answer.local_rank].answer = answer.kind
 
+    def _forward(self, record: RankAnswered, answer_fd: int) -> None:
+        """Keeps values until all are there, so that the launcher is woken once; but not beside a failure."""
+        self._kept_back.append((record, answer_fd))
+        if record.kind is not Kind.VALUE or self._failed:
+            self._send_answers()
+
+    def _send_answers(self) -> None:
+        for record, answer_fd in self._kept_back:
+            super()._forward(record, answer_fd)
+        self._kept_back.clear()
+
+    def _reap(self, rank: RankProcess) -> None:
+        self._failed = True  # from now on answers are forwarded at once, while their descriptors are there
+        self._send_answers()
+        super()._reap(rank)
+
     def _release(self) -> None:
         """Takes the next step, once all have answered."""
         if self._stopping.begun or self._call.released or any(rank.working for rank in self._ranks.values()):
@@ -81,6 +99,7 @@ class KeptSupervisor(Supervisor):
         self._call.released = True
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
         self._numbers.clear()
+        self._send_answers()
         if not self._failed:
             self._finish()
         elif self._call.errand is Errand.RUN:
@@ -110,6 +129,7 @@ class KeptSupervisor(Supervisor):
 
     def _end_call(self, delay: float) -> None:
         if self._call.errand is Errand.RUN and not self._call.released:
+            self._send_answers()
             first, self._failed = not self._failed, True
             if first or self._ask_at < _NEVER:
                 self._ask_at = min(self._ask_at, self._clock() + delay)

@@ -120,10 +120,13 @@ class Supervisor:
         rank = self._by_local_rank[answer.local_rank]
         rank.answer = answer.kind
         record = RankAnswered(rank.rank, rank.pid, answer.kind, answer.consequence, self._clock(), answer.stale)
-        self._launcher.try_send(record, [rank.answer_fd])
+        self._forward(record, rank.answer_fd)
         if answer.kind is not Kind.VALUE:
             self._remember(lambda: failures.from_answer(record, payload.read(rank.answer_fd)))
             self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
+
+    def _forward(self, record: RankAnswered, answer_fd: int) -> None:
+        self._launcher.try_send(record, [answer_fd])
 
     def _end_call(self, delay: float) -> None:
         """Ends the call, within that time at the latest."""

@@ -25,6 +25,7 @@ class _Modules:
     """The user's modules, those that are no library's, as this rank imported them."""
 
     known: set[str] = field(default_factory=set)  # all that were looked at
+    count: int = 0  # of all modules, when they were looked at
     files: dict[str, tuple[str, int]] = field(default_factory=dict)  # by name: the file, and its time of change in ns
     before: dict[str, dict[str, Any]] = field(default_factory=dict)  # the contents, before a reload
 
@@ -39,6 +40,9 @@ def begin() -> None:
 
 def note() -> None:
     """Notes what has been imported since."""
+    if len(sys.modules) == _modules.count:  # thousands, at each call
+        return
+    _modules.count = len(sys.modules)
     for name in [name for name in sys.modules if name not in _modules.known]:
         _modules.known.add(name)
         file = getattr(sys.modules[name], "__file__", None)

@@ -14,12 +14,17 @@ from typing import Protocol
 from mlaunch.base import linux
 from mlaunch.caller import interrupts
 
+_SHORT = 0.05  # seconds
+
 
 class Driven(Protocol):
     """What is driven. ``step`` takes in what has come; it takes the lock by itself."""
 
     lock: threading.RLock
     ended: threading.Event
+
+    @property
+    def idle(self) -> bool: ...
 
     def step(self) -> None: ...
 
@@ -35,6 +40,7 @@ class Driver:
         self._driven = driven
         self._free = threading.Condition(driven.lock)
         self._leader: threading.Thread | None = None
+        self._parked = False  # the thread waits to be told that nobody drives
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
@@ -58,7 +64,8 @@ class Driver:
         finally:
             with self._driven.lock:
                 self._leader = before
-                self._free.notify_all()
+                if self._parked or not self._driven.idle:
+                    self._free.notify_all()
 
     def drive_to_end(self) -> None:
         """Waits until what is driven has ended. Can be interrupted."""
@@ -70,7 +77,7 @@ class Driver:
             self._step()
 
     def notify(self) -> None:
-        """Has whoever drives look again. The collector may call it anywhere: the lock may be taken twice by a thread."""
+        """Has whoever drives look again; the collector may call it anywhere."""
         with self._driven.lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -96,8 +103,13 @@ class Driver:
             os.close(wake)
 
     def _to_watch(self) -> list[int]:
-        """Waits while somebody else drives; returns nothing at the end."""
+        """Waits while somebody else drives; returns nothing at the end.
+
+        Short calls come one after the other, and it would cost each of them two switches of threads to hand over. So
+        the thread looks again after a moment, and has itself told only where a call takes longer.
+        """
         with self._driven.lock:
             while self._leader is not None and not self._driven.ended.is_set():
-                self._free.wait()
+                self._parked = not self._free.wait(None if self._parked else _SHORT)
+            self._parked = False
             return [] if self._driven.ended.is_set() else self._fds()

@@ -26,6 +26,7 @@ _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 class KeptHandle(LaunchHandle):
     """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
 
+    _is_settled: bool = False  # the last call, and no other output has begun
     over: bool = False  # the call that was begun last
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
@@ -46,9 +47,16 @@ class KeptHandle(LaunchHandle):
         """Settles the call that is over; the ranks wait for the next one."""
         self._finish_output()
         ended = settle(self.outcome, self.report())
-        self._turn(self.idle_plan, self.idle_spec)
-        self.relay.output.stand_aside()
+        self.outcome.close()
+        self._is_settled = True
         return ended
+
+    def step(self) -> bool:
+        """Takes in what has come, without waiting; False after the last word of the launch."""
+        if self._is_settled:  # not at once: mostly the next call comes before ranks say anything
+            self._turn(self.idle_plan, self.idle_spec)
+            self.relay.output.stand_aside()
+        return super().step()
 
     def end_call(self, call: KeptCall) -> None:
         """Asks to end it as Ctrl-C does."""
@@ -74,6 +82,7 @@ class KeptHandle(LaunchHandle):
 
     def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
         """Begins what belongs to one call, or to none."""
+        self._is_settled = False
         self.outcome.close()
         now = time.monotonic()
         self.spec, self.history = spec, dataclasses.replace(self.history, begun=now, ready=now)

@@ -104,7 +104,8 @@ class RankSet:
     def _make(self, session: Session, options: Options, call: Call) -> KeptCall:
         name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
         spec = dataclasses.replace(session.handle.idle_spec, name=name)
-        options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
+        if options.log_dir is not None:
+            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
         freed = self._take_freed(session.launch_id)
         to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
         sent = dataclasses.replace(call, function=calls.portable(call.function), freed=freed)

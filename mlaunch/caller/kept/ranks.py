@@ -74,7 +74,8 @@ class Ranks:
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
         ours = self._set
-        _, call = ours.submit(ours.options, Call(function, args, kwargs))
+        session, call = ours.submit(ours.options, Call(function, args, kwargs))
+        session.leave_to_thread()
         call.future.add_done_callback(lambda _: ours.note(call))
         return call.future
 

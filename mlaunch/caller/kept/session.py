@@ -49,12 +49,15 @@ class Session:
         return self._present is None and not self._queue
 
     def submit(self, call: KeptCall) -> None:
-        """Queues the call. RanksLost if the ranks are gone."""
+        """Queues the call, which ``run`` or ``leave_to_thread`` is to drive. RanksLost if the ranks are gone."""
         with self.lock:
             if self.over:
                 raise RanksLost(self.why_lost or "the ranks were ended")
             self._queue.append(call)
             self._advance()
+
+    def leave_to_thread(self) -> None:
+        """Has the thread drive what was submitted."""
         self._driver.notify()
 
     def run(self, call: KeptCall) -> Ended:
