@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -63,10 +64,10 @@ def dispositions() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _start_prepared(environ: Mapping[str, str]) -> ForkServer:
+def _start_prepared(environ: Mapping[str, str], like: Interpreter) -> ForkServer:
     """Starts a fork server with what the tests' modules import: each rank whose function is in one imports it anew."""
     interpreters.started.append("a warm fork server")
-    return start_interpreter(environ, Interpreter(preload=("pytest", "mlaunch.caller.launcher")))
+    return start_interpreter(environ, dataclasses.replace(like, preload=("pytest", *like.preload)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Mapping
 
 from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.start_server import start_interpreter
+from mlaunch.caller.start_server import Interpreter, start_interpreter
 
 # Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
 _READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_")
+# What a module with a decorated function imports: each rank would, which has to import the module.
+_PREPARED = ("mlaunch.caller.launcher",)
 _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
@@ -33,7 +35,7 @@ class WarmServer:
                     return self._server
                 self._server.retire()
                 self._retired.append(self._server)
-            self._server, self._settings = start_interpreter(environ), settings
+            self._server, self._settings = start_interpreter(environ, Interpreter(preload=_PREPARED)), settings
             return self._server
 
     def _close_retired(self) -> None:

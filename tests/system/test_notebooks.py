@@ -113,6 +113,10 @@ def test_the_tour(tmp_path: Path) -> None:
     said_at_the_end = plain(stopped[-1]) + text(stopped, "stderr")
     assert said_at_the_end.count("wait_for_ever() was ended by this; rank 0 was in wait_for_ever at") == 1
     assert ast.literal_eval(next(data(outputs(tour, "measure(1)")[-1:], "text/plain"))) == [[6.0, 6.0, 6.0]] * 4
+    kept, again = (next(data(outputs(tour, cell)[-1:], "text/plain")) for cell in ("ranks = Ranks", "stumble()"))
+    assert kept == again
+    assert len(set(ast.literal_eval(kept))) == 4
+    assert "in step and stay" in str(outputs(tour, "stumble()"))
 
 
 def test_a_kernel_that_is_restarted_leaves_nothing(tmp_path: Path) -> None:
