@@ -165,6 +165,12 @@ class Options:
         "A directory in which each call makes one of its own, with a file per attempt, rank and stream.",
         flag="--log-dir",
     )
+    progress: bool = option(
+        True,
+        Switch(),
+        "Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra "
+        "``notebook`` there).",
+    )
     keep: float | None = option(
         None,
         Seconds(optional=True),
@@ -176,12 +182,6 @@ class Options:
         Staying(),
         "``Ranks`` that the function is to run on, instead of ranks of its own. Theirs are then the options, but for "
         "``deadline``, ``log_dir`` and ``progress``.",
-    )
-    progress: bool = option(
-        True,
-        Switch(),
-        "Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra "
-        "``notebook`` there).",
     )
 
     def __post_init__(self) -> None:

@@ -88,8 +88,7 @@ def join_from_openmpi(
 ) -> None:
     """Joins, in a process of Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``, ``..._SIZE``, ``..._LOCAL_RANK``).
 
-    Raises:
-        RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
+    Raises what ``join_from_slurm`` does.
     """
     become_rank(recognise.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
 
