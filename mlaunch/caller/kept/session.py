@@ -128,9 +128,9 @@ class Session:
             self._end()
         elif self.handle.over and self._present is not None:
             self._finish_present()
-        elif self.idle and not self.handle.ending:
-            self._end_if_unused()
         self._advance()
+        if self.idle and not self.over:
+            self._end_if_unused()
 
     def _end_if_unused(self) -> None:
         if self._abandoned:
