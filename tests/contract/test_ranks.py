@@ -1,0 +1,495 @@
+"""Ranks that stay: their calls, the futures of these, what they print, and who may use them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mlaunch
+from mlaunch import Ranks, launcher, progress
+from tests.contract.functions import Model, decorated, error_of, total
+from tests.processes import alive, wait_gone
+
+LIMIT = 60.0  # seconds, of every wait
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(n_gpus=2) as opened:
+        yield opened
+
+
+def pids_of(ranks: Ranks) -> list[int]:
+    return ranks.run(os.getpid)
+
+
+def wait_for_file(path: str) -> None:
+    """In a rank: until a file is there."""
+    while not os.path.exists(path):
+        os.sched_yield()
+
+
+# Calls
+
+
+def test_values_come_by_rank_and_the_processes_stay(ranks: Ranks) -> None:
+    assert ranks.run(lambda x, *, y: (dist.get_rank(), x, y), 1, y=2) == [(0, 1, 2), (1, 1, 2)]
+    first = pids_of(ranks)
+    assert ranks.run(total) == [2.0, 2.0]
+    assert pids_of(ranks) == first
+    assert len({os.getpid(), *first}) == 3
+
+
+def test_what_a_call_leaves_in_its_ranks_is_there_in_the_next(ranks: Ranks) -> None:
+    def leave(value: int) -> None:
+        sys.left_here = value + dist.get_rank()  # type: ignore[attr-defined]
+
+    ranks.run(leave, 5)
+    assert ranks.run(lambda: sys.left_here) == [5, 6]  # type: ignore[attr-defined]
+
+
+def test_decorated_functions_run_as_what_they_wrap(ranks: Ranks) -> None:
+    pids = pids_of(ranks)
+    assert [value for value, _ in ranks.run(decorated, 10)] == [10, 11]
+    train = launcher(n_gpus=1)(lambda x: (x, os.getpid()))
+    assert ranks.run(train, 0.1) == [(0.1, pid) for pid in pids]
+    assert train.options(ranks=ranks)(0.2) == [(0.2, pid) for pid in pids]
+    assert train.last is not None and [row.pid for row in train.last.ranks] == pids
+    assert ranks.submit(train, 0.3).result(LIMIT) == [(0.3, pid) for pid in pids]
+
+
+def test_methods_run_with_their_instance(ranks: Ranks) -> None:
+    model = Model(1)
+    assert ranks.run(model.fit, 2) == [7, 7]
+    assert ranks.run(Model.fit, model, 2, twice=True) == [14, 14]
+    assert model.fit.options(ranks=ranks)(3) == [10, 10]
+    assert ranks.run(Model.of_class) == ["Model", "Model"]
+    assert ranks.run(model.__class__.static) == ["static", "static"]
+
+
+def test_a_call_of_a_wrong_signature_is_refused_before_it_is_sent(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="missing a required argument: 'x'|missing 1 required"):
+        ranks.run(lambda x: x)
+    assert ranks.last is None
+
+
+def test_arguments_that_cannot_be_pickled_are_named(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="argument 0 of .*lock.*cannot be pickled"):
+        ranks.run(lambda x: x, threading.Lock())
+    assert ranks.run(lambda: 1) == [1, 1]
+
+
+def test_a_seed_counts_from_the_start() -> None:
+    with Ranks(n_gpus=2, seed=3) as ranks:
+        first = ranks.run(lambda: torch.rand(1).item())
+        assert first[0] != first[1]
+        assert ranks.run(lambda: torch.rand(1).item()) != first
+
+
+def test_values_of_earlier_calls_stay_right_while_later_ones_write(ranks: Ranks) -> None:
+    def make(number: int) -> torch.Tensor:
+        return torch.full((200_000,), float(10 * number + dist.get_rank()))
+
+    kept = [ranks.run(make, number) for number in range(20)]
+    futures = [ranks.submit(make, number) for number in range(20)]
+    for found in (kept, [future.result(LIMIT) for future in futures]):
+        for number, values in enumerate(found):
+            for rank, value in enumerate(values):
+                assert bool((value == 10 * number + rank).all())
+    kept[0][0].fill_(-1.0)  # it is the caller's own
+    assert bool((kept[1][0] == 10).all())
+    assert ranks.run(lambda: 1) == [1, 1]
+
+
+def test_arguments_of_a_call_are_not_seen_by_others(ranks: Ranks) -> None:
+    """Each rank may write to what it was given."""
+    given = torch.zeros(100_000)
+
+    def write(x: torch.Tensor) -> float:
+        x += 1 + dist.get_rank()
+        dist.barrier()
+        return float(x.mean())
+
+    assert ranks.run(write, given) == [1.0, 2.0]
+    assert ranks.run(write, given) == [1.0, 2.0]
+    assert float(given.sum()) == 0
+
+
+# Futures
+
+
+def test_calls_run_in_the_order_in_which_they_were_submitted(ranks: Ranks) -> None:
+    def note(number: int) -> list[int]:
+        seen = vars(sys).setdefault("numbers", [])
+        seen.append(number)
+        return list(seen)
+
+    futures = [ranks.submit(note, number) for number in range(10)]
+    assert ranks.run(note, 10) == [list(range(11))] * 2
+    assert all(future.done() for future in futures)
+    assert futures[4].result() == [list(range(5))] * 2
+
+
+def test_futures_are_those_of_concurrent_futures(ranks: Ranks) -> None:
+    futures = [ranks.submit(lambda x: x + dist.get_rank(), number) for number in range(4)]
+    assert all(isinstance(future, Future) for future in futures)
+    done, waiting = concurrent.futures.wait(futures, LIMIT)
+    assert done == set(futures) and not waiting
+    found = [future.result() for future in concurrent.futures.as_completed(futures, LIMIT)]
+    assert sorted(found) == [[number, number + 1] for number in range(4)]
+    assert futures[0].exception() is None
+
+
+def test_a_future_of_a_call_that_raises(ranks: Ranks) -> None:
+    def fail() -> None:
+        raise ValueError("no such luck")
+
+    future = ranks.submit(fail)
+    error = future.exception(LIMIT)
+    assert isinstance(error, ValueError)
+    assert any("the ranks are in step and stay" in note for note in error.__notes__)
+    assert future.report is not None and future.report.ranks[0].end.startswith("raised")
+    assert ranks.submit(lambda: 1).result(LIMIT) == [1, 1]
+
+
+def test_futures_can_be_awaited(ranks: Ranks) -> None:
+    async def work() -> list[Any]:
+        first = asyncio.wrap_future(ranks.submit(lambda: dist.get_rank()))
+        second = asyncio.wrap_future(ranks.submit(lambda: -dist.get_rank()))
+        return await asyncio.wait_for(asyncio.gather(first, second), LIMIT)
+
+    assert asyncio.run(work()) == [[0, 1], [0, -1]]
+
+
+def test_a_queued_call_can_be_cancelled(ranks: Ranks, tmp_path: Path) -> None:
+    gate, trace = str(tmp_path / "gate"), tmp_path / "trace"
+    first = ranks.submit(wait_for_file, gate)
+    second = ranks.submit(Path.touch, trace)
+    third = ranks.submit(lambda: 3)
+    assert second.cancel()
+    assert not first.cancel()  # it runs
+    Path(gate).touch()
+    assert third.result(LIMIT) == [3, 3]
+    assert first.result(LIMIT) == [None, None]
+    with pytest.raises(CancelledError):
+        second.result(LIMIT)
+    assert not trace.exists()
+
+
+def test_a_callback_may_call(ranks: Ranks) -> None:
+    found: list[Any] = []
+    over = threading.Event()
+
+    def go_on(future: Future[Any]) -> None:
+        found.append(future.result())
+        found.append(ranks.run(lambda: "of the callback"))
+        over.set()
+
+    ranks.submit(lambda: 1).add_done_callback(go_on)
+    assert over.wait(LIMIT)
+    assert found == [[1, 1], ["of the callback"] * 2]
+
+
+def test_a_callback_of_a_call_that_the_main_thread_drives_may_call(ranks: Ranks, tmp_path: Path) -> None:
+    found: list[Any] = []
+    gate = str(tmp_path / "gate")
+    first = ranks.submit(wait_for_file, gate)
+    first.add_done_callback(lambda _: found.append(ranks.run(lambda: 2)))
+    threading.Timer(0, Path(gate).touch).start()
+    assert ranks.run(lambda: 3) == [3, 3]
+    first.result(LIMIT)
+    assert ranks.run(lambda: 4) == [4, 4]
+    assert found == [[2, 2]]
+
+
+def test_a_callback_may_close(tmp_path: Path) -> None:
+    ranks = Ranks(n_gpus=2)
+    closed = threading.Event()
+    gate = str(tmp_path / "gate")
+    future = ranks.submit(wait_for_file, gate)
+
+    def close(_: object) -> None:
+        ranks.close()
+        closed.set()
+
+    future.add_done_callback(close)
+    Path(gate).touch()
+    assert closed.wait(LIMIT)
+    ranks.close()
+    with pytest.raises(RuntimeError, match="these ranks were closed"):
+        ranks.run(total)
+
+
+def test_a_callback_that_raises_harms_nobody(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    future = ranks.submit(lambda: 1)
+    future.add_done_callback(lambda _: 1 / 0)
+    assert future.result(LIMIT) == [1, 1]
+    assert ranks.run(lambda: 2) == [2, 2]
+
+
+def test_leaving_the_block_waits_for_what_was_submitted(tmp_path: Path) -> None:
+    with Ranks(n_gpus=2) as ranks:
+        futures = [ranks.submit(lambda x: x, number) for number in range(5)]
+    assert [future.result(0) for future in futures] == [[number] * 2 for number in range(5)]
+
+
+def test_close_can_cancel_what_was_submitted(tmp_path: Path) -> None:
+    ranks = Ranks(n_gpus=2, grace_period=0.1)
+    running = ranks.submit(wait_for_file, str(tmp_path / "never"))
+    queued = ranks.submit(lambda: 1)
+    ranks.close(cancel_futures=True)
+    assert queued.cancelled()
+    with pytest.raises(mlaunch.RanksLost, match="wait_for_file.* was ended"):
+        running.result(LIMIT)
+
+
+# Who uses them
+
+
+def test_threads_share_them(ranks: Ranks) -> None:
+    def call(number: int) -> Any:
+        return ranks.run(lambda x: (x, dist.get_rank()), number)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(call, range(40), timeout=LIMIT))
+    assert found == [[(number, 0), (number, 1)] for number in range(40)]
+
+
+def test_two_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    """Each goes on while the other's call waits for it."""
+    with Ranks(n_gpus=1) as others:
+        gate = str(tmp_path / "gate")
+        waiting = ranks.submit(wait_for_file, gate)
+        assert others.run(Path.touch, Path(gate)) == [None]
+        assert waiting.result(LIMIT) == [None, None]
+        assert not set(pids_of(ranks)) & set(pids_of(others))
+        assert launcher(total, 2)() == [2.0, 2.0]  # and launches beside them
+
+
+def test_reports(ranks: Ranks) -> None:
+    assert ranks.last is None and ranks.history == ()
+    futures = [ranks.submit(lambda x: x, number) for number in range(2)]
+    ranks.run(total)
+    reports = ranks.history
+    assert len(reports) == 3
+    assert reports[0] is futures[0].report and reports[1] is futures[1].report
+    assert ranks.last is reports[2]
+    assert "total()" in str(ranks.last).splitlines()[0]
+    assert [row.rank for row in ranks.last.ranks] == [0, 1]
+    assert [row.pid for row in ranks.last.ranks] == pids_of(ranks)
+
+
+def test_after_close(ranks: Ranks) -> None:
+    pids = pids_of(ranks)
+    ranks.close()
+    ranks.close()
+    assert repr(ranks).endswith("closed>")
+    for use in (ranks.run, ranks.submit, ranks.hold):
+        with pytest.raises(RuntimeError, match="these ranks were closed"):
+            use(total)
+    wait_gone(pids)
+
+
+def test_what_nobody_refers_to_ends() -> None:
+    ranks = Ranks(n_gpus=2)
+    pids = pids_of(ranks)
+    del ranks
+    wait_gone(pids)
+    for thread in threading.enumerate():
+        if thread.name == "mlaunch-ranks":
+            thread.join(LIMIT)
+
+
+def test_a_submitted_call_ends_though_nobody_refers_to_the_ranks() -> None:
+    future = Ranks(n_gpus=2).submit(os.getpid)
+    pids = future.result(LIMIT)
+    wait_gone(pids)
+    for thread in threading.enumerate():
+        if thread.name == "mlaunch-ranks":
+            thread.join(LIMIT)
+
+
+def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
+    def use() -> str:
+        return error_of(lambda: ranks.run(total))
+
+    assert ranks.run(lambda: 1) == [1, 1]
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, use().encode())
+            ranks.close()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    assert said == f"RuntimeError: these ranks belong to process {os.getpid()}, of which this one is a fork"
+    assert ranks.run(lambda: 1) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"world_size": 4}, "ranks that stay are those of one machine so far"),
+        ({"world_size": 4, "rank_start": 2}, "rank_start=2"),
+        ({"max_restarts": 1}, "Ranks does not take max_restarts"),
+        ({"keep": 5}, "Ranks does not take keep"),
+        ({"n_gpus": 0}, "n_gpus"),
+        ({"idle": 3}, "idle"),
+    ],
+)
+def test_wrong_options(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        Ranks(**{"n_gpus": 2, **wrong})
+
+
+def test_a_world_of_their_own_size_is_one_machine() -> None:
+    with Ranks(n_gpus=2, world_size=2) as ranks:
+        assert ranks.run(total) == [2.0, 2.0]
+
+
+def test_a_rank_has_none_of_its_own(ranks: Ranks) -> None:
+    said = launcher(lambda: error_of(lambda: Ranks(n_gpus=1)), 1)()
+    assert said[0].startswith("RuntimeError: Ranks()") and "rank" in said[0]
+    assert ranks.run(lambda: error_of(lambda: Ranks(n_gpus=1)))[0].startswith("RuntimeError: Ranks()")
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_start_methods(start_method: str) -> None:
+    with Ranks(n_gpus=2, start_method=start_method) as ranks:
+        pids = pids_of(ranks)
+        assert ranks.run(total) == [2.0, 2.0]
+        assert pids_of(ranks) == pids
+    assert not any(map(alive, pids))
+
+
+def test_repr(ranks: Ranks, tmp_path: Path) -> None:
+    assert repr(ranks) == "<Ranks: 2 on cpu, idle>"
+    future = ranks.submit(wait_for_file, str(tmp_path / "gate"))
+    assert repr(ranks) == "<Ranks: 2 on cpu, running>"
+    (tmp_path / "gate").touch()
+    future.result(LIMIT)
+    assert (ranks.world_size, ranks.devices) == (2, ("cpu", "cpu"))
+
+
+# The end of those who are not used
+
+
+def test_idle_ranks_end_and_fresh_ones_are_started() -> None:
+    with Ranks(n_gpus=2, idle_timeout=0.05) as ranks:
+        pids = pids_of(ranks)
+        wait_gone(pids)
+        assert repr(ranks).endswith("gone>")
+        assert not set(pids_of(ranks)) & set(pids)
+
+
+def test_idle_ranks_end_by_design() -> None:
+    """So it is nothing that ``restart=False`` minds."""
+    with Ranks(n_gpus=2, idle_timeout=0.05, restart=False) as ranks:
+        wait_gone(pids_of(ranks))
+        assert ranks.run(total) == [2.0, 2.0]
+
+
+def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(
+        "import os\n"
+        "from mlaunch import Ranks\n"
+        "ranks = Ranks(n_gpus=2)\n"
+        "others = Ranks(n_gpus=1)\n"
+        "print(*ranks.run(os.getpid), *others.run(os.getpid))\n"
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3 and not any(map(alive, pids))
+
+
+# Output
+
+
+def test_output_belongs_to_its_call(ranks: Ranks, capsys: Capture) -> None:
+    for number in range(3):
+        ranks.run(lambda number: print(f"call {number} of {dist.get_rank()}"), number)
+        shown = capsys.readouterr().out
+        assert sorted(shown.splitlines()) == [f"[0] call {number} of 0", f"[1] call {number} of 1"]
+
+
+def test_a_line_without_its_end_does_not_wait_for_the_next_call(ranks: Ranks, capsys: Capture) -> None:
+    ranks.run(lambda: print("half", end="") if dist.get_rank() == 0 else None)
+    assert capsys.readouterr().out.strip() == "[0] half"
+    ranks.run(lambda: print("whole") if dist.get_rank() == 0 else None)
+    assert capsys.readouterr().out == "[0] whole\n"
+
+
+def test_a_directory_for_each_call(tmp_path: Path) -> None:
+    with Ranks(n_gpus=2, log_dir=str(tmp_path)) as ranks:
+        for number in range(3):
+            ranks.run(lambda number: print(f"call {number}"), number)
+        launcher(lambda: print("decorated")).options(ranks=ranks)()
+    directories = sorted(tmp_path.iterdir())
+    assert len(directories) == 3
+    for number, directory in enumerate(sorted(directories, key=lambda path: path.stat().st_ctime_ns)):
+        found = "".join(path.read_text() for path in directory.rglob("*") if path.is_file() and "0" in path.parts[-2])
+        assert re.search(rf"call {number}\b", found), (directory, found)
+
+
+def test_what_ranks_print_between_calls_is_shown(ranks: Ranks, tmp_path: Path, capfd: Capture) -> None:
+    gate, shown = tmp_path / "gate", tmp_path / "shown"
+
+    def begin() -> None:
+        def later() -> None:
+            wait_for_file(str(gate))
+            print(f"between of {dist.get_rank()}")
+            Path(f"{shown}{dist.get_rank()}").touch()
+
+        threading.Thread(target=later, daemon=True).start()
+
+    ranks.run(begin)
+    gate.touch()
+    for rank in range(2):
+        while not Path(f"{shown}{rank}").exists():
+            os.sched_yield()
+    ranks.close()
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] between of 0", "[1] between of 1"]
+
+
+def test_a_flood_between_calls_blocks_no_call(tmp_path: Path, capfd: Capture) -> None:
+    stop = tmp_path / "stop"
+
+    def begin() -> None:
+        def flood() -> None:
+            while not stop.exists():
+                print("x" * 1000)
+            sys.stdout.flush()
+
+        threading.Thread(target=flood, daemon=True).start()
+
+    with Ranks(n_gpus=2) as ranks:
+        ranks.run(begin)
+        for number in range(20):
+            assert ranks.run(lambda x: x, number) == [number] * 2
+        stop.touch()
+        capfd.readouterr()
+
+
+def test_progress_is_the_calls_own(ranks: Ranks, capsys: Capture) -> None:
+    def loop() -> int:
+        return sum(progress(range(5)))
+
+    assert ranks.run(loop) == [10, 10]
+    assert ranks.run(loop) == [10, 10]
