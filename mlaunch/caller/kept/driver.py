@@ -41,6 +41,7 @@ class Driver:
         self._free = threading.Condition(driven.lock)
         self._leader: threading.Thread | None = None
         self._parked = False  # the thread waits to be told that nobody drives
+        self._waking = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
@@ -77,8 +78,8 @@ class Driver:
             self._step()
 
     def notify(self) -> None:
-        """Has whoever drives look again; the collector may call it anywhere."""
-        with self._driven.lock:
+        """Has whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
+        with self._waking:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
@@ -98,7 +99,7 @@ class Driver:
                 drives = self._leader is None
             if drives:
                 self._step()
-        with self._driven.lock:
+        with self._waking:
             wake, self._wake = self._wake, -1
             os.close(wake)
 
