@@ -15,7 +15,7 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Errand, Kind, Phase
-from mlaunch.rank import held, stale, step
+from mlaunch.rank import held, process, stale, step
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError
 
@@ -89,6 +89,10 @@ class KeptRank(FunctionRank):
         if self._args.local_rank > 0:
             return ""
         return ",".join(stale.changed())[:_STALE_LIMIT]
+
+    def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
+        process.flush()  # a line without its end belongs to this call, not to the next
+        super()._answer(kind, content, consequence=consequence)
 
     def _seal(self) -> None:
         self._can_be_called_back = False
