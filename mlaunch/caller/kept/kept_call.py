@@ -27,6 +27,7 @@ class RanksFuture(Future[Any]):
     """
 
     report: LaunchReport | None = None
+    stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
 
 
 @dataclass(eq=False)
@@ -38,7 +39,6 @@ class KeptCall:
     deadline: float | None
     memfd: int
     plan: OutputPlan
-    stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
     future: RanksFuture = field(default_factory=RanksFuture)
     ended: Ended | None = None
     over: threading.Event = field(default_factory=threading.Event)  # it is settled or cancelled, and that was told

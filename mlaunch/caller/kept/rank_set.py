@@ -10,12 +10,14 @@ import os
 import threading
 import weakref
 from collections import deque
+from concurrent.futures import Future
+from typing import Any
 
 from mlaunch.base.errors import RanksLost
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.call import flush_streams
-from mlaunch.caller.kept.kept_call import KeptCall, pickle_call
+from mlaunch.caller.kept.kept_call import KeptCall, RanksFuture, pickle_call
 from mlaunch.caller.kept.open_session import open_session
 from mlaunch.caller.kept.session import Session
 from mlaunch.caller.options import Options
@@ -69,15 +71,15 @@ class RankSet:
         """Drives a call to its end. An interrupt ends it, and is raised."""
         with interrupts.deferred():
             ended = session.run(call)
-        self.note(call)
+        self.note(call.future)
         return ended
 
-    def note(self, call: KeptCall) -> None:
+    def note(self, future: Future[Any]) -> None:
         """Keeps the report of a call that is over, and warns of old code in the ranks."""
-        if call.ended is None:
+        if not isinstance(future, RanksFuture) or future.report is None:
             return
-        self.reports.append(call.ended.report)
-        new = [name for name in call.stale.split(",") if name and name not in self.told_stale]
+        self.reports.append(future.report)
+        new = [name for name in future.stale.split(",") if name and name not in self.told_stale]
         self.told_stale.update(new)
         if new:
             warn_caller(

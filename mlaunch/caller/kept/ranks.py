@@ -75,8 +75,8 @@ class Ranks:
         function, args = _unwrapped(function, args)
         ours = self._set
         session, call = ours.submit(ours.options, Call(function, args, kwargs))
+        call.future.add_done_callback(ours.note)  # not the call: it holds the future
         session.leave_to_thread()
-        call.future.add_done_callback(lambda _: ours.note(call))
         return call.future
 
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:

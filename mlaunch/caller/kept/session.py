@@ -160,7 +160,7 @@ class Session:
         if call is not None:
             if ended.error is not None:
                 add_fate(ended.error, "")
-            call.stale = stale
+            call.future.stale = stale
             call.settle(ended)
             self._settled.append(call)
 
