@@ -93,10 +93,10 @@ def test_arguments_that_cannot_be_pickled_are_named(ranks: Ranks) -> None:
 
 
 def test_a_seed_counts_from_the_start() -> None:
-    with Ranks(n_gpus=2, seed=3) as ranks:
-        first = ranks.run(lambda: torch.rand(1).item())
-        assert first[0] != first[1]
-        assert ranks.run(lambda: torch.rand(1).item()) != first
+    with Ranks(n_gpus=2, seed="per-rank:3") as ranks:
+        drawn = [ranks.run(lambda: torch.rand(1).item()) for _ in range(2)]
+    assert len({value for values in drawn for value in values}) == 4
+    assert drawn[0] == launcher(lambda: torch.rand(1).item()).options(n_gpus=2, seed="per-rank:3")()
 
 
 def test_values_of_earlier_calls_stay_right_while_later_ones_write(ranks: Ranks) -> None:

@@ -1,0 +1,553 @@
+"""Whether ranks that stay can go on after a call that went wrong, and what becomes of those that cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
+from tests.conftest import ROOT
+from tests.contract.functions import total
+from tests.processes import alive, children, descendants, wait_gone
+
+LIMIT = 60.0  # seconds, of every wait
+STAYED = "the ranks are in step and stay, with what they hold"
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(n_gpus=2, grace_period=0.5) as opened:
+        yield opened
+
+
+def spin() -> None:
+    while True:
+        os.sched_yield()
+
+
+def caught(call: Callable[[], object]) -> BaseException:
+    try:
+        found = call()
+    except BaseException as error:
+        return error
+    raise AssertionError(f"it returned {found}")
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+@contextlib.contextmanager
+def intact(ranks: Ranks) -> Iterator[None]:
+    """That the same processes go on with the same objects."""
+    held = ranks.hold(lambda: [dist.get_rank()])
+    before = ranks.run(lambda x: (os.getpid(), id(x)), held)
+    yield
+    assert ranks.run(lambda x: (os.getpid(), id(x)), held) == before
+    assert ranks.run(total) == [2.0, 2.0]
+    assert held.alive
+
+
+@contextlib.contextmanager
+def lost(ranks: Ranks) -> Iterator[None]:
+    """That none of the processes is left, and that the next call gets fresh ones."""
+    held = ranks.hold(lambda: [dist.get_rank()])
+    before = ranks.run(os.getpid)
+    yield
+    wait_gone(before)
+    assert not held.alive
+    with pytest.raises(ValueError, match=r"held value \d+ belongs to other ranks than those of .*which are gone"):
+        ranks.run(lambda x: x, held)
+    assert not set(ranks.run(os.getpid)) & set(before)
+    assert ranks.run(total) == [2.0, 2.0]
+
+
+def interrupt(caller: int) -> None:
+    """In a rank."""
+    if dist.get_rank() == 0:
+        os.kill(caller, signal.SIGINT)
+
+
+# An exception
+
+
+def fail() -> None:
+    raise ValueError("no such luck")
+
+
+def all_fail() -> None:
+    fail()
+
+
+def one_fails_and_the_other_returns() -> None:
+    if dist.get_rank() == 1:
+        fail()
+
+
+def one_fails_and_the_other_works() -> None:
+    if dist.get_rank() == 1:
+        fail()
+    spin()
+
+
+def one_fails_after_an_operation() -> None:
+    total()
+    one_fails_and_the_other_works()
+
+
+@pytest.mark.parametrize(
+    "work", [all_fail, one_fails_and_the_other_returns, one_fails_and_the_other_works, one_fails_after_an_operation]
+)
+def test_an_exception_leaves_them_in_step(ranks: Ranks, work: Callable[[], None]) -> None:
+    with intact(ranks):
+        error = caught(lambda: ranks.run(work))
+        assert isinstance(error, ValueError) and isinstance(error.__cause__, LaunchError)
+        assert STAYED in notes(error)
+        assert ranks.last is not None and any(row.end.startswith("raised") for row in ranks.last.ranks)
+
+
+def one_fails_and_the_other_waits_for_it() -> None:
+    if dist.get_rank() == 1:
+        fail()
+    dist.barrier()
+
+
+def one_fails_and_the_other_waits_in_all_reduce() -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        fail()
+    dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("work", [one_fails_and_the_other_waits_for_it, one_fails_and_the_other_waits_in_all_reduce])
+def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks, work: Callable[[], None]) -> None:
+    with lost(ranks):
+        error = caught(lambda: ranks.run(work))
+        assert isinstance(error, ValueError)
+        assert "what they held is lost, and the next call starts fresh ones" in notes(error)
+        assert "rank 0" in notes(error) and work.__name__ in notes(error)
+        assert STAYED not in notes(error)
+
+
+def test_operations_that_one_rank_alone_has_begun(ranks: Ranks) -> None:
+    def work() -> None:
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            sys.left_here = work  # type: ignore[attr-defined]
+        fail()
+
+    with lost(ranks):
+        assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+
+
+def test_a_message_that_nobody_has_received(ranks: Ranks) -> None:
+    """The other end would take it for the next one."""
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            sys.left_here = dist.isend(torch.ones(3), 1)  # type: ignore[attr-defined]
+        fail()
+
+    def next_message() -> float:
+        found = torch.full((3,), 5.0)
+        if dist.get_rank() == 0:
+            dist.send(found, 1)
+        else:
+            dist.recv(torch.zeros(3) if False else found.zero_(), 0)
+        return found.mean().item()
+
+    assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+    assert ranks.run(next_message) == [5.0, 5.0]
+
+
+def test_a_group_that_one_rank_alone_has_made(ranks: Ranks) -> None:
+    """torch counts groups to name them: the next would have two names."""
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        fail()
+
+    def make() -> float:
+        value = torch.ones(1)
+        dist.all_reduce(value, group=dist.new_group([0, 1]))
+        return value.item()
+
+    assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+    assert ranks.submit(make).result(LIMIT) == [2.0, 2.0]
+
+
+def test_a_group_that_one_rank_waits_for(ranks: Ranks) -> None:
+    def work() -> None:
+        if dist.get_rank() == 0:
+            dist.new_group([0, 1])
+        fail()
+
+    with lost(ranks):
+        assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+
+
+def test_a_group_whose_member_never_came() -> None:
+    def make() -> list[Any]:
+        groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        return [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+
+    def work(groups: list[Any]) -> None:
+        if dist.get_rank() == 2:
+            fail()
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+
+    with Ranks(n_gpus=3, grace_period=0.5) as ranks:
+        groups = ranks.hold(make)
+        ranks.run(lambda groups: [dist.all_reduce(torch.ones(1), group=group) for group in groups] and None, groups)
+        error = caught(lambda: ranks.run(work, groups))
+        assert isinstance(error, ValueError)
+        assert "what they held is lost" in notes(error)
+        assert ranks.run(total) == [3.0] * 3
+
+
+def test_groups_that_all_have_made_are_no_reason(ranks: Ranks) -> None:
+    def work() -> None:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.new_group([1])
+        fail()
+
+    with intact(ranks):
+        assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+
+
+def test_a_group_that_was_destroyed_is_no_reason(ranks: Ranks) -> None:
+    def work() -> None:
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        fail()
+
+    with intact(ranks):
+        assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+
+
+def test_without_restart() -> None:
+    with Ranks(n_gpus=2, grace_period=0.5, restart=False) as ranks:
+        pids = ranks.run(os.getpid)
+        assert isinstance(caught(lambda: ranks.run(one_fails_and_the_other_waits_for_it)), ValueError)
+        for use in (ranks.run, ranks.submit):
+            with pytest.raises(RanksLost, match=r"the ranks are gone: .*step"):
+                use(total)
+        wait_gone(pids)
+
+
+def test_calls_that_wait_for_lost_ranks(ranks: Ranks) -> None:
+    first = ranks.submit(one_fails_and_the_other_waits_for_it)
+    second = ranks.submit(total)
+    assert isinstance(first.exception(LIMIT), ValueError)
+    error = second.exception(LIMIT)
+    assert isinstance(error, RanksLost) and "total() was not run, since its ranks are gone" in str(error)
+    assert ranks.run(total) == [2.0, 2.0]
+
+
+# What cannot travel
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return fail, ()
+
+
+def test_arguments_that_cannot_be_unpickled(ranks: Ranks) -> None:
+    with intact(ranks):
+        error = caught(lambda: ranks.run(lambda x: x, Unreadable()))
+        assert isinstance(error, ValueError) and STAYED in notes(error)
+
+
+def test_a_value_that_cannot_be_pickled(ranks: Ranks) -> None:
+    with intact(ranks):
+        error = caught(lambda: ranks.run(lambda: threading.Lock() if dist.get_rank() == 1 else 1))
+        assert isinstance(error, LaunchError)
+        assert "rank 1 of " in str(error) and "returned a value that cannot be pickled" in str(error)
+        assert STAYED in notes(error)
+
+
+def test_a_value_that_cannot_be_unpickled_here(ranks: Ranks) -> None:
+    with intact(ranks):
+        error = caught(lambda: ranks.run(Unreadable))
+        assert "cannot be unpickled here" in str(error)
+
+
+# A deadline
+
+
+def test_a_deadline_of_a_loop() -> None:
+    with Ranks(n_gpus=2, deadline=0.3) as ranks, intact(ranks):
+        error = caught(lambda: ranks.run(spin))
+        assert isinstance(error, LaunchTimeout)
+        assert "did not finish within its deadline of 0.3 s; ranks 0-1 had not returned" in str(error)
+        assert STAYED in notes(error)
+        assert "spin" in error.stacks[0]
+
+
+def test_a_deadline_in_an_operation() -> None:
+    with Ranks(n_gpus=2, deadline=0.3, grace_period=0.3) as ranks, lost(ranks):
+        error = caught(lambda: ranks.run(lambda: dist.barrier() if dist.get_rank() else spin()))
+        assert isinstance(error, LaunchTimeout)
+        assert "what they held is lost" in notes(error)
+
+
+def test_a_deadline_is_of_one_call(ranks: Ranks) -> None:
+    with intact(ranks):
+        late = launcher(spin, deadline=0.2).options(ranks=ranks)
+        assert isinstance(caught(late), LaunchTimeout)
+
+
+# Ctrl-C
+
+
+def test_an_interrupt_of_a_loop(ranks: Ranks) -> None:
+    def work(caller: int) -> None:
+        interrupt(caller)
+        spin()
+
+    with intact(ranks):
+        for _ in range(3):
+            error = caught(lambda: ranks.run(work, os.getpid()))
+            assert isinstance(error, KeyboardInterrupt)
+            assert STAYED in notes(error)
+
+
+def test_an_interrupt_of_an_operation(ranks: Ranks) -> None:
+    def work(caller: int) -> None:
+        if dist.get_rank() == 0:
+            dist.barrier()
+        os.kill(caller, signal.SIGINT)
+        spin()
+
+    with lost(ranks):
+        error = caught(lambda: ranks.run(work, os.getpid()))
+        assert isinstance(error, KeyboardInterrupt)
+        assert "what they held is lost" in notes(error)
+
+
+def test_a_second_interrupt_ends_them_at_once() -> None:
+    """Whatever they do, and however long the grace period is."""
+
+    def work(caller: int) -> None:
+        interrupt(caller)
+        try:
+            spin()
+        finally:
+            interrupt(caller)
+            signal.pause()
+            spin()
+
+    with Ranks(n_gpus=2, grace_period=1000) as ranks, lost(ranks):
+        error = caught(lambda: ranks.run(work, os.getpid()))
+        assert isinstance(error, KeyboardInterrupt)
+
+
+def test_a_call_that_swallows_the_interrupt(ranks: Ranks) -> None:
+    """It has ended by itself: the interrupt is raised all the same."""
+
+    def work(caller: int) -> int:
+        try:
+            interrupt(caller)
+            spin()
+        except KeyboardInterrupt:
+            pass
+        return 5
+
+    with intact(ranks):
+        assert isinstance(caught(lambda: ranks.run(work, os.getpid())), KeyboardInterrupt)
+
+
+def test_a_call_that_will_not_end(ranks: Ranks) -> None:
+    def work(caller: int) -> None:
+        interrupt(caller)
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                spin()
+                spin()
+
+    with lost(ranks):
+        assert isinstance(caught(lambda: ranks.run(work, os.getpid())), KeyboardInterrupt)
+
+
+def test_an_interrupt_while_another_threads_call_runs(ranks: Ranks, tmp_path: Any) -> None:
+    """It ends the call of the main thread, which has not begun."""
+    gate = str(tmp_path / "gate")
+
+    def work(caller: int, gate: str) -> int:
+        interrupt(caller)
+        while not os.path.exists(gate):
+            os.sched_yield()
+        return 6
+
+    with intact(ranks):
+        first = ranks.submit(work, os.getpid(), gate)
+        assert isinstance(caught(lambda: ranks.run(total)), KeyboardInterrupt)
+        (tmp_path / "gate").touch()
+        assert first.result(LIMIT) == [6, 6]
+
+
+# A rank that ends
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda: sys.exit(3), "exited with code 3"),
+        (lambda: os._exit(4), "exited with code 4"),
+        (lambda: sys.exit(0), "exited with code 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV"),
+    ],
+    ids=["sys.exit", "os._exit", "success", "SIGKILL", "SIGSEGV"],
+)
+@pytest.mark.parametrize("other", ["returns", "waits"])
+def test_a_rank_ends_during_a_call(ranks: Ranks, how: Callable[[], object], words: str, other: str) -> None:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            how()
+        if other == "waits":
+            dist.barrier()
+
+    with lost(ranks):
+        error = caught(lambda: ranks.run(work))
+        assert isinstance(error, LaunchError | RanksLost), repr(error)
+        assert words in f"{error}{notes(error)}" and "rank 1" in str(error)
+        assert ranks.last is not None and words in ranks.last.ranks[1].end
+
+
+def test_a_rank_is_killed_between_calls(ranks: Ranks) -> None:
+    pids = ranks.run(os.getpid)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_gone(pids)
+    for thread in threading.enumerate():
+        if thread.name == "mlaunch-ranks":
+            thread.join(LIMIT)
+    with pytest.warns(RuntimeWarning, match="the ranks were lost between calls: rank 1.* was killed by SIGKILL"):
+        assert ranks.run(total) == [2.0, 2.0]
+
+
+def test_a_rank_is_killed_between_calls_without_restart() -> None:
+    with Ranks(n_gpus=2, restart=False) as ranks:
+        pids = ranks.run(os.getpid)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_gone(pids)
+        with pytest.raises((RanksLost, LaunchError), match=r"rank 0.* was killed by SIGKILL"):
+            ranks.run(total)
+
+
+def test_a_rank_that_is_stopped_between_calls() -> None:
+    with Ranks(n_gpus=2, deadline=0.3, grace_period=0.2) as ranks:
+        pids = ranks.run(os.getpid)
+        os.kill(pids[1], signal.SIGSTOP)
+        assert isinstance(caught(lambda: ranks.run(total)), LaunchTimeout)
+        wait_gone(pids)
+        assert ranks.run(lambda: 1) == [1, 1]
+
+
+# Those above them
+
+
+def test_the_agent_is_killed(ranks: Ranks) -> None:
+    with lost(ranks):
+        pids = ranks.run(os.getpid)
+        [agent] = set(ranks.run(os.getppid))
+        assert isinstance(caught(lambda: ranks.run(kill_parent)), LaunchError)
+        wait_gone([agent, *pids])
+
+
+def kill_parent() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    spin()
+
+
+def test_the_agent_is_killed_between_calls(ranks: Ranks) -> None:
+    pids = ranks.run(os.getpid)
+    [agent] = set(ranks.run(os.getppid))
+    os.kill(agent, signal.SIGKILL)
+    wait_gone([agent, *pids])
+    with contextlib.suppress(LaunchError, RanksLost):
+        ranks.submit(total).result(LIMIT)
+    assert ranks.run(total) == [2.0, 2.0]
+
+
+def test_the_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    with Ranks(n_gpus=2, deadline=0.5, grace_period=0.2) as ranks:
+        pids = ranks.run(os.getpid)
+        [agent] = set(ranks.run(os.getppid))
+        os.kill(agent, signal.SIGSTOP)
+        assert isinstance(caught(lambda: ranks.run(total)), LaunchTimeout)
+        wait_gone([agent, *pids])
+        assert ranks.run(total) == [2.0, 2.0]
+
+
+def test_closing_those_whose_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    with Ranks(n_gpus=2, grace_period=0.2) as ranks:
+        pids = ranks.run(os.getpid)
+        [agent] = set(ranks.run(os.getppid))
+        os.kill(agent, signal.SIGSTOP)
+    wait_gone([agent, *pids])
+
+
+def test_the_fork_server_is_killed() -> None:
+    ranks = Ranks(n_gpus=2, start_method="spawn")
+    pids = ranks.run(os.getpid)
+    [agent] = set(ranks.run(os.getppid))
+    [server] = [pid for pid in children(os.getpid()) if agent in descendants(pid)]
+    os.kill(server, signal.SIGKILL)
+    wait_gone([server, agent, *pids])
+    with contextlib.suppress(LaunchError, RanksLost):
+        ranks.submit(total).result(LIMIT)
+    assert ranks.run(total) == [2.0, 2.0]
+    ranks.close()
+
+
+SCRIPT = """
+import os, signal, sys
+from mlaunch import Ranks
+ranks = Ranks(n_gpus=2)
+held = ranks.hold(bytearray, 1000)
+print("ready", flush=True)
+if sys.argv[1] == "running":
+    ranks.run(signal.pause)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("when", ["idle", "running"])
+@pytest.mark.parametrize("victim", ["caller", "fork server"])
+def test_no_orphans(when: str, victim: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, when],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == b"ready\n"
+        [server] = descendants(process.pid)[:1]
+        family = descendants(process.pid)
+        assert len(family) == 4  # fork server, agent, two ranks
+        os.kill({"caller": process.pid, "fork server": server}[victim], signal.SIGKILL)
+        wait_gone(family)
+        process.stdin.close()
+        process.wait(LIMIT)
+    assert not any(map(alive, family))
