@@ -90,6 +90,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 def test_lightning_fabric() -> None:
+    """Its launch() starts nothing where the ranks are there already."""
     needs("lightning")
 
     @train_on_cpu
