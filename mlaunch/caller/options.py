@@ -174,7 +174,8 @@ class Options:
     keep: float | None = option(
         None,
         Seconds(optional=True),
-        "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too. "
+        "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too; "
+        "the latest call says how long. "
         "None: each call starts its own.",
     )
     ranks: Any = option(

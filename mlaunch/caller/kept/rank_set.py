@@ -87,6 +87,10 @@ class RankSet:
                 f"change; ranks.reload() loads it"
             )
 
+    def stay(self, seconds: float | None) -> None:
+        """Sets how long the ranks stay after a call."""
+        self._idle_timeout = self.session.idle_timeout = seconds
+
     def free_later(self, owner: str, number: int) -> None:
         """Has the next call let go of a held object; called in any thread."""
         self._freed.append((owner, number))

@@ -165,6 +165,10 @@ class Ranks:
         """Makes a call and waits for it; of the options count those that are a call's own."""
         return self._set.wait(*self._set.submit(options, call))
 
+    def stay(self, seconds: float | None) -> None:
+        """Sets ``idle_timeout`` anew, from the next call on."""
+        self._set.stay(seconds)
+
     @property
     def owner(self) -> str:
         """The launch that they are now; "": they are gone."""

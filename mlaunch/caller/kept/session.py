@@ -31,7 +31,7 @@ class Session:
         self.expired = False  # they ended because nobody called
         self._own_server = own_server
         self._abandoned = False
-        self._idle_timeout = idle_timeout
+        self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
         self._queue: deque[KeptCall] = deque()
         self._present: KeptCall | None = None
@@ -110,8 +110,8 @@ class Session:
     def timeout(self) -> float | None:
         """Returns the seconds until ``step`` is due though nothing has come."""
         idle = None
-        if self._idle_timeout is not None and self.idle and not self.handle.ending:
-            idle = max(0.0, self._idle_since + self._idle_timeout - time.monotonic())
+        if self.idle_timeout is not None and self.idle and not self.handle.ending:
+            idle = max(0.0, self._idle_since + self.idle_timeout - time.monotonic())
         return min((one for one in (idle, self.handle.timeout()) if one is not None), default=None)
 
     def step(self) -> None:
@@ -135,7 +135,7 @@ class Session:
     def _end_if_unused(self) -> None:
         if self._abandoned:
             self.handle.end_ranks()
-        elif self._idle_timeout is not None and time.monotonic() >= self._idle_since + self._idle_timeout:
+        elif self.idle_timeout is not None and time.monotonic() >= self._idle_since + self.idle_timeout:
             self.expired = True
             self.handle.end_ranks()
 

@@ -61,6 +61,7 @@ def _shared(options: Options) -> Ranks:
             _end_rivals(options)
             found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd)
             _sets[key] = found
+        found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
         return found.ranks
 
 
