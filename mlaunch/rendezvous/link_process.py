@@ -97,7 +97,6 @@ class LinkProcess:
         )
         self._writer = writer
         self._master = str(writer.get_extra_info("peername")[0])
-        wire.miss_a_silent_peer(writer, self._cluster.heartbeat_timeout)
         await asyncio.wait_for(wire.introduce(reader, writer, "control", self._cluster.token), wire.HANDSHAKE_TIMEOUT)
         await wire.send(writer, {"join": self._join.as_record()})
         return reader

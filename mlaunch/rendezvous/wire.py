@@ -20,7 +20,6 @@ import hmac
 import json
 import re
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -138,13 +137,6 @@ async def dialled(host: str, port: int, role: str, token: str | None) -> AsyncIt
         yield reader, writer
     finally:
         writer.close()
-
-
-def miss_a_silent_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Has the kernel give up on a peer that acknowledges nothing for this long."""
-    end: socket.socket = writer.get_extra_info("socket")
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 async def splice(
