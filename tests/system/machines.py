@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tests.system.network import Host, Network, end
+from tests.system.network import Host, Network, end, free_port
 
-PORT = 29533
+PORT = free_port()  # of all tests in this process, which run one after the other
 
 
 class Machines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlaunch.rendezvous.address import is_taken
 from tests.conftest import ROOT
 from tests.processes import descendants, wait_gone
 
 MACHINE = str(ROOT / "tests" / "system" / "machine.py")
+
+
+def free_port() -> int:
+    """One that nobody has on this machine, below those that the kernel gives to whoever connects."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while is_taken(port := random.SystemRandom().randrange(1024, max(end, 2048))):
+        pass
+    return port
 
 
 class Host:

@@ -19,6 +19,7 @@ from mlaunch.cli import main
 from mlaunch.cli import run as cli_run
 from tests.processes import alive, descendants
 from tests.system.commands import MLAUNCH, environment, run, start, write
+from tests.system.network import free_port
 
 pytestmark = pytest.mark.slow
 PAIR = ("--nproc-per-node", "2")
@@ -399,12 +400,13 @@ def test_few_file_descriptors(tmp_path: Path) -> None:
 
 
 def test_development_mode_has_nothing_to_complain_of(tmp_path: Path) -> None:
-    script = write(tmp_path, """
+    script = write(tmp_path, f"""
 from mlaunch import launcher
 for method in ("forkserver", "fork", "spawn"):
     assert launcher(lambda: 1, 2, device_type="cpu", start_method=method)() == [1, 1]
 try:
-    launcher(lambda: 1, 1, device_type="cpu", world_size=2, port=29541, join_timeout=0.2, start_method="spawn")()
+    options = dict(device_type="cpu", world_size=2, port={free_port()}, join_timeout=0.2)
+    launcher(lambda: 1, 1, start_method="spawn", **options)()
 except RuntimeError as error:
     print("join_timeout=0.2 s is over" in str(error))
 """)  # fmt: skip

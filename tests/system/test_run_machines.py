@@ -14,9 +14,11 @@ import pytest
 
 from tests.processes import children, descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
+from tests.system.network import free_port
 
 pytestmark = pytest.mark.slow
-MACHINES = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "29541")
+PORT = str(free_port())
+MACHINES = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", PORT)
 TRAIN = """
 import os, signal, sys
 import torch, torch.distributed as dist
@@ -59,7 +61,7 @@ def test_a_failure_ends_both(tmp_path: Path) -> None:
 
 
 def test_c10d_needs_no_node_rank(tmp_path: Path) -> None:
-    common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:29541")
+    common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{PORT}")
     script = write(tmp_path, TRAIN)
     one = start(tmp_path, *common, script, "-1")
     other = start(tmp_path, *common, "--rdzv-conf", "is_host=0", script, "-1")
@@ -71,7 +73,7 @@ def test_machines_of_different_sizes_and_roles(tmp_path: Path) -> None:
     script = write(tmp_path, TRAIN + """
 print([os.environ[name] for name in ("RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")])
 """)  # fmt: skip
-    flags = ("--nnodes", "3", "--master-port", "29541", "--tee", "1", "--log-dir", "logs")
+    flags = ("--nnodes", "3", "--master-port", PORT, "--tee", "1", "--log-dir", "logs")
     processes = [
         start(tmp_path, *flags, "--node-rank", rank, "--nproc-per-node", size, "--role", role, script, "-1")
         for rank, size, role in (("0", "1", "a"), ("1", "2", "b"), ("2", "2", "a"))
@@ -87,7 +89,7 @@ print([os.environ[name] for name in ("RANK", "WORLD_SIZE", "ROLE_NAME", "ROLE_RA
 def test_a_failure_where_ranks_are_not_what_was_guessed(tmp_path: Path) -> None:
     """The second machine's own rank 1 is rank 2 of all: the report, its file and the status are of that rank."""
     script = write(tmp_path, TRAIN)
-    flags = ("--nnodes", "2", "--master-port", "29541", "--redirects", "3", "--log-dir", "logs")
+    flags = ("--nnodes", "2", "--master-port", PORT, "--redirects", "3", "--log-dir", "logs")
     one = start(tmp_path, *flags, "--node-rank", "0", script, "2")
     other = start(tmp_path, *flags, "--node-rank", "1", "--nproc-per-node", "2", script, "2")
     (_, _, first), (status, _, second) = ends([one, other])
@@ -98,7 +100,7 @@ def test_a_failure_where_ranks_are_not_what_was_guessed(tmp_path: Path) -> None:
 
 
 def test_machines_that_do_not_fit(tmp_path: Path) -> None:
-    common = ("--master-port", "29541", "--rdzv-conf", "join_timeout=30")
+    common = ("--master-port", PORT, "--rdzv-conf", "join_timeout=30")
     script = write(tmp_path, TRAIN)
     one = start(tmp_path, *common, "--nnodes", "2", "--node-rank", "0", script, "-1")
     other = start(tmp_path, *common, "--nnodes", "3", "--node-rank", "1", script, "-1")
@@ -122,7 +124,7 @@ def test_two_machines_on_one_host_are_told_to_say_which_they_are(tmp_path: Path)
 
 def test_machines_that_do_not_come(tmp_path: Path) -> None:
     """It is no deadline that has passed: as where ranks cannot be started for another reason."""
-    flags = ("--nnodes", "2", "--master-port", "29541", "--rdzv-conf", "join_timeout=0.5", "--deadline", "300")
+    flags = ("--nnodes", "2", "--master-port", PORT, "--rdzv-conf", "join_timeout=0.5", "--deadline", "300")
     done = run(tmp_path, *flags, write(tmp_path, ""))
     assert done.returncode == 1
     assert "1 machine joined (" in done.stderr
