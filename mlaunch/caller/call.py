@@ -67,7 +67,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
     environ = {**os.environ, **(options.env or {})}
     server = server_for(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-        spec = planned(options, Machine(server.ready(), server.count_devices), name, environ, number)
+        spec = planned(options, Machine(server.ready(number.time_left), server.count_devices), name, environ, number)
         history.ready = time.monotonic()
         handle = start_launch(server, spec, _as_sent(options, call), output_plan(options, spec), history)
         try:

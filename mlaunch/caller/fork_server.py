@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch.base import linux
-from mlaunch.base.errors import LaunchError, describe_exit
+from mlaunch.base.errors import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.base.fds import close_all
 from mlaunch.caller import interrupts
 from mlaunch.protocol import payload
@@ -18,6 +18,8 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Cancel, CountDevices, DeviceCount, NotReady, Ready, Retire, StartLaunch
 from mlaunch.protocol.spec import LaunchSpec
+
+_IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -36,8 +38,13 @@ class ForkServer:
         self._launches: weakref.WeakSet[Channel] = weakref.WeakSet()
         _open_channels.add(control)
 
-    def ready(self) -> Ready:
-        """Tells what its torch offers; waits for the import. LaunchError if it could not be imported."""
+    def ready(self, deadline: float | None = None) -> Ready:
+        """Tells what its torch offers; waits for the import.
+
+        Raises:
+            LaunchTimeout: It was stopped when ``deadline`` seconds had passed, or took a minute more. It is killed.
+            LaunchError: Its modules could not be imported.
+        """
         with self._lock:
             if self._waiting:
                 raise RuntimeError(
@@ -47,14 +54,14 @@ class ForkServer:
             if self._ready is None:
                 self._waiting = True
                 try:
-                    self._ready = self._hear()
+                    self._ready = self._hear(deadline)
                 finally:
                     self._waiting = False
             return self._ready
 
-    def _hear(self) -> Ready:
+    def _hear(self, deadline: float | None) -> Ready:
         try:
-            interrupts.wait_readable([self._control.fileno()])
+            self._await_word(deadline)
             record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
         except (EOFError, ConnectionResetError):
             raise LaunchError(f"{self.describe_end()} before it was ready") from None
@@ -65,6 +72,20 @@ class ForkServer:
         if not isinstance(record, Ready):
             raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
         return record
+
+    def _await_word(self, deadline: float | None) -> None:
+        """Waits for its first word; one that somebody has stopped would never say it."""
+        for seconds in (deadline, _IMPORT_TIMEOUT):
+            if interrupts.wait_readable([self._control.fileno()], seconds):
+                return
+            if linux.is_stopped(self.pid):
+                break
+        self.kill()
+        raise LaunchTimeout(
+            f"the fork server (pid {self.pid}) had not imported torch when the deadline had passed (was it stopped?) "
+            f"and was killed; look for what stops processes here (SIGSTOP, a debugger, a frozen cgroup) or slows their "
+            f"imports. The next call starts another one"
+        )
 
     def describe_end(self) -> str:
         """Says how the server, whose connection was found closed, came to its end."""

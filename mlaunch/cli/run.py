@@ -80,7 +80,7 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             _say_threads(size, environ)
             return _launch(job, size, server, environ, wishes)
         except LaunchError as error:
-            return _fail(error)
+            return _fail(error, _TIMED_OUT if isinstance(error, LaunchTimeout) else None)
         finally:
             server.close()
 
@@ -120,7 +120,7 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
     """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
-    ready = server.ready()
+    ready = server.ready(job.deadline)
     count = 0
     if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
         count = server.count_devices(environ) if ready.accelerator else 0

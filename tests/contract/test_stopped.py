@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -16,12 +17,14 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent.stack_requests import request
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.start_server import start_interpreter
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.messages import Phase
 from mlaunch.rendezvous.address import listen
 from tests.contract import crashes
 from tests.contract.families import start_family
-from tests.processes import wait_gone
+from tests.processes import alive, wait_gone
 
 STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 
@@ -115,6 +118,46 @@ def test_ctrl_c_of_a_call_that_never_began() -> None:
             launcher(lambda _: 7, 2, grace_period=0.1)(StopsTheServer())
     finally:
         timer.join()
+
+
+OTHER = {"MALLOC_TEST_": "1"}  # a variable that is read at import: a call with it gets a fork server of its own
+
+
+@pytest.fixture
+def stopped_while_it_imports() -> Iterator[ForkServer]:
+    """A fork server of calls with OTHER."""
+    server = warm_server.get({**os.environ, **OTHER})
+    os.kill(server.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
+    yield server
+    server.kill()
+
+
+def test_a_fork_server_that_is_stopped_while_it_imports(stopped_while_it_imports: ForkServer) -> None:
+    words = rf"\(pid {stopped_while_it_imports.pid}\) had not imported torch when the deadline had passed .* was killed"
+    with pytest.raises(LaunchTimeout, match=words):
+        launcher(lambda: 7, 1, env=OTHER, deadline=0.1)()
+    wait_gone([stopped_while_it_imports.pid])
+    assert launcher(lambda: 7, 1, env=OTHER, deadline=100)() == [7]
+
+
+def test_ctrl_c_while_a_stopped_fork_server_imports(stopped_while_it_imports: ForkServer) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launcher(lambda: 7, 1, env=OTHER, deadline=1000)()
+    finally:
+        timer.join()
+    assert alive(stopped_while_it_imports.pid)  # it was the interrupt that ended the call
+
+
+def test_an_import_may_take_longer_than_the_deadline() -> None:
+    server = start_interpreter(os.environ)
+    try:
+        assert server.ready(0.0).backends
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])

@@ -389,6 +389,15 @@ def test_a_fork_server_that_is_dead(
     assert re.fullmatch(words, said)
 
 
+def test_an_interpreter_that_is_stopped_before_it_is_ready(tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nkill -STOP $$\n")
+    interpreter.chmod(0o700)
+    done = run(tmp_path, "--deadline", "2", write(tmp_path, ""), PYTHON_EXEC=str(interpreter))
+    assert done.returncode == 124
+    assert "had not imported torch when the deadline had passed (was it stopped?) and was killed" in done.stderr
+
+
 def test_few_file_descriptors(tmp_path: Path) -> None:
     done = subprocess.run(
         [*MLAUNCH, "--nproc-per-node", "20", write(tmp_path, "")],
