@@ -37,7 +37,20 @@ def test_a_stopped_child_is_told_from_one_that_runs(child: int) -> None:
     os.kill(child, signal.SIGSTOP)
     os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
     assert linux.is_stopped(child)
+    assert linux.is_stopped(child)  # a look takes nothing away
     assert not linux.is_stopped(1)
+
+
+def test_a_child_that_is_killed_costs_no_descriptor() -> None:
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    before = os.listdir("/proc/self/fd")
+    linux.kill_children(spare=linux.children() - {pid})
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize("limit", [600, 100])
