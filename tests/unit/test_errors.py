@@ -1,0 +1,36 @@
+"""What errors carry with them: the report of their launch, and whose doing they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlaunch.base.errors import LaunchError, LaunchTimeout, report_of
+from mlaunch.base.misuse import is_misuse, misuse
+
+
+def raised_from(cause: BaseException | None) -> ValueError:
+    error = ValueError("no such luck")
+    error.__cause__ = cause
+    return error
+
+
+def test_the_report_of_an_error() -> None:
+    for report in (LaunchError("one"), LaunchTimeout("late")):
+        assert report_of(report) is report
+        assert report_of(raised_from(report)) is report
+
+
+@pytest.mark.parametrize("cause", [None, OSError("a reason of one's own")])
+def test_an_error_of_ones_own_has_no_report(cause: BaseException | None) -> None:
+    """Its traceback must stay: see ``launcher.__call__``."""
+    assert report_of(raised_from(cause)) is None
+
+
+class Refuses(AttributeError):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError(f"{name} is not to be set")
+
+
+def test_an_error_that_refuses_attributes_is_marked_as_others_are() -> None:
+    assert is_misuse(misuse(Refuses()))
+    assert not is_misuse(Refuses())
