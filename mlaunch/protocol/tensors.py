@@ -29,13 +29,8 @@ def reducers(alive: list[object]) -> Reducers:
         return {}
     import torch
 
-    seen: dict[int, torch.UntypedStorage] = {}
-
     def reduce_typed(storage: torch.storage.TypedStorage) -> Reduction:
-        untyped = storage._untyped_storage
-        # Each tensor wraps its storage anew. Handing pickle one object per storage keeps shared views shared.
-        untyped = seen.setdefault(untyped._cdata, untyped)
-        return _rebuild_typed, (untyped, storage.dtype)
+        return _rebuild_typed, (storage._untyped_storage, storage.dtype)  # one object for all views of a storage
 
     def reduce_untyped(storage: torch.UntypedStorage) -> Reduction:
         on_cpu = storage if storage.device.type == "cpu" else _to_cpu(storage)

@@ -354,6 +354,12 @@ def test_a_collective_is_named_and_not_what_torch_wraps_it_in(below: list[str], 
     assert in_words([*frames, ("/home/train.py", "8", "train")]) == f"in {words} at train.py:8"
 
 
+def test_a_hang_in_an_import_is_in_the_line_that_imports() -> None:
+    machinery = [("<frozen importlib._bootstrap_external>", "1", "create_module"),
+                 ("<frozen importlib._bootstrap>", "1", "_find_and_load")]  # fmt: skip
+    assert in_words([*machinery, ("/home/train.py", "8", "train")]) == "in _find_and_load at train.py:8"
+
+
 def test_what_is_not_running_is_told_by_its_phase() -> None:
     dumps = [RankStacks(0, Phase.JOINING, "S", ""), RankStacks(1, Phase.RUNNING, "R", "")]
     assert summarise(dumps) == [

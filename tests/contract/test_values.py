@@ -32,6 +32,15 @@ def round_trip(value: Any, *, to_caller: bool = True) -> Any:
         os.close(fd)
 
 
+def test_what_cannot_go_by_name_leaves_nothing_of_the_attempt() -> None:
+    """By value it begins anew: what was written by name would be read as well, and shift what is told once."""
+    words = [f"word {number}" for number in range(20_000)]
+    first, second, function = round_trip([words, words, lambda: 7])
+    assert first == words
+    assert second is first
+    assert function() == 7
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 3, 50_000])
 def test_dense_tensors_of_every_dtype(dtype: torch.dtype, size: int) -> None:
