@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mlaunch import launcher
 from mlaunch.caller import start_server
 from mlaunch.caller.warm import warm_server
+from mlaunch.protocol.calls import Reference, portable
 from mlaunch.protocol.messages import Phase
 from mlaunch.rank import progress
 from tests.conftest import ROOT
@@ -167,6 +168,12 @@ def test_an_importable_function_is_imported_not_copied() -> None:
     assert functions.decorated(5) == [(5, True), (6, True)]
     assert functions.launched(4) == [40, 41]
     assert functions.counter == [0]
+
+
+@pytest.mark.parametrize(("name", "depth"), [("fit", 1), ("of_class", 2), ("static", 2)])
+def test_methods_of_all_kinds_are_imported_too(name: str, depth: int) -> None:
+    function = inspect.unwrap(inspect.getattr_static(functions.Model, name))
+    assert portable(function) == Reference("tests.contract.functions", f"Model.{name}", depth)
 
 
 def test_closures_lambdas_and_local_classes_travel() -> None:
