@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import numpy
@@ -90,6 +91,19 @@ def test_buffers_as_large_as_those_that_travel_by_themselves_and_their_neighbour
 
     first, second = ([(size, [10 * rank + i]) for i, size in enumerate(sizes)] for rank in range(2))
     assert on(2, train, timeout=30) == [[first, second, first, second, second], [first, second, second]]
+
+
+def test_a_large_buffer_that_may_not_be_written_to() -> None:
+    """torch warns of memory that it could write to and must not."""
+    size = 2 * exchange._LARGE
+
+    def train() -> Any:
+        given = numpy.frombuffer(bytes([comm.get_rank() + 1]) * size, dtype=numpy.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return [int(one.sum(dtype=int)) for one in comm.all_gather(given)]
+
+    assert on(2, train) == [[size, 2 * size]] * 2
 
 
 def test_blobs_are_padded_up_to_a_limit() -> None:
