@@ -79,6 +79,17 @@ def test_who_gave_up_does_not_count_twice(store: dist.Store) -> None:
         assert [one.result(LIMIT) for one in again] == [0, 0, 0]
 
 
+def test_who_comes_after_others_gave_up_is_the_first_of_the_next(store: dist.Store) -> None:
+    """Between their giving up and their saying so in the count, it still gets a position among them."""
+    turn = Barrier(store, "key", 2).enter()
+    store.set(turn.end, "0.05")
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(come, store, "late", 2)
+        while store.add("key/0/count", 0) <= 2:  # until it is closed
+            assert not late.done()
+        assert come(store, "again", 2) == late.result(LIMIT) == 0
+
+
 def test_what_all_put_is_there_when_one_leaves(store: dist.Store) -> None:
     def take_part(name: str) -> list[bool]:
         turn = Barrier(store, "key", 3).meet(name, LIMIT, put=lambda turn: store.set(f"{turn.place}/of {name}", ""))
