@@ -5,6 +5,7 @@ That a deadline ends such a launch is in the crash matrix; a stopped link is in 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -17,14 +18,13 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent.stack_requests import request
-from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.start_server import start_interpreter
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.messages import Phase
 from mlaunch.rendezvous.address import listen
 from tests.contract import crashes
 from tests.contract.families import start_family
-from tests.processes import alive, wait_gone
+from tests.processes import children, wait_gone
 
 STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 
@@ -123,33 +123,55 @@ def test_ctrl_c_of_a_call_that_never_began() -> None:
 OTHER = {"MALLOC_TEST_": "1"}  # a variable that is read at import: a call with it gets a fork server of its own
 
 
-@pytest.fixture
-def stopped_while_it_imports() -> Iterator[ForkServer]:
-    """A fork server of calls with OTHER."""
-    server = warm_server.get({**os.environ, **OTHER})
-    os.kill(server.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
-    yield server
-    server.kill()
+def fork_servers() -> list[int]:
+    """Those that are interpreters already: who forked one that is not would wait with it in the kernel."""
+    found = []
+    for pid in children(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [pid] * (b"mlaunch-fork-server" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
 
 
-def test_a_fork_server_that_is_stopped_while_it_imports(stopped_while_it_imports: ForkServer) -> None:
-    words = rf"\(pid {stopped_while_it_imports.pid}\) had not imported torch when the deadline had passed .* was killed"
-    with pytest.raises(LaunchTimeout, match=words):
-        launcher(lambda: 7, 1, env=OTHER, deadline=0.1)()
-    wait_gone([stopped_while_it_imports.pid])
-    assert launcher(lambda: 7, 1, env=OTHER, deadline=100)() == [7]
+@contextlib.contextmanager
+def stopping_the_next_interpreter() -> Iterator[list[int]]:
+    """Stops the fork server that a call starts, long before it has imported torch; gives its pid."""
+    before, stopped = set(fork_servers()), []
+
+    def stop() -> None:
+        while not (new := set(fork_servers()) - before):
+            signal.sigtimedwait([], 0.01)
+        stopped.extend(new)
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    yield stopped
+    thread.join()
 
 
-def test_ctrl_c_while_a_stopped_fork_server_imports(stopped_while_it_imports: ForkServer) -> None:
+@pytest.mark.usefixtures("the_next_call_works")
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str) -> None:
+    call = launcher(lambda: 7, 1, env=OTHER, deadline=1, start_method=start_method)
+    words = "had not imported torch when the deadline had passed .* and was killed"
+    with stopping_the_next_interpreter() as stopped, pytest.raises(LaunchTimeout, match=words):
+        call()
+    wait_gone(stopped)
+    assert call.options(deadline=100)() == [7]
+
+
+@pytest.mark.usefixtures("the_next_call_works")
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_ctrl_c_while_a_stopped_fork_server_imports(start_method: str) -> None:
+    call = launcher(lambda: 7, 1, env=OTHER, start_method=start_method)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            launcher(lambda: 7, 1, env=OTHER, deadline=1000)()
+        with stopping_the_next_interpreter(), pytest.raises(KeyboardInterrupt):
+            call()
     finally:
         timer.join()
-    assert alive(stopped_while_it_imports.pid)  # it was the interrupt that ended the call
+    assert call() == [7]
 
 
 def test_an_import_may_take_longer_than_the_deadline() -> None:
