@@ -88,6 +88,8 @@ class LinkProcess:
             except OSError as error:
                 self._trouble = error.strerror or str(error)
             self._joined = ""
+            if self._writer is not None:
+                self._writer.close()  # the collector, which would close it, is off in what a fork server forks
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 

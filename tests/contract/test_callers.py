@@ -50,6 +50,16 @@ def test_the_fork_server_keeps_no_directory_busy() -> None:
     assert os.readlink(f"/proc/{warm_server.get(os.environ).pid}/cwd") == "/"
 
 
+def test_a_caller_that_blocks_signals() -> None:
+    """A rank could not be asked to end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        blocked = launcher(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), 1, start_method="fork")()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert blocked == [set()]
+
+
 def test_a_caller_that_ignores_sigchld(run_script: Any) -> None:
     done = run_script(
         "import signal\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -131,6 +132,48 @@ def test_files_that_took_our_numbers_stay_as_they_are(
         launcher(train, 2, deadline=1.5 if end is hangs else None, grace_period=0.5, start_method=start_method)()
     assert {path.read_text() for path in tmp_path.iterdir()} == {MINE}
     assert len(list(tmp_path.iterdir())) == 50
+
+
+def test_a_fork_of_a_rank_leaves_such_files_alone(tmp_path: Path) -> None:
+    """It lets go of what the rank answers with, but not of what has taken its place."""
+
+    def train() -> None:
+        files = close_and_open(tmp_path)
+        if os.fork() == 0:
+            for file in files:
+                file.write(MINE)
+                file.flush()
+            os._exit(0)
+        os.wait()
+
+    with pytest.raises(LaunchError, match=CLOSED):
+        launcher(train, 1)()
+    assert {path.read_text() for path in tmp_path.iterdir()} == {2 * MINE}
+
+
+class ClosesPipes:
+    """Closes descriptors while it is pickled, that of the rank's queue among them, and opens files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+        for fd in numbers:
+            with contextlib.suppress(FileNotFoundError):  # the listing's own
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                    os.close(fd)
+        self.files = [open(self.directory / f"{number}", "w+") for number in range(10)]  # noqa: SIM115
+        for file in self.files:
+            file.write(MINE)
+            file.flush()
+        return int, ()
+
+
+def test_files_that_take_our_numbers_while_a_value_is_pickled(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=CLOSED):
+        launcher(lambda: ClosesPipes(tmp_path), 1, deadline=20)()
+    assert {path.read_text() for path in tmp_path.iterdir()} == {MINE}
 
 
 def test_a_rank_that_closes_all_numbers() -> None:

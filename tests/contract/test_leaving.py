@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -112,6 +112,16 @@ class Leaves:
 def test_a_value_that_leaves_when_it_is_unpickled() -> None:
     with pytest.raises(LaunchError, match=r"the value that rank 0 of .* cannot be unpickled here: SystemExit: 0"):
         launcher(Leaves, 1)()
+
+
+def test_leaving_while_a_rank_leaves_is_its_end() -> None:
+    """Its value is there: a finaliser of multiprocessing's ends the process, with success."""
+
+    def train() -> int:
+        multiprocessing.util.Finalize(None, sys.exit, args=(0,), exitpriority=1)
+        return 7
+
+    assert launcher(train, 1)() == [7]
 
 
 # Answers

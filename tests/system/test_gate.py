@@ -409,7 +409,10 @@ def test_strangers_change_nothing(gate: StoreProcess) -> None:
 
 
 HELLO: dict[str, Any] = {"mlaunch": wire.PROTOCOL, "role": "control", "nonce": "0" * 32}
-ODD = [
+ODD: list[list[Any]] = [
+    [[]],
+    [7],
+    [HELLO, ["join"]],
     [{**HELLO, "nonce": "\ud800"}],
     [{**HELLO, "nonce": "x" * 200_000}],
     [{**HELLO, "nonce": 7}],
@@ -442,7 +445,7 @@ async def serving(gate: Gate) -> AsyncIterator[tuple[str, int]]:
 def test_strangers_make_the_gate_say_nothing(
     token: str | None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def speak(address: tuple[str, int], records: list[dict[str, Any]]) -> None:
+    async def speak(address: tuple[str, int], records: list[Any]) -> None:
         reader, writer = await asyncio.open_connection(*address)
         with contextlib.suppress(OSError):  # it has heard enough
             writer.writelines(json.dumps(record).encode() + b"\n" for record in records)
@@ -505,6 +508,23 @@ def test_the_port_is_free_before_anyone_hears_of_the_end(gate: StoreProcess) -> 
     asyncio.run(run_and_bind())
 
 
+def test_only_the_first_failure_is_told(gate: StoreProcess) -> None:
+    async def three() -> list[str]:
+        first, second, third = streams = await members(gate.port, *(join(rank, 1, 3) for rank in range(3)))
+        await wire.send(first[1], {"failure": {"what": "raised ValueError"}})
+        told = [(await next_of(third[0], "failure"))["what"]]
+        await wire.send(second[1], {"failure": {"what": "was killed by SIGKILL"}})
+        for _, writer in streams:
+            await wire.send(writer, {"done": 1})
+        while "over" not in (record := await asyncio.wait_for(wire.read(third[0]), 60)):
+            told += [record["failure"]["what"]] if "failure" in record else []
+        for _, writer in streams:
+            writer.close()
+        return told
+
+    assert asyncio.run(three()) == ["raised ValueError"]
+
+
 def test_the_attempt_is_that_of_those_who_stayed(gate: StoreProcess) -> None:
     """A machine that comes back with a new process counts from 0."""
 
@@ -565,6 +585,34 @@ def test_a_launch_that_failed_does_not_miss_its_master() -> None:
     heard = asyncio.run(heard_of_a_failure(strangers=0))
     assert [type(record) for record in heard] == [Planned, RankFailure]
     assert heard[1] == RankFailure(None, 0, "was killed by SIGKILL")
+
+
+def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses between attempts double up to a limit: these would come to last for weeks."""
+    monkeypatch.setattr(link_process, "_RETRY_DELAYS", (0.001, 0.002))
+    attempts: list[None] = []
+
+    def turn_away(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        attempts.append(None)
+        if len(attempts) > 30:
+            writer.write(wire.encode({"refused": "enough"}))
+        writer.close()
+
+    async def look() -> None:
+        ours, theirs = channel.Channel.pair()
+        with listen() as listener:
+            server = await asyncio.start_server(turn_away, sock=listener)
+            cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
+            machine = LinkProcess(cluster, join(1, 1, 2), theirs)
+            await asyncio.wait_for(machine.run(None), 60)
+            assert machine._writer is not None  # its process would end here
+            machine._writer.close()
+            server.close()
+        asyncio.get_running_loop().remove_reader(theirs.fileno())
+        for end in (ours, theirs):
+            end.close()
+
+    asyncio.run(look())
 
 
 def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
