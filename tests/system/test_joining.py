@@ -268,6 +268,9 @@ def test_recognition() -> None:
     assert place is not None
     assert (place.launcher, place.host, place.rank, place.local_world_size) == ("mpirun", "127.0.0.1", 1, 2)
     assert 15000 <= place.port < 25000
+    place = recognise.recognise({**OPENMPI, "MASTER_ADDR": "h7"})  # which counts for more than where mpirun has put us
+    assert place is not None
+    assert place.host == "h7"
     assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
 
 
@@ -311,7 +314,8 @@ def test_what_is_missing_is_named(call: Any, words: str, monkeypatch: pytest.Mon
         ((0, 1, "h", 1, None, None, -1), "seed=-1: allowed: a whole number"),
     ],
 )
-def test_join_refuses(arguments: tuple[Any, ...], words: str) -> None:
+def test_join_refuses(arguments: tuple[Any, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.rank.join._complete_environment", lambda _: pytest.fail("it joins"))
     with pytest.raises(ValueError, match=words):
         mlaunch.join(*arguments)
 
