@@ -15,6 +15,7 @@ import pytest
 
 from mlaunch.agent import supervisor as supervisor_module
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.peers import Peers
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stack_requests import StackRequests
 from mlaunch.agent.supervisor import Supervision, Supervisor
@@ -58,6 +59,7 @@ class World:
     deaf: set[int] = field(default_factory=set)  # ranks that ignore SIGTERM
     steps: list[Callable[[], None]] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)  # the ranks' ends
+    peers: Peers = field(default_factory=Peers)
     _writers: dict[int, int] = field(default_factory=dict)
     _stacks: dict[int, int] = field(default_factory=dict)
 
@@ -78,6 +80,7 @@ class World:
                 theirs,
                 self.parent.fileno(),
                 grace_period=5.0,
+                peers=self.peers,
                 system=System(
                     clock=lambda: self.now,
                     group=self._signal,
@@ -244,6 +247,26 @@ def test_a_death_stops_the_others_at_once(world: World) -> None:
     told = world.run(lambda: world.end(0, 3))
     assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
     assert gone(told)[0].exitcode == 3
+
+
+def test_the_other_machines_hear_of_a_death_after_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Channel.pair()
+    link: Any = SimpleNamespace(channel=ours, pid=5)
+    world = World(monkeypatch, peers=Peers(link, 60.0))
+    world.run(lambda: world.answer(0), lambda: world.end(0, 3))
+    failure, _ = theirs.receive()
+    assert (failure.rank, failure.what.partition(" (")[0]) == (0, "returned its value, then exited with code 3")
+    for end in (ours, theirs):
+        end.close()
+
+
+def test_who_has_failed_may_end_as_soon_as_the_others_are_asked_to(world: World) -> None:
+    """Though these take their time."""
+    world.deaf = {1, 2}
+    released: list[bool] = []
+    world.run(lambda: world.answer(0, Kind.ERROR), lambda: released.append(Release() in list(world.received(0))))
+    assert released == [True]
+    assert {name for _, name, _ in world.signals} == {"SIGTERM", "SIGKILL"}
 
 
 def test_an_end_without_an_answer_but_with_code_0_stops_nobody(world: World) -> None:
