@@ -222,6 +222,19 @@ def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
     board.close()
 
 
+def test_stacks_that_came_too_late_are_not_taken_for_the_next() -> None:
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    rank: Any = SimpleNamespace(stack_fd=reader, stacks="", pid=1)
+    requests = StackRequests(lambda *_: True)
+    os.write(writer, b"late")
+    requests.ask(rank, messages.Phase.RUNNING)
+    os.write(writer, b"new")
+    requests.read([reader])
+    assert rank.stacks == "new"
+    for fd in (reader, writer):
+        os.close(fd)
+
+
 def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
     may_end: list[bool] = []
 
@@ -264,7 +277,9 @@ def test_who_has_failed_may_end_as_soon_as_the_others_are_asked_to(world: World)
     """Though these take their time."""
     world.deaf = {1, 2}
     released: list[bool] = []
-    world.run(lambda: world.answer(0, Kind.ERROR), lambda: released.append(Release() in list(world.received(0))))
+    world.run(
+        lambda: world.answer(0, Kind.ERROR), lambda: released.append(messages.Release() in list(world.received(0)))
+    )
     assert released == [True]
     assert {name for _, name, _ in world.signals} == {"SIGTERM", "SIGKILL"}
 

@@ -133,6 +133,30 @@ def test_a_stream_object_may_raise_anything(monkeypatch: pytest.MonkeyPatch, sho
     shown.raise_interrupt()  # there is none
 
 
+def test_a_stream_object_that_has_raised_is_not_asked_for_what_waits(
+    monkeypatch: pytest.MonkeyPatch, shown: Console
+) -> None:
+    asked: list[None] = []
+
+    def fail() -> None:
+        asked.append(None)
+        raise RuntimeError("no")
+
+    reader, writer = os.pipe()
+    with open(writer, "w") as file:
+        monkeypatch.setattr(sys, "stdout", Odd(fail))
+        monkeypatch.setattr(sys, "stderr", file)
+        shown.write(2, TEXT)
+        for _ in range(3):
+            shown.write(1, b"after it")
+        waiting = threading.Thread(target=shown.wait)
+        waiting.start()
+        assert read(reader, len(TEXT)) == TEXT
+        waiting.join(60)
+    os.close(reader)
+    assert len(asked) == 1
+
+
 def test_one_interrupt_ends_a_stream_object_that_waits(monkeypatch: pytest.MonkeyPatch, shown: Console) -> None:
     """The interrupt comes out where nothing is in flight, and the object is not asked again."""
     monkeypatch.setattr(console, "_READER_TIMEOUT", 0.0)
