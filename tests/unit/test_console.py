@@ -90,6 +90,17 @@ def test_a_file_is_written_where_it_was(monkeypatch: pytest.MonkeyPatch, shown: 
     assert (tmp_path / "log").read_bytes() == b"before\n" + TEXT + b"after\n"
 
 
+def test_what_comes_later_goes_to_the_stream_of_that_moment(
+    monkeypatch: pytest.MonkeyPatch, shown: Console, tmp_path: Path
+) -> None:
+    """As from one cell of a notebook, or one test, to the next."""
+    for name in ("first", "second"):
+        with open(tmp_path / name, "w") as file:
+            monkeypatch.setattr(sys, "stdout", file)
+            shown.write(1, name.encode())
+    assert [(tmp_path / name).read_text() for name in ("first", "second")] == ["first", "second"]
+
+
 def test_a_reader_that_does_not_read_is_given_up(
     monkeypatch: pytest.MonkeyPatch, shown: Console, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,19 @@ def test_a_bad_variable(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, PET_MAX_RESTARTS="many")
     assert said == "mlaunch run: error: PET_MAX_RESTARTS='many' in the environment: not a valid value of --max-restarts"
     assert "PET_MODULE='yes' in the environment: allowed: 0 or 1" in refused(capsys, PET_MODULE="yes")
+    assert parse(PET_MODULE="-1").module  # as under torchrun, which takes any number
+
+
+@pytest.mark.parametrize("given", ["two", "2:two", ":2", "1.5"])
+def test_what_is_no_number_of_machines(given: str) -> None:
+    with pytest.raises(UsageError, match=f"--nnodes {given}: allowed: a number of machines"):
+        job("--nnodes", given)
+
+
+def test_a_file_that_holds_no_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(" \n")
+    with pytest.raises(UsageError, match="token: the file is empty"):
+        job("--token-file", str(tmp_path / "token"))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +216,7 @@ def test_what_changes_nothing() -> None:
 class FakeServer:
     """On a machine with two devices."""
 
-    def ready(self) -> Ready:
+    def ready(self, _deadline: float | None = None) -> Ready:
         return Ready("2.13", "cuda", ("gloo", "nccl"))
 
     def count_devices(self, _environ: object) -> int:

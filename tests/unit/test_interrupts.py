@@ -98,3 +98,9 @@ def test_a_launch_in_a_reduce_defers_by_itself() -> None:
         with allowed():
             assert heard == ["handled"]
     assert heard == ["handled"]
+
+
+def test_an_error_that_is_on_its_way_is_not_replaced() -> None:
+    with pytest.raises(ValueError, match="no such luck"), deferred():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("no such luck")

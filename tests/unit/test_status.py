@@ -1,0 +1,33 @@
+"""The line that shows how far a launch is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlaunch.caller.report.history import History
+from mlaunch.caller.status import status_lines
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages import Phase
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        ((Phase.STARTING, Phase.JOINING), "starting"),
+        ((Phase.RUNNING, Phase.JOINING), "starting"),
+        ((Phase.RUNNING, Phase.ANSWERING), "running"),
+        ((Phase.RETURNED, Phase.RUNNING), "running"),
+    ],
+)
+def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None:
+    board = Board.create(2)
+    spec = SimpleNamespace(name="train()", local_world_size=2, rank_start=0)
+    outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])
+    for local_rank, phase in enumerate(phases):
+        board[local_rank] = phase
+    [line] = status_lines(outcome, History(board=board), "")
+    assert line.split("  ")[::2] == ["train()", said]
+    board.close()
