@@ -17,7 +17,7 @@ from mlaunch.agent import supervisor as supervisor_module
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.stack_requests import StackRequests
+from mlaunch.agent.stack_requests import StackRequests, request
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
@@ -220,6 +220,19 @@ def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
         assert number not in inspection.fds()
     inspection.close()
     board.close()
+
+
+def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
+    """The signal would end it."""
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    try:
+        assert not request(pid, Phase.RUNNING)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_stacks_that_came_too_late_are_not_taken_for_the_next() -> None:

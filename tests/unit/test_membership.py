@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
 
 from mlaunch.agent.peers import Peers
+from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.channel import Channel
@@ -78,6 +80,26 @@ def test_a_value_that_was_passed_on_is_let_go() -> None:
     record, fds = other.receive()
     assert record == Value(3)
     close_all([memfd, *fds])
+    for channel in (link.channel, link.theirs, launcher, other):
+        channel.close()
+
+
+def test_a_link_that_says_nothing_is_killed() -> None:
+    """Or it would go on speaking for this machine when somebody wakes it."""
+    link, (launcher, other) = LinkStandIn(), Channel.pair()
+    link.pid = os.fork()
+    if link.pid == 0:
+        while True:
+            signal.pause()
+    pidfd = os.pidfd_open(link.pid)
+    heard = Peers(link, 0.0).hear([], launcher)  # type: ignore[arg-type]
+    ended = linux.wait_readable([pidfd], 30)
+    os.kill(link.pid, signal.SIGKILL)
+    os.waitpid(link.pid, 0)
+    assert ended
+    assert heard is not None
+    assert heard.what == "said nothing for 0 s (was it stopped?) and was killed"
+    os.close(pidfd)
     for channel in (link.channel, link.theirs, launcher, other):
         channel.close()
 
