@@ -20,6 +20,7 @@ from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.supervision import OngoingCall, Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.protocol import payload
+from mlaunch.protocol.channel import FD_LIMIT
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages import Answer, Errand, Kind, RankAnswered
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
@@ -82,10 +83,12 @@ class KeptSupervisor(Supervisor):
         if record.kind is not Kind.VALUE or self._failed:
             self._send_answers()
 
-    def _send_answers(self) -> None:
-        for record, answer_fd in self._kept_back:
+    def _send_answers(self, *, but: int = 0) -> None:
+        """Sends what was kept, but for the last ``but`` answers."""
+        sent = self._kept_back[: len(self._kept_back) - but]
+        for record, answer_fd in sent:
             super()._forward(record, answer_fd)
-        self._kept_back.clear()
+        del self._kept_back[: len(sent)]
 
     def _reap(self, rank: RankProcess) -> None:
         self._failed = True  # from now on answers are forwarded at once, while their descriptors are there
@@ -99,7 +102,6 @@ class KeptSupervisor(Supervisor):
         self._call.released = True
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
         self._numbers.clear()
-        self._send_answers()
         if not self._failed:
             self._finish()
         elif self._call.errand is Errand.RUN:
@@ -121,7 +123,10 @@ class KeptSupervisor(Supervisor):
     def _finish(self) -> None:
         self._stopping.spare_leaving = True  # which a deadline has changed
         self._stopping.asked.clear()
-        self._launcher.try_send(CallOver(self._callers_number))
+        self._send_answers(but=FD_LIMIT)
+        answers, fds = zip(*self._kept_back, strict=True) if self._kept_back else ((), ())
+        self._launcher.try_send(CallOver(self._callers_number, tuple(answers)), fds)
+        self._kept_back.clear()
 
     def _send_on(self, errand: Errand) -> None:
         self._lost_at = self._clock() + max(self._grace_period, _CHECK_TIMEOUT)

@@ -83,10 +83,11 @@ class Board:
         number: int = _STOP.unpack_from(self._memory, local_rank * _ROW + _STOP_AT)[0]
         return number
 
-    def times(self, local_rank: int) -> dict[Phase, float]:
-        """Tells when the phases began that the rank has come to."""
+    def times(self, local_rank: int, since: float = 0.0) -> list[tuple[float, Phase]]:
+        """Tells when the phases began that the rank has come to since then, in their order."""
         times = _TIMES.unpack_from(self._memory, local_rank * _ROW + _TIMES_AT)
-        return {phase: at for phase, at in zip(_PHASES, times, strict=True) if at}
+        found = [(at, index) for index, at in enumerate(times) if at and at >= since]
+        return [(at, _PHASES[index]) for at, index in sorted(found)]
 
     def begin_loop(self, local_rank: int, total: int, description: str) -> None:
         row = local_rank * _ROW

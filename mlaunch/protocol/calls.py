@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def _look_up(module: str, qualname: str) -> Any:
     found: Any = sys.modules[module]
     for name in qualname.split("."):
         # Statically, since asking a class for a launcher in the usual way gives one bound to nothing.
-        found = inspect.getattr_static(found, name, None)
+        found = vars(found).get(name) if type(found) is types.ModuleType else inspect.getattr_static(found, name, None)
         if found is None:
             return None
     return found

@@ -14,7 +14,7 @@ from mlaunch.base import linux
 
 RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
 TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
-_FD_LIMIT = 8
+FD_LIMIT = 8  # descriptors beside a record
 
 
 class Channel:
@@ -67,9 +67,9 @@ class Channel:
             OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
         """
         try:
-            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, _FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT)
         except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
-            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, _FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT)
         if not data:
             raise EOFError("the other end of the channel is closed")
         if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlaunch.protocol.messages import RankAnswered
+
 
 @dataclass(frozen=True)
 class NextCall:
@@ -32,9 +34,13 @@ class EndRanks:
 
 @dataclass(frozen=True)
 class CallOver:
-    """All ranks that stay have come back from a call, and can take the next one."""
+    """All ranks that stay have come back from a call, and can take the next one.
+
+    ``answers``: the last ones, up to as many as a record can carry the memfds of, which are attached in this order.
+    """
 
     number: int
+    answers: tuple[RankAnswered, ...] = ()
 
 
 @dataclass(frozen=True)

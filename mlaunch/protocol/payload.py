@@ -82,7 +82,7 @@ class Parts:
 def pickle_by_name(file: IO[bytes], value: object) -> Parts:
     """Pickles to a reader that has the classes of ``__main__``; what cannot go by name goes by value."""
     try:
-        return _pickle_with(pickle.Pickler, copyreg.dispatch_table, file, value)
+        return _pickle_with(_ByNamePickler, copyreg.dispatch_table, file, value)
     except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
         file.seek(0)
         file.truncate()
@@ -92,6 +92,10 @@ def pickle_by_name(file: IO[bytes], value: object) -> Parts:
 def _pickle_by_value(file: IO[bytes], value: object) -> Parts:
     table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
     return _pickle_with(_ByValuePickler, table, file, value)
+
+
+class _ByNamePickler(pickle.Pickler):
+    """One that can have a table of its own."""
 
 
 class _ByValuePickler(cloudpickle.Pickler):
@@ -119,10 +123,11 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
 
 def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object) -> Parts:
     parts = Parts()
-    # A pickler reads its table when it is made, so the table must belong to a class.
-    reducers = ChainMap(tensors.reducers(parts.alive), table)
-    pickler = type("Pickler", (base,), {"dispatch_table": reducers})
-    pickler(file, protocol=5, buffer_callback=parts.stays_in_band).dump(value)
+    pickler = base.__new__(base)
+    reducers: ChainMap[Any, Any] = ChainMap(tensors.reducers(parts.alive), table)
+    pickler.dispatch_table = reducers  # a pickler reads it when it is initialised
+    pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)  # type: ignore[misc]
+    pickler.dump(value)
     return parts
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 
+from mlaunch.base import linux
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Answer
 
@@ -37,10 +39,14 @@ class ResultQueue(SimpleQueue[Answer]):
     def writer_fileno(self) -> int:
         return self._writer.fileno()
 
+    def put(self, obj: Answer) -> None:
+        """Sends an answer, pickled as it is: it holds nothing that multiprocessing pickles in ways of its own."""
+        self._writer.send_bytes(pickle.dumps(obj))
+
     def drain(self) -> list[Answer]:
         """Returns what has arrived, without waiting."""
         answers = []
-        while not self.empty():
+        while linux.wait_readable([self.fileno()], 0.0):
             answers.append(self.get())
         return answers
 

@@ -229,7 +229,7 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
         while True:
             signal.pause()
     try:
-        assert not request(pid, Phase.RUNNING)
+        assert not request(pid, messages.Phase.RUNNING)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

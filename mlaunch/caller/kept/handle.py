@@ -95,6 +95,8 @@ class KeptHandle(LaunchHandle):
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
             self.over = True
+            for answer, fd in zip(record.answers, fds, strict=True):
+                self.outcome.take(answer, [fd])
         super()._show(record, fds)
 
     def _end_output(self, until: float) -> None:

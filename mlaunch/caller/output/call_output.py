@@ -105,7 +105,8 @@ class CallOutput:
         """Shows what still waits, and leaves of the lines that change what should stay."""
         self._show_waiting(everything=True)
         with self._display.lock:
-            self.console.write(2, self._display.close(self._status()).encode())
+            status = self._status() if self.plan.area is not None else []
+            self.console.write(2, self._display.close(status).encode())
 
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""

@@ -39,6 +39,8 @@ class Splitter:
 
     def end(self) -> list[bytes]:
         """Returns the line that was never completed, too, if there is one."""
+        if not self._rest:
+            return []
         lines = self.release()
         rest, self._rest = bytes(self._rest), bytearray()
         look = _last_look(rest)

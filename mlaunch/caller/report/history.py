@@ -90,15 +90,10 @@ class History:
         )
 
     def _spans(self, rank: int, local_rank: int) -> Iterator[Span]:
-        times = self.board.times(local_rank) if self.board is not None else {}
-        times = {phase: at for phase, at in times.items() if at >= self.begun}  # of a rank that stays: of this call
+        times = self.board.times(local_rank, since=self.begun) if self.board is not None else []
         begun = [("import", self.begun), ("start", self.ready)]
-        begun += [(_NAMES[phase], at) for phase, at in sorted(times.items(), key=_when) if phase in _NAMES]
+        begun += [(_NAMES[phase], at) for at, phase in times if phase in _NAMES]
         over = self.gone[rank].at if rank in self.gone else time.monotonic()
         for (phase, start), (_, end) in zip(begun, [*begun[1:], ("", over)], strict=True):
             if phase != "import" or end - start > _WARM:
                 yield Span(phase, start - self.begun, max(start, end) - self.begun)
-
-
-def _when(entry: tuple[Phase, float]) -> float:
-    return entry[1]
