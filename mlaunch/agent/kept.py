@@ -64,6 +64,9 @@ class KeptSupervisor(Supervisor):
         return True
 
     def _begin_next(self, record: NextCall, call_fd: int) -> None:
+        if self._lacks_ranks():  # which its caller will hear
+            os.close(call_fd)
+            return
         due = None if record.deadline is None else self._clock() + record.deadline
         self._callers_number, self._failed = record.number, False
         self._begin(OngoingCall(self._call.number + 1, record.deadline, due), call_fd)
@@ -97,7 +100,7 @@ class KeptSupervisor(Supervisor):
 
     def _release(self) -> None:
         """Takes the next step, once all have answered."""
-        if self._stopping.begun or self._call.released or any(rank.working for rank in self._ranks.values()):
+        if self._lacks_ranks() or self._call.released or any(rank.working for rank in self._ranks.values()):
             return
         self._call.released = True
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
@@ -112,6 +115,10 @@ class KeptSupervisor(Supervisor):
             self._send_on(Errand.MEET)
         else:
             self._finish()
+
+    def _lacks_ranks(self) -> bool:
+        """Tells whether the end has begun, or is about to since a rank is gone."""
+        return self._stopping.begun or len(self._ranks) < len(self._by_local_rank)
 
     def _agree(self) -> bool:
         """Tells whether the ranks have done their errand, and what they have told says that they are in step."""

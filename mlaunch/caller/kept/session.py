@@ -167,7 +167,7 @@ class Session:
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
         ended = self.handle.settle_launch()
-        self.why_lost = "" if self.expired else how_lost(ended.error)
+        self.why_lost = "" if self.expired else how_lost(ended.error, self.handle.outcome.silent)
         if self._present is not None:
             self.was_told = True
             if ended.error is None:

@@ -20,8 +20,10 @@ def add_fate(error: BaseException, why: str, doing: Sequence[str] = ()) -> None:
     add_note(error, _GONE.format(why=why, doing="".join(f"\n  {line}" for line in doing)) if why else _STAYED)
 
 
-def how_lost(error: BaseException | None) -> str:
-    """Says why a launch has ended that nobody ended, by the error that it ended with."""
+def how_lost(error: BaseException | None, silent: Sequence[int] = ()) -> str:
+    """Says why a launch has ended that nobody ended, by its error, or by the ranks that have ended well."""
+    if error is None and silent:
+        return f"rank {silent[0]} exited with code 0 (sys.exit or os._exit)"
     report = report_of(error) if error is not None else None
     if report is None or not report.failures:
         return _OUT_OF_STEP if error is None or isinstance(error, KeyboardInterrupt) else _first_line(error)
