@@ -52,12 +52,26 @@ class RankSet:
         """Returns a number that no call and no held value of these ranks has."""
         return next(self._numbers)
 
-    def submit(self, options: Options, call: Call) -> tuple[Session, KeptCall]:
+    def submit(self, options: Options, call: Call) -> KeptCall:
         """Queues a call; of the options count those that are a call's own."""
+        with interrupts.deferred():
+            session, made = self._submit(options, call)
+            session.leave_to_thread()
+            return made
+
+    def run(self, options: Options, call: Call) -> tuple[str, Ended]:
+        """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
+        with interrupts.deferred():  # one for all of it: between the two nobody would end the call
+            session, made = self._submit(options, call)
+            ended = session.run(made)
+        self.note(made.future)
+        return session.launch_id, ended
+
+    def _submit(self, options: Options, call: Call) -> tuple[Session, KeptCall]:
         if not isinstance(call.function, calls.Reference):
             arguments.check(call.function, call.args, call.kwargs)
         flush_streams()  # what was printed before the call stands before what the ranks print
-        with self._lock, interrupts.deferred():
+        with self._lock:
             session = self._open_again()
             made = self._make(session, options, call)
             try:
@@ -66,13 +80,6 @@ class RankSet:
                 made.close()
                 raise
         return session, made
-
-    def wait(self, session: Session, call: KeptCall) -> Ended:
-        """Drives a call to its end. An interrupt ends it, and is raised."""
-        with interrupts.deferred():
-            ended = session.run(call)
-        self.note(call.future)
-        return ended
 
     def note(self, future: Future[Any]) -> None:
         """Keeps the report of a call that is over, and warns of old code in the ranks."""

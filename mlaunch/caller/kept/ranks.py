@@ -74,9 +74,8 @@ class Ranks:
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
         ours = self._set
-        session, call = ours.submit(ours.options, Call(function, args, kwargs))
+        call = ours.submit(ours.options, Call(function, args, kwargs))
         call.future.add_done_callback(ours.note)  # not the call: it holds the future
-        session.leave_to_thread()
         return call.future
 
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
@@ -84,11 +83,11 @@ class Ranks:
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
         number = self._set.next_number()
-        session, call = self._set.submit(self._set.options, Call(function, args, kwargs, held=number))
         try:
-            return Held(self, session.launch_id, number, self._set.wait(session, call).result())
+            owner, ended = self._set.run(self._set.options, Call(function, args, kwargs, held=number))
+            return Held(self, owner, number, ended.result())
         except BaseException:  # some ranks may have it
-            self._set.free_later(session.launch_id, number)
+            self._set.free_later(self.owner, number)
             raise
 
     def reload(self) -> list[str]:
@@ -163,7 +162,7 @@ class Ranks:
 
     def call(self, options: Options, call: Call) -> Ended:
         """Makes a call and waits for it; of the options count those that are a call's own."""
-        return self._set.wait(*self._set.submit(options, call))
+        return self._set.run(options, call)[1]
 
     def stay(self, seconds: float | None) -> None:
         """Sets ``idle_timeout`` anew, from the next call on."""
