@@ -1,0 +1,98 @@
+"""Ranks that stay have the code of the moment at which they imported it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mlaunch import Ranks
+
+Write = Callable[[str], None]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(n_gpus=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def name() -> str:
+    return f"module_{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Write]:
+    """Writes the module, each time with a later time of change."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    times = iter(range(1_700_000_000, 1_800_000_000, 10))
+
+    def put(text: str) -> None:
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        at = next(times)
+        os.utime(path, (at, at))
+        importlib.invalidate_caches()
+
+    yield put
+    sys.modules.pop(name, None)
+
+
+def answer_of(name: str) -> int:
+    return int(importlib.import_module(name).answer())
+
+
+def test_a_changed_module_is_named_once(write: Write, name: str) -> None:
+    write("def answer(): return 1\n")
+    with Ranks(n_gpus=2) as ranks:
+        assert ranks.run(answer_of, name) == [1, 1]
+        write("def answer(): return 2 + 0\n")
+        with pytest.warns(RuntimeWarning, match=f"the ranks run older code than the files of {name} hold"):
+            assert ranks.run(answer_of, name) == [1, 1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ranks.run(answer_of, name) == [1, 1]
+        assert ranks.reload() == [name]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ranks.run(answer_of, name) == [2, 2]
+            assert ranks.reload() == []
+
+
+def test_functions_that_travel_by_value_are_current(ranks: Ranks) -> None:
+    for number in range(3):
+        scope: dict[str, Callable[[], int]] = {}
+        exec(f"def current(): return {number}", scope)
+        assert ranks.run(lambda scope=scope["current"]: scope()) == [number] * 2
+
+
+@pytest.mark.filterwarnings("ignore:the ranks run older code")
+def test_a_reload_that_fails_on_one_rank_changes_none(write: Write, name: str) -> None:
+    write("def answer(): return 1\n")
+    with Ranks(n_gpus=2) as ranks:
+        assert ranks.run(answer_of, name) == [1, 1]
+        write("import os\ndef answer(): return 2 + 0\nif os.environ['RANK'] == '1': raise ValueError('no such luck')\n")
+        with pytest.raises(RuntimeError, match=r"(?s)nothing was reloaded: rank 1 failed:.*no such luck"):
+            ranks.reload()
+        assert ranks.run(answer_of, name) == [1, 1]
+        write("def answer(): return 300\n")
+        assert ranks.reload() == [name]
+        assert ranks.run(answer_of, name) == [300, 300]
+
+
+@pytest.mark.filterwarnings("ignore:the ranks run older code")
+def test_a_reload_names_held_objects_that_keep_their_class(write: Write, name: str) -> None:
+    write("class Model: size = 1\n")
+    with Ranks(n_gpus=2) as ranks:
+        held = ranks.hold(lambda name: importlib.import_module(name).Model(), name)
+        write("class Model: size = 20\n")
+        with pytest.warns(RuntimeWarning, match=r"the held values \d+ keep the classes of before the reload"):
+            assert ranks.reload() == [name]
+        assert ranks.run(lambda model: model.size, held) == [1, 1]
