@@ -1,0 +1,169 @@
+"""A random walk over what can be done with ranks that stay, against a model that knows what must be alive."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
+from tests.contract.functions import total
+from tests.processes import wait_gone
+
+SEED = int(os.environ.get("MLAUNCH_WALK_SEED", str(random.SystemRandom().randrange(1_000_000))))
+COUNT = int(os.environ.get("MLAUNCH_WALK", "300"))
+
+
+def spin() -> None:
+    while True:
+        os.sched_yield()
+
+
+def fail_on(which: list[int], others: str) -> None:
+    if dist.get_rank() in which:
+        raise ValueError("no such luck")
+    if others == "spin":
+        spin()
+    if others == "wait":
+        dist.barrier()
+
+
+def interrupt(caller: int) -> None:
+    if dist.get_rank() == 0:
+        os.kill(caller, signal.SIGINT)
+    spin()
+
+
+def kill() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    spin()
+
+
+def make(number: int) -> list[int]:
+    return [number, dist.get_rank()]
+
+
+class Walk:
+    """``held``: the handles that must work, with what they stand for and the objects' identities; ``gone``: others."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.held: dict[Held, tuple[int, list[int]]] = {}
+        self.gone: list[Held] = []
+        self.number = 0
+        self.open()
+
+    def open(self) -> None:
+        self.ranks = Ranks(n_gpus=2, grace_period=0.3)
+        self.pids = self.ranks.run(os.getpid)
+
+    def lose(self) -> None:
+        self.gone += self.held
+        self.held.clear()
+        wait_gone(self.pids)
+        self.pids = self.ranks.run(os.getpid)
+
+    def step(self) -> str:
+        steps: list[Callable[[], None]] = [self.run, self.hold, self.fetch, self.free, self.use_gone, self.fail]
+        rare: list[Callable[[], None]] = [self.interrupt, self.deadline, self.mismatch, self.kill, self.close]
+        chosen = self.chance.choice(steps * 3 + rare)
+        chosen()
+        return chosen.__name__
+
+    def check(self) -> None:
+        assert self.ranks.run(os.getpid) == self.pids
+        for held, (number, ids) in self.held.items():
+            assert held.alive
+            assert self.ranks.run(lambda x: (id(x), x), held) == [
+                (ids[rank], [number, rank]) for rank in range(2)
+            ]
+        assert not any(held.alive for held in self.gone)
+
+    # What can be done
+
+    def run(self) -> None:
+        assert self.ranks.run(total) == [2.0, 2.0]
+
+    def hold(self) -> None:
+        if len(self.held) < 4:
+            self.number += 1
+            held = self.ranks.hold(make, self.number)
+            self.held[held] = self.number, self.ranks.run(id, held)
+
+    def fetch(self) -> None:
+        for held in self.some():
+            assert held.fetch(1) == [self.held[held][0], 1]
+
+    def free(self) -> None:
+        for held in self.some():
+            held.free()
+            del self.held[held]
+            self.gone.append(held)
+
+    def use_gone(self) -> None:
+        for held in self.gone[-1:]:
+            with pytest.raises(ValueError, match=r"held value \d+ "):
+                self.ranks.run(id, held)
+
+    def fail(self) -> None:
+        which, others = self.chance.choice([[0], [1], [0, 1]]), self.chance.choice(["return", "spin"])
+        with pytest.raises(ValueError, match="no such luck"):
+            self.ranks.run(fail_on, which, others)
+
+    def interrupt(self) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            self.ranks.run(interrupt, os.getpid())
+
+    def deadline(self) -> None:
+        with pytest.raises(LaunchTimeout):
+            launcher(spin, deadline=0.1).options(ranks=self.ranks)()
+
+    def mismatch(self) -> None:
+        with pytest.raises(ValueError, match="no such luck"):
+            self.ranks.run(fail_on, [self.chance.randrange(2)], "wait")
+        self.lose()
+
+    def kill(self) -> None:
+        if self.chance.randrange(2):
+            with pytest.raises(LaunchError, match=r"rank 1.* was killed by SIGKILL"):
+                self.ranks.run(kill)
+        else:
+            os.kill(self.pids[self.chance.randrange(2)], signal.SIGKILL)
+            wait_gone(self.pids)
+            try:
+                self.ranks.run(total)
+            except (LaunchError, RanksLost) as error:
+                assert "was killed by SIGKILL" in str(error)
+        self.lose()
+
+    def close(self) -> None:
+        self.ranks.close()
+        wait_gone(self.pids)
+        with pytest.raises(RuntimeError, match="these ranks were closed"):
+            self.ranks.run(total)
+        self.gone += self.held
+        self.held.clear()
+        self.open()
+
+    def some(self) -> list[Held]:
+        return [self.chance.choice(list(self.held))] if self.held else []
+
+
+@pytest.mark.slow
+def test_a_random_walk() -> None:
+    print(f"MLAUNCH_WALK={COUNT} MLAUNCH_WALK_SEED={SEED}")  # which pytest shows if it fails
+    walk = Walk(random.Random(SEED))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the ranks were lost between calls")
+        try:
+            for place in range(COUNT):
+                print(place, walk.step())
+                walk.check()
+        finally:
+            walk.ranks.close(cancel_futures=True)
