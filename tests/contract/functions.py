@@ -64,3 +64,14 @@ def error_of(action: Callable[[], object]) -> str:
         return f"no error but {action()!r}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def wait_in_vain(failing: int, key: str) -> None:
+    """Raises on one rank, once the others have entered an operation that it never enters. ``key``: used once."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == failing:
+        store.wait([key])
+        raise ValueError("no such luck")
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    store.set(key, "entered")
+    work.wait()

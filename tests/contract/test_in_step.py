@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
 from tests.conftest import ROOT
-from tests.contract.functions import total
+from tests.contract.functions import total, wait_in_vain
 from tests.processes import alive, children, descendants, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
@@ -118,25 +118,15 @@ def test_an_exception_leaves_them_in_step(ranks: Ranks, work: Callable[[], None]
 
 
 def one_fails_and_the_other_waits_for_it() -> None:
-    if dist.get_rank() == 1:
-        fail()
-    dist.barrier()
+    wait_in_vain(1, "in vain")
 
 
-def one_fails_and_the_other_waits_in_all_reduce() -> None:
-    dist.barrier()
-    if dist.get_rank() == 1:
-        fail()
-    dist.all_reduce(torch.ones(3))
-
-
-@pytest.mark.parametrize("work", [one_fails_and_the_other_waits_for_it, one_fails_and_the_other_waits_in_all_reduce])
-def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks, work: Callable[[], None]) -> None:
+def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks) -> None:
     with lost(ranks):
-        error = caught(lambda: ranks.run(work))
+        error = caught(lambda: ranks.run(one_fails_and_the_other_waits_for_it))
         assert isinstance(error, ValueError)
         assert "what they held is lost, and the next call starts fresh ones" in notes(error)
-        assert "rank 0" in notes(error) and work.__name__ in notes(error)
+        assert "rank 0" in notes(error) and "wait_in_vain" in notes(error)
         assert STAYED not in notes(error)
 
 
@@ -194,8 +184,13 @@ def test_a_group_that_one_rank_waits_for(ranks: Ranks) -> None:
             dist.new_group([0, 1])
         fail()
 
-    with lost(ranks):
-        assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+    def make() -> float:
+        value = torch.ones(1)
+        dist.all_reduce(value, group=dist.new_group([0, 1]))
+        return value.item()
+
+    assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+    assert ranks.submit(make).result(LIMIT) == [2.0, 2.0]
 
 
 def test_a_group_whose_member_never_came() -> None:
@@ -204,10 +199,14 @@ def test_a_group_whose_member_never_came() -> None:
         return [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
 
     def work(groups: list[Any]) -> None:
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 2:
+            store.wait(["entered"])
             fail()
         for group in groups:
-            dist.all_reduce(torch.ones(1), group=group)
+            begun = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+            store.set("entered" if group is groups[-1] and dist.get_rank() == 1 else "other", "1")
+            begun.wait()
 
     with Ranks(n_gpus=3, grace_period=0.5) as ranks:
         groups = ranks.hold(make)
@@ -299,9 +298,15 @@ def test_a_deadline_of_a_loop() -> None:
         assert "spin" in error.stacks[0]
 
 
+def one_waits_and_the_other_works() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    spin()
+
+
 def test_a_deadline_in_an_operation() -> None:
     with Ranks(n_gpus=2, deadline=0.3, grace_period=0.3) as ranks, lost(ranks):
-        error = caught(lambda: ranks.run(lambda: dist.barrier() if dist.get_rank() else spin()))
+        error = caught(lambda: ranks.run(one_waits_and_the_other_works))
         assert isinstance(error, LaunchTimeout)
         assert "what they held is lost" in notes(error)
 
@@ -329,8 +334,12 @@ def test_an_interrupt_of_a_loop(ranks: Ranks) -> None:
 
 def test_an_interrupt_of_an_operation(ranks: Ranks) -> None:
     def work(caller: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
-            dist.barrier()
+            begun = dist.all_reduce(torch.ones(1), async_op=True)
+            store.set("entered", "1")
+            begun.wait()
+        store.wait(["entered"])
         os.kill(caller, signal.SIGINT)
         spin()
 

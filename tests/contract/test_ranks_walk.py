@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
-from tests.contract.functions import total
+from tests.contract.functions import total, wait_in_vain
 from tests.processes import wait_gone
 
 SEED = int(os.environ.get("MLAUNCH_WALK_SEED", str(random.SystemRandom().randrange(1_000_000))))
@@ -29,8 +29,6 @@ def fail_on(which: list[int], others: str) -> None:
         raise ValueError("no such luck")
     if others == "spin":
         spin()
-    if others == "wait":
-        dist.barrier()
 
 
 def interrupt(caller: int) -> None:
@@ -126,7 +124,7 @@ class Walk:
 
     def mismatch(self) -> None:
         with pytest.raises(ValueError, match="no such luck"):
-            self.ranks.run(fail_on, [self.chance.randrange(2)], "wait")
+            self.ranks.run(wait_in_vain, self.chance.randrange(2), "in vain")
         self.lose()
 
     def kill(self) -> None:

@@ -28,6 +28,7 @@ class Session:
         self.ended = threading.Event()
         self.why_lost = ""  # how it ended, unless somebody ended it
         self.was_told = False  # the caller, that they are lost
+        self._losing = False  # one has ended while no call ran, and the others are about to
         self.expired = False  # they ended because nobody called
         self._own_server = own_server
         self._abandoned = False
@@ -41,7 +42,7 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether its ranks are gone, or about to go, or another process's."""
-        return self.ended.is_set() or self.handle.ending or self.pid != os.getpid()
+        return self.ended.is_set() or self.handle.ending or self._losing or self.pid != os.getpid()
 
     @property
     def idle(self) -> bool:
@@ -128,6 +129,8 @@ class Session:
             self._end()
         elif self.handle.over and self._present is not None:
             self._finish_present()
+        elif self.idle:
+            self._losing = self.handle.outcome.failed  # a call that begins now would not hear why
         self._advance()
         if self.idle and not self.over:
             self._end_if_unused()
