@@ -53,9 +53,7 @@ class KeptHandle(LaunchHandle):
 
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the last word of the launch."""
-        if self._is_settled:  # not at once: mostly the next call comes before ranks say anything
-            self._turn(self.idle_plan, self.idle_spec)
-            self.relay.output.stand_aside()
+        self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
         return super().step()
 
     def end_call(self, call: KeptCall) -> None:
@@ -65,6 +63,7 @@ class KeptHandle(LaunchHandle):
 
     def end_ranks(self) -> None:
         """Asks the ranks to leave."""
+        self._turn_to_none()  # now, since it would begin to count anew
         self.ending = True
         self._limits.begin_cancel(force=False)
         self.agent.try_send(EndRanks())
@@ -79,6 +78,12 @@ class KeptHandle(LaunchHandle):
         """Settles how the launch itself has ended."""
         self.relay.finish(0.0)
         return settle(self.outcome, self.report())
+
+    def _turn_to_none(self) -> None:
+        """Begins what belongs to no call, if that has not begun."""
+        if self._is_settled:
+            self._turn(self.idle_plan, self.idle_spec)
+            self.relay.output.stand_aside()
 
     def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
         """Begins what belongs to one call, or to none."""
