@@ -78,9 +78,7 @@ class Walk:
         assert self.ranks.run(os.getpid) == self.pids
         for held, (number, ids) in self.held.items():
             assert held.alive
-            assert self.ranks.run(lambda x: (id(x), x), held) == [
-                (ids[rank], [number, rank]) for rank in range(2)
-            ]
+            assert self.ranks.run(lambda x: (id(x), x), held) == [(ids[rank], [number, rank]) for rank in range(2)]
         assert not any(held.alive for held in self.gone)
 
     # What can be done
