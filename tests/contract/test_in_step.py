@@ -112,9 +112,11 @@ def one_fails_after_an_operation() -> None:
 def test_an_exception_leaves_them_in_step(ranks: Ranks, work: Callable[[], None]) -> None:
     with intact(ranks):
         error = caught(lambda: ranks.run(work))
-        assert isinstance(error, ValueError) and isinstance(error.__cause__, LaunchError)
+        assert isinstance(error, ValueError)
+        assert isinstance(error.__cause__, LaunchError)
         assert STAYED in notes(error)
-        assert ranks.last is not None and any(row.end.startswith("raised") for row in ranks.last.ranks)
+        assert ranks.last is not None
+        assert any(row.end.startswith("raised") for row in ranks.last.ranks)
 
 
 def one_fails_and_the_other_waits_for_it() -> None:
@@ -126,7 +128,8 @@ def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks) -> None:
         error = caught(lambda: ranks.run(one_fails_and_the_other_waits_for_it))
         assert isinstance(error, ValueError)
         assert "what they held is lost, and the next call starts fresh ones" in notes(error)
-        assert "rank 0" in notes(error) and "wait_in_vain" in notes(error)
+        assert "rank 0" in notes(error)
+        assert "wait_in_vain" in notes(error)
         assert STAYED not in notes(error)
 
 
@@ -254,7 +257,8 @@ def test_calls_that_wait_for_lost_ranks(ranks: Ranks) -> None:
     second = ranks.submit(total)
     assert isinstance(first.exception(LIMIT), ValueError)
     error = second.exception(LIMIT)
-    assert isinstance(error, RanksLost) and "total() was not run, since its ranks are gone" in str(error)
+    assert isinstance(error, RanksLost)
+    assert "total() was not run, since its ranks are gone" in str(error)
     assert ranks.run(total) == [2.0, 2.0]
 
 
@@ -269,14 +273,16 @@ class Unreadable:
 def test_arguments_that_cannot_be_unpickled(ranks: Ranks) -> None:
     with intact(ranks):
         error = caught(lambda: ranks.run(lambda x: x, Unreadable()))
-        assert isinstance(error, ValueError) and STAYED in notes(error)
+        assert isinstance(error, ValueError)
+        assert STAYED in notes(error)
 
 
 def test_a_value_that_cannot_be_pickled(ranks: Ranks) -> None:
     with intact(ranks):
         error = caught(lambda: ranks.run(lambda: threading.Lock() if dist.get_rank() == 1 else 1))
         assert isinstance(error, LaunchError)
-        assert "rank 1 of " in str(error) and "returned a value that cannot be pickled" in str(error)
+        assert "rank 1 of " in str(error)
+        assert "returned a value that cannot be pickled" in str(error)
         assert STAYED in notes(error)
 
 
@@ -435,8 +441,10 @@ def test_a_rank_ends_during_a_call(ranks: Ranks, how: Callable[[], object], word
     with lost(ranks):
         error = caught(lambda: ranks.run(work))
         assert isinstance(error, LaunchError | RanksLost), repr(error)
-        assert words in f"{error}{notes(error)}" and "rank 1" in str(error)
-        assert ranks.last is not None and (words in ranks.last.ranks[1].end or words.endswith(" 0"))
+        assert words in f"{error}{notes(error)}"
+        assert "rank 1" in str(error)
+        assert ranks.last is not None
+        assert words in ranks.last.ranks[1].end or words.endswith(" 0")
 
 
 def test_a_rank_is_killed_between_calls(ranks: Ranks) -> None:
@@ -550,7 +558,8 @@ def test_no_orphans(when: str, victim: str) -> None:
         stderr=subprocess.DEVNULL,
         cwd=ROOT,
     ) as process:
-        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdin is not None
         assert process.stdout.readline() == b"ready\n"
         [server] = descendants(process.pid)[:1]
         family = descendants(process.pid)

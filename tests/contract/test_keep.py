@@ -118,5 +118,5 @@ def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type:
         "    return os.getpid()\n"
         "print(*train())\n"
     )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     assert not any(alive(int(pid)) for pid in done.stdout.split())

@@ -67,7 +67,8 @@ def test_decorated_functions_run_as_what_they_wrap(ranks: Ranks) -> None:
     train = launcher(n_gpus=1)(lambda x: (x, os.getpid()))
     assert ranks.run(train, 0.1) == [(0.1, pid) for pid in pids]
     assert train.options(ranks=ranks)(0.2) == [(0.2, pid) for pid in pids]
-    assert train.last is not None and [row.pid for row in train.last.ranks] == pids
+    assert train.last is not None
+    assert [row.pid for row in train.last.ranks] == pids
     assert ranks.submit(train, 0.3).result(LIMIT) == [(0.3, pid) for pid in pids]
 
 
@@ -81,13 +82,13 @@ def test_methods_run_with_their_instance(ranks: Ranks) -> None:
 
 
 def test_a_call_of_a_wrong_signature_is_refused_before_it_is_sent(ranks: Ranks) -> None:
-    with pytest.raises(TypeError, match="missing a required argument: 'x'|missing 1 required"):
+    with pytest.raises(TypeError, match=r"missing a required argument: 'x'|missing 1 required"):
         ranks.run(lambda x: x)
     assert ranks.last is None
 
 
 def test_arguments_that_cannot_be_pickled_are_named(ranks: Ranks) -> None:
-    with pytest.raises(TypeError, match="argument 0 of .*lock.*cannot be pickled"):
+    with pytest.raises(TypeError, match=r"argument 0 of .*lock.*cannot be pickled"):
         ranks.run(lambda x: x, threading.Lock())
     assert ranks.run(lambda: 1) == [1, 1]
 
@@ -147,7 +148,8 @@ def test_futures_are_those_of_concurrent_futures(ranks: Ranks) -> None:
     futures = [ranks.submit(lambda x: x + dist.get_rank(), number) for number in range(4)]
     assert all(isinstance(future, Future) for future in futures)
     done, waiting = concurrent.futures.wait(futures, LIMIT)
-    assert done == set(futures) and not waiting
+    assert done == set(futures)
+    assert not waiting
     found = [future.result() for future in concurrent.futures.as_completed(futures, LIMIT)]
     assert sorted(found) == [[number, number + 1] for number in range(4)]
     assert futures[0].exception() is None
@@ -161,13 +163,14 @@ def test_a_future_of_a_call_that_raises(ranks: Ranks) -> None:
     error = future.exception(LIMIT)
     assert isinstance(error, ValueError)
     assert any("the ranks are in step and stay" in note for note in error.__notes__)
-    assert future.report is not None and future.report.ranks[0].end.startswith("raised")
+    assert future.report is not None
+    assert future.report.ranks[0].end.startswith("raised")
     assert ranks.submit(lambda: 1).result(LIMIT) == [1, 1]
 
 
 def test_futures_can_be_awaited(ranks: Ranks) -> None:
     async def work() -> list[Any]:
-        first = asyncio.wrap_future(ranks.submit(lambda: dist.get_rank()))
+        first = asyncio.wrap_future(ranks.submit(dist.get_rank))
         second = asyncio.wrap_future(ranks.submit(lambda: -dist.get_rank()))
         return await asyncio.wait_for(asyncio.gather(first, second), LIMIT)
 
@@ -233,14 +236,14 @@ def test_a_callback_may_close(tmp_path: Path) -> None:
         ranks.run(total)
 
 
-def test_a_callback_that_raises_harms_nobody(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_harms_nobody(ranks: Ranks) -> None:
     future = ranks.submit(lambda: 1)
     future.add_done_callback(lambda _: 1 / 0)
     assert future.result(LIMIT) == [1, 1]
     assert ranks.run(lambda: 2) == [2, 2]
 
 
-def test_leaving_the_block_waits_for_what_was_submitted(tmp_path: Path) -> None:
+def test_leaving_the_block_waits_for_what_was_submitted() -> None:
     with Ranks(n_gpus=2) as ranks:
         futures = [ranks.submit(lambda x: x, number) for number in range(5)]
     assert [future.result(0) for future in futures] == [[number] * 2 for number in range(5)]
@@ -252,7 +255,7 @@ def test_close_can_cancel_what_was_submitted(tmp_path: Path) -> None:
     queued = ranks.submit(lambda: 1)
     ranks.close(cancel_futures=True)
     assert queued.cancelled()
-    with pytest.raises(mlaunch.RanksLost, match="wait_for_file.* was ended"):
+    with pytest.raises(mlaunch.RanksLost, match=r"wait_for_file.* was ended"):
         running.result(LIMIT)
 
 
@@ -280,12 +283,14 @@ def test_two_at_once(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_reports(ranks: Ranks) -> None:
-    assert ranks.last is None and ranks.history == ()
+    assert ranks.last is None
+    assert ranks.history == ()
     futures = [ranks.submit(lambda x: x, number) for number in range(2)]
     ranks.run(total)
     reports = ranks.history
     assert len(reports) == 3
-    assert reports[0] is futures[0].report and reports[1] is futures[1].report
+    assert reports[0] is futures[0].report
+    assert reports[1] is futures[1].report
     assert ranks.last is reports[2]
     assert "total()" in str(ranks.last).splitlines()[0]
     assert [row.rank for row in ranks.last.ranks] == [0, 1]
@@ -366,7 +371,8 @@ def test_a_world_of_their_own_size_is_one_machine() -> None:
 
 def test_a_rank_has_none_of_its_own(ranks: Ranks) -> None:
     said = launcher(lambda: error_of(lambda: Ranks(n_gpus=1)), 1)()
-    assert said[0].startswith("RuntimeError: Ranks()") and "rank" in said[0]
+    assert said[0].startswith("RuntimeError: Ranks()")
+    assert "rank" in said[0]
     assert ranks.run(lambda: error_of(lambda: Ranks(n_gpus=1)))[0].startswith("RuntimeError: Ranks()")
 
 
@@ -414,9 +420,10 @@ def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type:
         "others = Ranks(n_gpus=1)\n"
         "print(*ranks.run(os.getpid), *others.run(os.getpid))\n"
     )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     pids = [int(pid) for pid in done.stdout.split()]
-    assert len(pids) == 3 and not any(map(alive, pids))
+    assert len(pids) == 3
+    assert not any(map(alive, pids))
 
 
 # Output
@@ -487,7 +494,7 @@ def test_a_flood_between_calls_blocks_no_call(tmp_path: Path, capfd: Capture) ->
         capfd.readouterr()
 
 
-def test_progress_is_the_calls_own(ranks: Ranks, capsys: Capture) -> None:
+def test_progress_is_the_calls_own(ranks: Ranks) -> None:
     def loop() -> int:
         return sum(progress(range(5)))
 

@@ -42,7 +42,7 @@ def whole(kind: str) -> list[float]:
     return [step(state, number) for number in range(STEPS)]
 
 
-def fail_after_a_step(state: Any) -> None:
+def fail_after_a_step(_state: Any) -> None:
     raise ValueError("no such luck")
 
 
