@@ -72,14 +72,17 @@ class RankSet:
             arguments.check(call.function, call.args, call.kwargs)
         flush_streams()  # what was printed before the call stands before what the ranks print
         with self._lock:
-            session = self._open_again()
-            made = self._make(session, options, call)
-            try:
-                session.submit(made)
-            except BaseException:
-                made.close()
-                raise
-        return session, made
+            while True:
+                session = self._open_again()
+                made = self._make(session, options, call)
+                try:
+                    session.submit(made)
+                    return session, made
+                except RanksLost:  # meanwhile; what that means is decided above
+                    made.close()
+                except BaseException:
+                    made.close()
+                    raise
 
     def note(self, future: Future[Any]) -> None:
         """Keeps the report of a call that is over, and warns of old code in the ranks."""
