@@ -28,11 +28,6 @@ class EndCall:
 
 
 @dataclass(frozen=True)
-class EndRanks:
-    """Asks ranks that stay to leave; they are stopped after the grace period."""
-
-
-@dataclass(frozen=True)
 class CallOver:
     """All ranks that stay have come back from a call, and can take the next one.
 
@@ -41,6 +36,11 @@ class CallOver:
 
     number: int
     answers: tuple[RankAnswered, ...] = ()
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """Asks ranks that stay to leave; they are stopped after the grace period."""
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,12 @@ def one_fails_and_the_other_waits_for_it() -> None:
     wait_in_vain(1, "in vain")
 
 
+def sum_in_a_new_group() -> float:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=dist.new_group([0, 1]))
+    return value.item()
+
+
 def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks) -> None:
     with lost(ranks):
         error = caught(lambda: ranks.run(one_fails_and_the_other_waits_for_it))
@@ -172,13 +178,8 @@ def test_a_group_that_one_rank_alone_has_made(ranks: Ranks) -> None:
             dist.new_group([0], use_local_synchronization=True)
         fail()
 
-    def make() -> float:
-        value = torch.ones(1)
-        dist.all_reduce(value, group=dist.new_group([0, 1]))
-        return value.item()
-
     assert isinstance(caught(lambda: ranks.run(work)), ValueError)
-    assert ranks.submit(make).result(LIMIT) == [2.0, 2.0]
+    assert ranks.submit(sum_in_a_new_group).result(LIMIT) == [2.0, 2.0]
 
 
 def test_a_group_that_one_rank_waits_for(ranks: Ranks) -> None:
@@ -187,13 +188,8 @@ def test_a_group_that_one_rank_waits_for(ranks: Ranks) -> None:
             dist.new_group([0, 1])
         fail()
 
-    def make() -> float:
-        value = torch.ones(1)
-        dist.all_reduce(value, group=dist.new_group([0, 1]))
-        return value.item()
-
     assert isinstance(caught(lambda: ranks.run(work)), ValueError)
-    assert ranks.submit(make).result(LIMIT) == [2.0, 2.0]
+    assert ranks.submit(sum_in_a_new_group).result(LIMIT) == [2.0, 2.0]
 
 
 def test_a_group_whose_member_never_came() -> None:

@@ -109,14 +109,19 @@ def test_given_ranks_are_used() -> None:
         assert shared._sets == {}
 
 
+KEEPING = """
+import os
+from mlaunch import launcher
+
+@launcher(n_gpus=2, keep=600)
+def train():
+    return os.getpid()
+
+print(*train())
+"""
+
+
 def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type: ignore[no-untyped-def]
-    done = run_script(
-        "import os\n"
-        "from mlaunch import launcher\n"
-        "@launcher(n_gpus=2, keep=600)\n"
-        "def train():\n"
-        "    return os.getpid()\n"
-        "print(*train())\n"
-    )
+    done = run_script(KEEPING)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any(alive(int(pid)) for pid in done.stdout.split())

@@ -412,14 +412,17 @@ def test_idle_ranks_end_by_design() -> None:
         assert ranks.run(total) == [2.0, 2.0]
 
 
+STAYING = """
+import os
+from mlaunch import Ranks
+
+ranks, others = Ranks(n_gpus=2), Ranks(n_gpus=1)
+print(*ranks.run(os.getpid), *others.run(os.getpid))
+"""
+
+
 def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type: ignore[no-untyped-def]
-    done = run_script(
-        "import os\n"
-        "from mlaunch import Ranks\n"
-        "ranks = Ranks(n_gpus=2)\n"
-        "others = Ranks(n_gpus=1)\n"
-        "print(*ranks.run(os.getpid), *others.run(os.getpid))\n"
-    )
+    done = run_script(STAYING)
     assert (done.returncode, done.stderr) == (0, "")
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 3

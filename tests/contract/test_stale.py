@@ -49,21 +49,27 @@ def answer_of(name: str) -> int:
     return int(importlib.import_module(name).answer())
 
 
-def test_a_changed_module_is_named_once(write: Write, name: str) -> None:
+@pytest.fixture
+def informed(write: Write, name: str) -> Iterator[Ranks]:
+    """Ranks that have imported the module in which the answer is 1."""
     write("def answer(): return 1\n")
     with Ranks(n_gpus=2) as ranks:
         assert ranks.run(answer_of, name) == [1, 1]
-        write("def answer(): return 2 + 0\n")
-        with pytest.warns(RuntimeWarning, match=f"the ranks run older code than the files of {name} hold"):
-            assert ranks.run(answer_of, name) == [1, 1]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert ranks.run(answer_of, name) == [1, 1]
-        assert ranks.reload() == [name]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert ranks.run(answer_of, name) == [2, 2]
-            assert ranks.reload() == []
+        yield ranks
+
+
+def test_a_changed_module_is_named_once(informed: Ranks, write: Write, name: str) -> None:
+    write("def answer(): return 2 + 0\n")
+    with pytest.warns(RuntimeWarning, match=f"the ranks run older code than the files of {name} hold"):
+        assert informed.run(answer_of, name) == [1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert informed.run(answer_of, name) == [1, 1]
+    assert informed.reload() == [name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert informed.run(answer_of, name) == [2, 2]
+        assert informed.reload() == []
 
 
 def test_functions_that_travel_by_value_are_current(ranks: Ranks) -> None:
@@ -74,17 +80,14 @@ def test_functions_that_travel_by_value_are_current(ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the ranks run older code")
-def test_a_reload_that_fails_on_one_rank_changes_none(write: Write, name: str) -> None:
-    write("def answer(): return 1\n")
-    with Ranks(n_gpus=2) as ranks:
-        assert ranks.run(answer_of, name) == [1, 1]
-        write("import os\ndef answer(): return 2 + 0\nif os.environ['RANK'] == '1': raise ValueError('no such luck')\n")
-        with pytest.raises(RuntimeError, match=r"(?s)nothing was reloaded: rank 1 failed:.*no such luck"):
-            ranks.reload()
-        assert ranks.run(answer_of, name) == [1, 1]
-        write("def answer(): return 300\n")
-        assert ranks.reload() == [name]
-        assert ranks.run(answer_of, name) == [300, 300]
+def test_a_reload_that_fails_on_one_rank_changes_none(informed: Ranks, write: Write, name: str) -> None:
+    write("import os\ndef answer(): return 2 + 0\nif os.environ['RANK'] == '1': raise ValueError('no such luck')\n")
+    with pytest.raises(RuntimeError, match=r"(?s)nothing was reloaded: rank 1 failed:.*no such luck"):
+        informed.reload()
+    assert informed.run(answer_of, name) == [1, 1]
+    write("def answer(): return 300\n")
+    assert informed.reload() == [name]
+    assert informed.run(answer_of, name) == [300, 300]
 
 
 @pytest.mark.filterwarnings("ignore:the ranks run older code")
