@@ -103,6 +103,7 @@ class ForkServer:
         return not linux.is_stopped(self.pid)
 
     def ended(self) -> bool:
+        """Tells whether the server is gone."""
         return self._wait(0.0) is not None
 
     def kill(self) -> None:

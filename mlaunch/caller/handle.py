@@ -76,8 +76,12 @@ class LaunchHandle:
         if self.agent.fileno() not in ready:
             return self._press()
         while self._hear():
-            if not linux.wait_readable([self.agent.fileno()], 0.0):
+            if self._pauses() or not linux.wait_readable([self.agent.fileno()], 0.0):
                 return True
+        return False
+
+    def _pauses(self) -> bool:
+        """Tells whether what has come is to be taken in before more is heard."""
         return False
 
     def wait(self) -> Ended:

@@ -46,6 +46,7 @@ class Outcome:
     broken: str = ""  # what ended the launch outside its ranks
     refused: Refused | None = None
     stale: str = ""  # modules, with commas, of which ranks that stay run older code than their files hold
+    leaving: bool = False  # ranks that stay were asked to
     late: bool = False  # the deadline passed before any failure
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
@@ -94,12 +95,17 @@ class Outcome:
         crash = self._read_crash(record.rank, fds[0])
         if record.stopped:
             self.stopped.append(record.rank)
-        if record.exitcode == 0 and not record.answered:
-            self.silent.append(record.rank)
-        if record.exitcode == 0 or record.stopped or record.rank in self.raised:
+        if record.exitcode == 0 and not self._should_have_stayed():
+            self.silent += [] if record.answered else [record.rank]
+            return
+        if record.stopped or record.rank in self.raised:
             return
         device = self.spec.device(record.rank - self.spec.rank_start)
         self.failures.append(failures.from_exit(record, device, crash))
+
+    def _should_have_stayed(self) -> bool:
+        """Tells whether nobody has asked ranks that stay to leave, and none has failed before."""
+        return self.spec.stays and not (self.leaving or self.failures or self.stopped or self.broken)
 
     def _read_crash(self, rank: int, fd: int) -> str:
         """Reads what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""

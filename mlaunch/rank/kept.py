@@ -49,6 +49,12 @@ class KeptRank(FunctionRank):
         number = self._task.number if self._task is not None else 0
         return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= number > 0
 
+    def _next_task(self) -> Task | None:
+        try:
+            return super()._next_task()
+        except EOFError:  # the agent is gone, and we are about to go with it
+            os._exit(1)
+
     def _run_task(self, task: Task) -> None:
         if task.errand is Errand.TELL_NUMBERS:
             self._answer(Kind.VALUE, step.since_the_call())
@@ -59,6 +65,7 @@ class KeptRank(FunctionRank):
             self._run_call(task)
             stale.note()
             self._enter(Phase.IDLE)
+        del self._kept[2:]
         os.close(task.answer_fd)
 
     def _run_call(self, task: Task) -> None:

@@ -64,7 +64,7 @@ class KeptHandle(LaunchHandle):
     def end_ranks(self) -> None:
         """Asks the ranks to leave."""
         self._turn_to_none()  # now, since it would begin to count anew
-        self.ending = True
+        self.ending = self.outcome.leaving = True
         self._limits.begin_cancel(force=False)
         self.agent.try_send(EndRanks())
 
@@ -96,6 +96,9 @@ class KeptHandle(LaunchHandle):
         self.outcome = Outcome(spec, plan.directory)
         self.relay.turn_to(CallOutput(plan, spec.local_world_size, 0, time.monotonic), self.history.board)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
+
+    def _pauses(self) -> bool:
+        return self.over and not self._is_settled  # what comes now is not of the call that is over
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):

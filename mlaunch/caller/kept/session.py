@@ -170,7 +170,7 @@ class Session:
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
         ended = self.handle.settle_launch()
-        self.why_lost = "" if self.expired else how_lost(ended.error, self.handle.outcome.silent)
+        self.why_lost = "" if self.expired else how_lost(ended.error, self._fate_of_server())
         if self._present is not None:
             self.was_told = True
             if ended.error is None:
@@ -190,6 +190,10 @@ class Session:
             self.handle.server.close()
         self.ended.set()
         self._driver.notify()
+
+    def _fate_of_server(self) -> str:
+        server = self.handle.server
+        return server.describe_end() if server.ended() else ""
 
     def _interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
         """Ends a call because of an interrupt; the launch, if that has come before."""

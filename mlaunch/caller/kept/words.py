@@ -20,13 +20,12 @@ def add_fate(error: BaseException, why: str, doing: Sequence[str] = ()) -> None:
     add_note(error, _GONE.format(why=why, doing="".join(f"\n  {line}" for line in doing)) if why else _STAYED)
 
 
-def how_lost(error: BaseException | None, silent: Sequence[int] = ()) -> str:
-    """Says why a launch has ended that nobody ended, by its error, or by the ranks that have ended well."""
-    if error is None and silent:
-        return f"rank {silent[0]} exited with code 0 (sys.exit or os._exit)"
+def how_lost(error: BaseException | None, server: str) -> str:
+    """Says why a launch has ended that nobody ended, by its error. ``server``: how its fork server has ended, if so."""
     report = report_of(error) if error is not None else None
     if report is None or not report.failures:
-        return _OUT_OF_STEP if error is None or isinstance(error, KeyboardInterrupt) else _first_line(error)
+        unknown = error is None or isinstance(error, KeyboardInterrupt)
+        return server or (_OUT_OF_STEP if unknown else str(error).partition("\n")[0])
     cause = report.failures[0]
     return f"{cause.who} {cause.what}".partition("\n")[0] if cause.exitcode is not None else _OUT_OF_STEP
 
@@ -34,7 +33,3 @@ def how_lost(error: BaseException | None, silent: Sequence[int] = ()) -> str:
 def lost(name: str, why: str) -> RanksLost:
     """Returns the error of a call whose ranks are gone."""
     return RanksLost(f"{name} was not run, since its ranks are gone: {why}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
