@@ -140,6 +140,8 @@ def check(value: object) -> None:
 def read(fd: int) -> Any:
     """Returns the value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
     size = os.fstat(fd).st_size
+    if size < _OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
+        return pickle.loads(os.pread(fd, size, 0))
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)
     table = view[size - _TRAILER.size - count * _ENTRY.size : size - _TRAILER.size]
