@@ -115,8 +115,13 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         supervisor.run()
     finally:
         inspection.close()
-    if spec.command is None and spec.cluster is None and spec.port == 0:  # else files or a port go with this process
+    if _may_say_so(spec) and not linux.wait_readable([parent], 0.0):  # else the launcher has that to hear
         launcher.try_send(Finished())
+
+
+def _may_say_so(spec: LaunchSpec) -> bool:
+    """Tells whether nothing goes with this process that the next call may want: files, a port."""
+    return spec.command is None and spec.cluster is None and spec.port == 0
 
 
 def _host_store(listener: socket.socket) -> None:

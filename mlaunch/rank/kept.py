@@ -63,13 +63,12 @@ class KeptRank(FunctionRank):
             self._answer(Kind.VALUE, None)
         else:
             self._run_call(task)
-            stale.note()
             self._enter(Phase.IDLE)
         del self._kept[2:]
         os.close(task.answer_fd)
 
     def _run_call(self, task: Task) -> None:
-        step.begin_call()
+        step.begin_call(task.number)
         self._was_called_back = False
         try:
             try:
@@ -93,6 +92,7 @@ class KeptRank(FunctionRank):
         return Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR
 
     def _stale(self) -> str:
+        stale.note()  # before the caller can change a file
         if self._args.local_rank > 0:
             return ""
         return ",".join(stale.changed())[:_STALE_LIMIT]
@@ -122,7 +122,7 @@ def _answer_aside(channel: Channel) -> None:
     with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
         while True:
             record, (memfd,) = channel.receive()
-            payload.write(memfd, step.since_the_call())
+            payload.write(memfd, step.since_the_call(record.call))
             os.close(memfd)
             channel.send(record)
 

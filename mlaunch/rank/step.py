@@ -8,6 +8,7 @@ of all members agree, everybody has entered what the others have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +18,23 @@ if TYPE_CHECKING:
 # By group: its members, and the operations since the call began; None where the backend does not number them.
 Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
 
-_before: dict[str, int | None] = {}
+
+@dataclass(frozen=True)
+class _Beginning:
+    """Where this rank stood as a call began."""
+
+    call: int = 0  # its number
+    numbers: Mapping[str, int | None] = field(default_factory=dict)
+
+
+@dataclass
+class _Present:
+    """Exchanged as one, since a thread reads it."""
+
+    beginning: _Beginning = field(default_factory=_Beginning)
+
+
+_present = _Present()
 
 
 def _groups() -> dict[str, dist.ProcessGroup]:
@@ -35,19 +52,24 @@ def _number(group: dist.ProcessGroup) -> int | None:
         return None
 
 
-def begin_call() -> None:
+def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
-    _before.clear()
-    _before.update((name, _number(group)) for name, group in _groups().items())
+    _present.beginning = _Beginning(call, {name: _number(group) for name, group in _groups().items()})
 
 
-def since_the_call() -> Numbers:
-    """Tells what this rank has entered since then. Point-to-point operations count for those who take part."""
+def since_the_call(call: int | None = None) -> Numbers:
+    """Tells what this rank has entered since then. Point-to-point operations count for those who take part.
+
+    ``call``: which call is meant; a rank that has not come to it yet has entered nothing. None: the present one.
+    """
     import torch.distributed as dist
 
+    beginning = _present.beginning
     found: dict[str, tuple[tuple[int, ...], int | None]] = {}
+    if call not in {None, beginning.call}:
+        return found
     for name, group in _groups().items():
-        now, before = _number(group), _before.get(name) or 0
+        now, before = _number(group), beginning.numbers.get(name) or 0
         found[name] = tuple(dist.get_process_group_ranks(group)), None if now is None else now - before
     return found
 

@@ -72,6 +72,17 @@ def all_that_a_rank_does() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is started again
         launcher(train, 2, start_method="fork", max_restarts=1)()
+    stay_for_a_failure()
+
+
+def stay_for_a_failure() -> None:
+    def fail(_: object) -> None:
+        raise ValueError("no such luck")
+
+    with mlaunch.Ranks(n_gpus=2, start_method="fork") as ranks:
+        held = ranks.hold(dict)
+        with pytest.raises(ValueError, match="no such luck"):
+            ranks.run(fail, mlaunch.scatter([held, held]))
 
 
 # What no fast test names, with one that cannot pass without it.
@@ -90,6 +101,7 @@ INSIDE = {
     "mlaunch.cli.job_spec": "test_the_plan",
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
+    "mlaunch.protocol.kept_messages": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     "mlaunch.rank.current": "test_the_device_of_a_rank",
     "mlaunch.rank.join": "test_join_refuses",

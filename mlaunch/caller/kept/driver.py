@@ -99,6 +99,9 @@ class Driver:
                 drives = self._leader is None
             if drives:
                 self._step()
+                with self._driven.lock:
+                    if self._leader is not None:  # it came meanwhile, and may wait for what this step has done
+                        self.notify()
         with self._waking:
             wake, self._wake = self._wake, -1
             os.close(wake)
