@@ -22,7 +22,7 @@ from tests.processes import alive, children, descendants, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
 STAYED = "the ranks are in step and stay, with what they hold"
-pytestmark = pytest.mark.usefixtures("the_next_call_works")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("the_next_call_works")]  # most of these end their ranks
 
 
 @pytest.fixture
