@@ -5,8 +5,9 @@
             --all have answered--> comparing numbers --they agree--> meeting --all have met--> idle
 
 A rank that does not come back within the grace period, or whose numbers differ, is out of step with the others. So is
-one, at once, that has entered an operation which another one, who is back, has not: that will never be complete. There
-is no way to mend that: the ranks are stopped, as those of a failed launch are. So they are if one of them ends.
+one, at once, that has entered an operation which another one, who is back, has not: that will never be complete. As
+ranks may come to it late, all are asked again until the grace period is over. There is no way to mend it: the ranks are
+stopped, as those of a failed launch are. So they are if one of them ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class KeptSupervisor(Supervisor):
         self._callers_number = 0
         self._grace_period = scene.grace_period
         self._board = scene.results.board
-        self._numbers = NumberRequests({one.local_rank: one.aside for one in scene.ranks if one.aside is not None})
+        self._numbers = NumberRequests({one.rank: one.aside for one in scene.ranks if one.aside is not None})
         self._failed = False  # the call did not end by itself
         self._leaving = False
         self._kept_back: list[tuple[RankAnswered, int]] = []
@@ -153,7 +154,7 @@ class KeptSupervisor(Supervisor):
 
     def _serve(self, ready: set[int]) -> None:
         super()._serve(ready)
-        self._numbers.read(ready, {rank.local_rank: rank for rank in self._by_local_rank})
+        self._numbers.read(ready)
 
     def _timeout(self) -> float | None:
         due = min(self._ask_at, self._call_back_at, self._lost_at)
@@ -161,6 +162,8 @@ class KeptSupervisor(Supervisor):
         return min((one for one in (super()._timeout(), ours) if one is not None), default=None)
 
     def _take_steps(self) -> None:
+        if self._stopping.begun:  # which has steps of its own
+            self._ask_at = self._call_back_at = self._lost_at = _NEVER
         now = self._clock()
         asked = self._stopping.asked or self._numbers.pending
         if now >= self._ask_at:
@@ -180,11 +183,13 @@ class KeptSupervisor(Supervisor):
                 self._stopping.asked.ask(rank, self._board[rank.local_rank])
 
     def _call_back(self) -> None:
-        """Raises KeyboardInterrupt in those who still work; stops all if somebody works in vain."""
+        """Raises KeyboardInterrupt in those who still work, once; stops all if somebody works in vain."""
         if self._numbers.out_of_step([rank.rank for rank in self._by_local_rank if not rank.working]):
             self._lose(force=False)
             return
-        self._call_back_at, self._lost_at = _NEVER, self._clock() + self._grace_period
+        now = self._clock()
+        self._ask_at, self._call_back_at = now + STACKS_TIMEOUT, _NEVER
+        self._lost_at = min(self._lost_at, now + self._grace_period)
         self._stopping.asked.clear()
         for rank in self._ranks.values():
             if rank.working:
@@ -196,7 +201,7 @@ class KeptSupervisor(Supervisor):
     def _lose(self, *, force: bool = True) -> None:
         """Stops the ranks, which are out of step. ``force``: they have had their grace period."""
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
-        self._stopping.without_asking(force=force)
+        self._stopping.without_asking(force=force, spare_leaving=True)
 
     def _must_stay(self) -> bool:
         return not self._leaving

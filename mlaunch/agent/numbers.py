@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 
-from mlaunch.agent.ranks import RankProcess
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.kept_messages import TellNumbers
@@ -16,11 +15,11 @@ class NumberRequests:
     """What ranks tell of the present call; a thread of each answers, if the rank lets it run."""
 
     def __init__(self, channels: Mapping[int, Channel]) -> None:
-        """``channels``: by local rank, to the ranks' threads."""
-        self._channels = {channel.fileno(): (local_rank, channel) for local_rank, channel in channels.items()}
+        """``channels``: by global rank, to the ranks' threads."""
+        self._channels = {channel.fileno(): (rank, channel) for rank, channel in channels.items()}
         self._memfds: dict[int, int] = {}  # by file descriptor of the channel: where the answer comes
         self._told: dict[int, Numbers] = {}  # by global rank
-        self._call = 0
+        self._question = 0  # its number: an answer to an older one comes too late
 
     @property
     def pending(self) -> bool:
@@ -33,24 +32,23 @@ class NumberRequests:
     def ask(self, call: int) -> None:
         """Asks all ranks."""
         self.clear()
-        self._call = call
+        self._question += 1
         for fd, (_, channel) in self._channels.items():
             self._memfds[fd] = payload.create("numbers")
-            channel.try_send(TellNumbers(call), [self._memfds[fd]])
+            channel.try_send(TellNumbers(call, self._question), [self._memfds[fd]])
 
-    def read(self, ready: Collection[int], ranks: Mapping[int, RankProcess]) -> None:
-        """Takes in answers. ``ranks``: by local rank."""
+    def read(self, ready: Collection[int]) -> None:
+        """Takes in answers."""
         for fd in self._memfds.keys() & set(ready):
-            local_rank, channel = self._channels[fd]
+            rank, channel = self._channels[fd]
             try:
                 record, _ = channel.receive()
             except (EOFError, OSError):  # the rank is gone
-                record = TellNumbers(self._call)
                 os.close(self._memfds.pop(fd))
                 continue
-            if record == TellNumbers(self._call):
+            if record.question == self._question:
                 memfd = self._memfds.pop(fd)
-                self._told[ranks[local_rank].rank] = payload.read(memfd)
+                self._told[rank] = payload.read(memfd)
                 os.close(memfd)
 
     def out_of_step(self, back: Collection[int]) -> bool:

@@ -52,9 +52,9 @@ class Stopping:
             due = self._system.clock() + seconds
             self._ask_at = due if self._ask_at is None else min(due, self._ask_at)
 
-    def without_asking(self, *, force: bool) -> None:
+    def without_asking(self, *, force: bool, spare_leaving: bool = False) -> None:
         """Begins at once, with the request to end: nobody is left to hear of stacks. ``force``: without grace."""
-        self.spare_leaving = False
+        self.spare_leaving = spare_leaving
         self._terminate()
         due = self._system.clock() + (0.0 if force else self._grace_period)
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from mlaunch.base.errors import report_of
-from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller import arguments, nesting, option_text
 from mlaunch.caller.options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -126,9 +125,8 @@ class launcher(Generic[P, R]):
         try:
             return self._run((*self._bound, *args), kwargs)
         except BaseException as error:
-            if report_of(error) is None and not isinstance(error, KeyboardInterrupt) and not is_misuse(error):
+            if not hides_our_frames(error):
                 raise
-            # It tells where it comes from; our own frames would only stand between that and the reader's code.
             raise error.with_traceback(None) from error.__cause__
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
@@ -155,7 +153,7 @@ class launcher(Generic[P, R]):
         return call_on_ranks(self._options, self._function, args, kwargs)
 
     @property
-    def wrapped_call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _wrapped_call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function that a call runs, and what stands before the arguments: the instance of a method."""
         return self._function, self._bound
 

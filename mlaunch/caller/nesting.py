@@ -50,6 +50,16 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
     )
 
 
+def rank_of_process() -> str:
+    """Says which rank this process is already: "rank 0 of train()", "rank 3 of srun"; "" if it is none."""
+    rank, place = this_rank.this_rank, recognise(os.environ)
+    if rank is not None:
+        return f"rank {rank.rank} of {rank.function}"
+    if place is None or (place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ):
+        return ""
+    return f"rank {place.rank} of {place.launcher}"
+
+
 def run_joined(
     options: Options, place: RankInfo, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:

@@ -65,15 +65,16 @@ class Whole:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A finite number of seconds. ``optional``: None is no limit. ``delta``: a timedelta will do."""
+    """A finite number of seconds. ``optional``: or None. ``delta``: a timedelta will do."""
 
     zero: bool = False  # allowed
     optional: bool = False
     delta: bool = False
+    none: str = " for no limit"  # what it means
 
     def __str__(self) -> str:
         return ("seconds, 0 or more" if self.zero else "seconds, more than 0") + (
-            ", or None for no limit" if self.optional else ""
+            f", or None{self.none}" if self.optional else ""
         )
 
     def check(self, name: str, value: object) -> None:

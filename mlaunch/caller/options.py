@@ -173,10 +173,9 @@ class Options:
     )
     keep: float | None = option(
         None,
-        Seconds(optional=True),
+        Seconds(optional=True, none=""),
         "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too; "
-        "the latest call says how long. "
-        "None: each call starts its own.",
+        "the latest call says how long. None: each call starts its own.",
     )
     ranks: Any = option(
         None,

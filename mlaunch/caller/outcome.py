@@ -12,6 +12,7 @@ from typing import Any
 
 from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.base.frames import mentions_bottom
+from mlaunch.base.text import name_ranks
 from mlaunch.caller.failure_text import summarise
 from mlaunch.protocol import error_file, failures, payload
 from mlaunch.protocol.machine_messages import Refused, Value
@@ -62,8 +63,10 @@ class Outcome:
         return bool(self.failures or self.stopped or self.broken or self.refused or self.interrupt)
 
     def doing(self) -> list[str]:
-        """Says what ranks were doing that were stopped."""
-        return summarise(self.stacks.values())
+        """Says what ranks were doing that were stopped, and who had left before."""
+        left = sorted(set(self.silent) - set(self.stopped))
+        how = "had exited with code 0" + (" without returning a value" if self.spec.command is None else "")
+        return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
 
     def close(self) -> None:
         for memfd in self.values.values():
@@ -104,8 +107,9 @@ class Outcome:
         self.failures.append(failures.from_exit(record, device, crash))
 
     def _should_have_stayed(self) -> bool:
-        """Tells whether nobody has asked ranks that stay to leave, and none has failed before."""
-        return self.spec.stays and not (self.leaving or self.failures or self.stopped or self.broken)
+        """Tells whether nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""
+        failed = any(not failure.consequence for failure in self.failures)
+        return self.spec.stays and not (self.leaving or failed or self.stopped or self.broken)
 
     def _read_crash(self, rank: int, fd: int) -> str:
         """Reads what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""

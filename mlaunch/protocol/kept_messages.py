@@ -51,3 +51,4 @@ class TellNumbers:
     """
 
     call: int
+    question: int = 0  # its number, as the agent counts

@@ -241,7 +241,9 @@ def test_a_group_that_was_destroyed_is_no_reason(ranks: Ranks) -> None:
 def test_without_restart() -> None:
     with Ranks(n_gpus=2, grace_period=0.5, restart=False) as ranks:
         pids = ranks.run(os.getpid)
-        assert isinstance(caught(lambda: ranks.run(one_fails_and_the_other_waits_for_it)), ValueError)
+        error = caught(lambda: ranks.run(one_fails_and_the_other_waits_for_it))
+        assert isinstance(error, ValueError)
+        assert "what they held is lost, and no call starts others (restart=False)" in notes(error)
         for use in (ranks.run, ranks.submit):
             with pytest.raises(RanksLost, match=r"the ranks are gone: .*step"):
                 use(total)
@@ -366,6 +368,48 @@ def test_a_second_interrupt_ends_them_at_once() -> None:
     with Ranks(n_gpus=2, grace_period=1000) as ranks, lost(ranks):
         error = caught(lambda: ranks.run(work, os.getpid()))
         assert isinstance(error, KeyboardInterrupt)
+
+
+def test_an_interrupt_in_operations_that_do_not_match() -> None:
+    """Once one is back, the other is known to wait in vain, however long the grace period is."""
+
+    def work(caller: int) -> None:
+        if dist.get_rank() == 0:
+            dist.distributed_c10d._get_default_store().wait(["entered"])
+            interrupt(caller)
+            spin()
+        waiting = dist.all_reduce(torch.ones(3), async_op=True)
+        dist.distributed_c10d._get_default_store().set("entered", "")
+        waiting.wait()
+
+    with Ranks(n_gpus=2, grace_period=1000) as ranks, lost(ranks):
+        error = caught(lambda: ranks.run(work, os.getpid()))
+        assert isinstance(error, KeyboardInterrupt)
+        assert "rank 1 was in work at test_in_step.py" in notes(error)
+
+
+def test_a_rank_that_begins_late_and_waits_in_vain() -> None:
+    """When the others are asked where they are, it is not there yet."""
+
+    class Late:
+        def __reduce__(self) -> tuple[Callable[[], int], tuple[()]]:
+            return begin_late, ()
+
+    def work(_: int) -> None:
+        if dist.get_rank() == 0:
+            fail()
+        dist.barrier()
+
+    with Ranks(n_gpus=2, grace_period=1000) as ranks, lost(ranks):
+        assert isinstance(caught(lambda: ranks.run(work, Late())), ValueError)
+
+
+def begin_late() -> int:
+    """Waits, on rank 1, until it has been called back, and begins all the same."""
+    if dist.get_rank() == 1:
+        with contextlib.suppress(KeyboardInterrupt):
+            spin()
+    return 0
 
 
 def test_a_call_that_swallows_the_interrupt(ranks: Ranks) -> None:
@@ -526,9 +570,11 @@ def test_the_fork_server_is_killed() -> None:
     [server] = [pid for pid in children(os.getpid()) if agent in descendants(pid)]
     os.kill(server, signal.SIGKILL)
     wait_gone([server, agent, *pids])
-    with contextlib.suppress(LaunchError, RanksLost):
-        ranks.submit(total).result(LIMIT)
-    assert ranks.run(total) == [2.0, 2.0]
+    for thread in threading.enumerate():
+        if thread.name == "mlaunch-ranks":
+            thread.join(LIMIT)
+    with pytest.warns(RuntimeWarning, match="the ranks were lost between calls: the fork server.*SIGKILL"):
+        assert ranks.run(total) == [2.0, 2.0]
     ranks.close()
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import re
+import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -19,6 +22,10 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Ranks, launcher, progress
+from mlaunch.caller.kept.kept_call import KeptCall
+from mlaunch.caller.kept.session import Session
+from mlaunch.caller.status import status_lines
+from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
 from tests.processes import alive, wait_gone
 
@@ -357,11 +364,85 @@ def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
         ({"keep": 5}, "Ranks does not take keep"),
         ({"n_gpus": 0}, "n_gpus"),
         ({"idle": 3}, "idle"),
+        ({"idle_timeout": "3"}, "idle_timeout='3': allowed: a number of seconds"),
+        ({"idle_timeout": -1}, "idle_timeout=-1: allowed: seconds, more than 0, or None"),
     ],
 )
 def test_wrong_options(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
         Ranks(**{"n_gpus": 2, **wrong})
+    assert frames_of(caught.value) == ["__init__"]
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """The functions of the package that the traceback shows."""
+    shown = [entry.f_code for entry, _ in traceback.walk_tb(error.__traceback__)]
+    return [code.co_name for code in shown if code.co_filename.startswith(OURS)]
+
+
+def test_errors_point_at_the_callers_line(ranks: Ranks) -> None:
+    def fail() -> None:
+        raise ValueError("no such luck")
+
+    for call in (lambda: ranks.run(fail), lambda: ranks.run(fail, 1), lambda: ranks.run(fail, threading.Lock())):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        assert frames_of(caught.value) == ["run"]
+    for use in (ranks.submit, ranks.hold):
+        with pytest.raises(TypeError, match="takes 0 positional arguments") as wrong:
+            use(fail, 1)
+        assert frames_of(wrong.value) == [use.__name__]
+
+
+def test_what_ranks_print_comes_as_they_were_started(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the function's own options say of it."""
+    train = launcher(lambda: print("printed"), n_gpus=2, output="raw")
+    with Ranks(n_gpus=2) as fresh:  # no record of whose start has been heard yet
+        assert train.options(ranks=fresh)() == [None, None]
+    assert train.options(ranks=ranks)() == [None, None]
+    assert capsys.readouterr().out == "[0-1] printed\n" * 2
+
+
+def test_an_interrupt_while_a_call_is_submitted(ranks: Ranks) -> None:
+    """Nobody would have its future: it ends, and is no burden to the next."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own ends the session
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupted_as_it_is_queued():
+            ranks.submit(signal.pause)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ranks.run(total) == [2.0, 2.0]
+
+
+@contextlib.contextmanager
+def interrupted_as_it_is_queued() -> Iterator[None]:
+    queue = Session.submit
+
+    def submit(session: Session, call: KeptCall) -> None:
+        queue(session, call)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "submit", submit)
+        yield
+
+
+def test_a_progress_bar_belongs_to_its_call(ranks: Ranks) -> None:
+    def count() -> None:
+        for _ in mlaunch.progress(range(3), "epochs"):
+            pass
+
+    ranks.run(count)
+    handle = ranks._set.session.handle
+    assert any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
+    ranks.run(total)
+    assert not any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
+
+
+def test_a_memory_that_is_not_known_is_not_said(ranks: Ranks) -> None:
+    ranks.run(total)
+    assert ranks.last is not None
+    assert " 0 B" not in str(ranks.last)
 
 
 def test_a_world_of_their_own_size_is_one_machine() -> None:
@@ -371,8 +452,8 @@ def test_a_world_of_their_own_size_is_one_machine() -> None:
 
 def test_a_rank_has_none_of_its_own(ranks: Ranks) -> None:
     said = launcher(lambda: error_of(lambda: Ranks(n_gpus=1)), 1)()
-    assert said[0].startswith("RuntimeError: Ranks()")
-    assert "rank" in said[0]
+    assert said[0].startswith("RuntimeError: Ranks() is called in rank 0 of ")
+    assert "give join=False" in said[0]
     assert ranks.run(lambda: error_of(lambda: Ranks(n_gpus=1)))[0].startswith("RuntimeError: Ranks()")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import itertools
 import os
@@ -22,12 +23,13 @@ from mlaunch import LaunchError, LaunchTimeout, comm, launcher
 from mlaunch.agent.evidence import Evidence
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.failure_text import in_words, summarise
+from mlaunch.caller.failure_text import in_order, in_words, summarise
 from mlaunch.caller.options import Options
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.restarts import with_restarts
-from mlaunch.protocol.messages import Phase, RankGone, RankStacks, Ready
+from mlaunch.protocol import payload
+from mlaunch.protocol.messages import Kind, Phase, RankAnswered, RankGone, RankStacks, Ready, RemoteError
 
 HERE = os.path.basename(__file__)
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -397,3 +399,31 @@ def test_a_failure_names_the_device_as_the_machine_numbers_it() -> None:
     crash = os.memfd_create("crash")
     outcome.take(RankGone(1, 7, -9, Phase.RUNNING, answered=False, stopped=False, at=0.0), [crash])
     assert outcome.failures[0].device == "cuda:3"
+
+
+@pytest.mark.parametrize("first", ["the end", "what follows from it"])
+def test_a_rank_that_should_have_stayed_is_the_cause(first: str) -> None:
+    """Whichever its agent hears first."""
+    machine = Machine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    spec = plan(Options(n_gpus=2), machine, "train()", {}, Attempt(0, None))
+    outcome = Outcome(dataclasses.replace(spec, stays=True))
+    remote = RemoteError("RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "here", "cpu", None)
+    answer, crash = os.memfd_create("answer"), os.memfd_create("crash")
+    payload.write(answer, remote)
+    records: list[tuple[object, int]] = [
+        (RankGone(1, 7, 0, Phase.RUNNING, answered=False, stopped=False, at=2.0), crash),
+        (RankAnswered(0, 6, Kind.ERROR, consequence=True, at=1.0), answer),
+    ]
+    for record, fd in records if first == "the end" else reversed(records):
+        outcome.take(record, [fd])
+    assert in_order(outcome.failures)[0].what == "exited with code 0 (sys.exit or os._exit)"
+
+
+def test_a_rank_that_left_is_named_beside_what_follows() -> None:
+    def train() -> None:
+        if dist.get_rank() == 1:
+            sys.exit(0)
+        dist.barrier()
+
+    error = failure_of(launcher(train, 2), RuntimeError)
+    assert "rank 1 had exited with code 0 without returning a value" in str(error.__cause__)

@@ -20,6 +20,7 @@ from mlaunch.protocol.messages import Phase
         ((Phase.RUNNING, Phase.JOINING), "starting"),
         ((Phase.RUNNING, Phase.ANSWERING), "running"),
         ((Phase.RETURNED, Phase.RUNNING), "running"),
+        ((Phase.IDLE, Phase.RUNNING), "running"),
     ],
 )
 def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None:
@@ -30,4 +31,6 @@ def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None
         board[local_rank] = phase
     [line] = status_lines(outcome, History(board=board), "")
     assert line.split("  ")[::2] == ["train()", said]
+    over = status_lines(outcome, History(board=board), "", over=True)
+    assert over[0].endswith("  done")
     board.close()

@@ -95,7 +95,7 @@ class KeptHandle(LaunchHandle):
         self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
         self.outcome = Outcome(spec, plan.directory)
         self.relay.turn_to(CallOutput(plan, spec.local_world_size, 0, time.monotonic), self.history.board)
-        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
+        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over)
 
     def _pauses(self) -> bool:
         return self.over and not self._is_settled  # what comes now is not of the call that is over

@@ -47,6 +47,8 @@ class Held:
 
     def fetch(self, rank: int | None = None) -> Any:
         """Returns the object of one rank, or the list of all ranks' objects (None)."""
+        if rank is not None and not 0 <= rank < len(self.descriptions):
+            raise misuse(ValueError(f"fetch(rank={rank}): allowed: 0 to {len(self.descriptions) - 1}, or None for all"))
         values = self._ranks.run(on_ranks.fetch, self, rank)
         return values if rank is None else values[rank]
 
@@ -76,7 +78,8 @@ class Held:
             raise misuse(ValueError(f"held value {self._number} was freed"))
         if to.owner != self._owner:
             gone = "" if self.alive else ", which are gone"
-            raise misuse(ValueError(f"held value {self._number} belongs to other ranks than those of {to.name}{gone}"))
+            other = f"belongs to other ranks than those of {to.name}{gone}"
+            raise misuse(ValueError(f"held value {self._number} {other}; hold it on these"))
         return on_ranks.resolve, (self._owner, self._number)
 
 
@@ -92,9 +95,9 @@ class Scattered:
     def __reduce__(self) -> tuple[Callable[[Sequence[Any]], Any], tuple[list[Any]]]:
         to = destination.present()
         if to is None:
-            raise misuse(TypeError("scatter() is for the arguments of calls on Ranks"))
+            raise misuse(TypeError("scatter() is for the arguments of calls on Ranks: ranks.run(f, scatter(values))"))
         if len(self._values) != to.world_size:
-            raise misuse(ValueError(f"scatter() of {len(self._values)} values to {to.name}"))
+            raise misuse(ValueError(f"scatter() of {len(self._values)} values to {to.name}; give one for each rank"))
         return on_ranks.pick, (self._values,)
 
 

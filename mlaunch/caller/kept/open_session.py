@@ -19,6 +19,12 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.start import send_launch, with_pipes
 from mlaunch.protocol.calls import Call
 
+_INSTEAD = {
+    "max_restarts": "it starts fresh ranks when they are lost; see restart=",
+    "keep": "see idle_timeout=",
+    "ranks": "it makes them",
+}
+
 
 def open_session(options: Options, idle_timeout: float | None) -> Session:
     """Starts ranks with these options; does not wait for them."""
@@ -41,14 +47,20 @@ def open_session(options: Options, idle_timeout: float | None) -> Session:
             if owned:
                 server.close()
             raise
-        return Session(handle, idle_timeout, owned)
+        return Session(handle, idle_timeout, own_server=owned)
 
 
 def _check(options: Options) -> None:
     """Refuses what ranks that stay cannot do."""
-    if nesting.place_to_join(options, "Ranks") is not None:
-        raise misuse(RuntimeError("Ranks() in a process that another launcher started as a rank; give join=False"))
-    wrong = [name for name in ("max_restarts", "keep", "ranks") if getattr(options, name)]
+    rank = nesting.rank_of_process() if options.join else ""
+    if rank:
+        raise misuse(
+            RuntimeError(
+                f"Ranks() is called in {rank}; to start ranks of its own there, give join=False. Otherwise make "
+                f"them in the process that starts the others"
+            )
+        )
+    wrong = [f"{name} ({instead})" for name, instead in _INSTEAD.items() if getattr(options, name)]
     if wrong:
         raise misuse(ValueError(f"Ranks does not take {', '.join(wrong)}"))
     size = len(options.devices) if options.devices is not None else options.n_gpus

@@ -30,6 +30,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.destination import Destination
 
 _KEPT = 20  # reports
+_OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -54,10 +55,16 @@ class RankSet:
 
     def submit(self, options: Options, call: Call) -> KeptCall:
         """Queues a call; of the options count those that are a call's own."""
-        with interrupts.deferred():
-            session, made = self._submit(options, call)
-            session.leave_to_thread()
+        session, made = None, None
+        try:
+            with interrupts.deferred():
+                session, made = self._submit(options, call)
+                session.leave_to_thread()
             return made
+        except BaseException as interrupt:  # nobody will have the future
+            if session is not None and made is not None:
+                session.interrupt(made, interrupt)
+            raise
 
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
         """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
@@ -120,6 +127,8 @@ class RankSet:
     def _make(self, session: Session, options: Options, call: Call) -> KeptCall:
         name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
         spec = dataclasses.replace(session.handle.idle_spec, name=name)
+        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
+            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
         if options.log_dir is not None:
             options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
         freed = self._take_freed(session.launch_id)
@@ -134,6 +143,7 @@ class RankSet:
 
     def _open(self) -> Session:
         session = open_session(self.options, self._idle_timeout)
+        session.restart = self._restart
         _sessions.add(session)
         return session
 
@@ -143,12 +153,12 @@ class RankSet:
         if session.pid != os.getpid():
             raise misuse(RuntimeError(f"these ranks belong to process {session.pid}, of which this one is a fork"))
         if self.closed:
-            raise misuse(RuntimeError("these ranks were closed"))
+            raise misuse(RuntimeError("these ranks were closed; make new ones: Ranks(...)"))
         if not session.over:
             return session
         session.close(wait=False)
         if not self._restart and not session.expired:
-            raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}"))
+            raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
         if session.why_lost and not session.was_told:
             warn_caller(f"the ranks were lost between calls: {session.why_lost}; fresh ones are started")
         self.session = self._open()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller.kept.held import Held
 from mlaunch.caller.kept.kept_call import RanksFuture
 from mlaunch.caller.kept.rank_set import RankSet
-from mlaunch.caller.options import Options
+from mlaunch.caller.options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.warn import warn_caller
@@ -52,7 +53,13 @@ class Ranks:
     def __init__(
         self, *, restart: bool = True, idle_timeout: float | None = None, **options: Unpack[AllOptions]
     ) -> None:
-        self._set = RankSet(Options().replaced(options), restart=restart, idle_timeout=idle_timeout)
+        __tracebackhide__ = True
+        try:
+            self._set = RankSet(_checked(options, idle_timeout), restart=restart, idle_timeout=idle_timeout)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
         weakref.finalize(self, self._set.abandon).atexit = False
 
     # Calls
@@ -67,14 +74,24 @@ class Ranks:
         """
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
-        return self.call(self._set.options, Call(function, args, kwargs)).result()
+        try:
+            return self.call(self._set.options, Call(function, args, kwargs)).result()
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RanksFuture:
         """Queues the call and returns the future of the list that ``run`` returns; ``future.report`` reports on it."""
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
         ours = self._set
-        call = ours.submit(ours.options, Call(function, args, kwargs))
+        try:
+            call = ours.submit(ours.options, Call(function, args, kwargs))
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
         call.future.add_done_callback(ours.note)  # not the call: it holds the future
         return call.future
 
@@ -86,9 +103,11 @@ class Ranks:
         try:
             owner, ended = self._set.run(self._set.options, Call(function, args, kwargs, held=number))
             return Held(self, owner, number, ended.result())
-        except BaseException:  # some ranks may have it
-            self._set.free_later(self.owner, number)
-            raise
+        except BaseException as error:
+            self._set.free_later(self.owner, number)  # some ranks may have it
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
 
     def reload(self) -> list[str]:
         """Reloads the user's modules whose files have changed, on all ranks or, if that fails on one, on none.
@@ -107,7 +126,9 @@ class Ranks:
         if failed:
             self.run(stale.put_back)
             rank, text = failed[0]
-            raise RuntimeError(f"nothing was reloaded: rank {rank} failed:\n{text}")
+            raise RuntimeError(
+                f"nothing was reloaded: rank {rank} failed:\n{text.rstrip()}\nmend the module, and reload again"
+            )
         old = sorted({number for numbers in self.run(stale.finish) for number in numbers})
         self._set.told_stale.clear()
         if old:
@@ -178,7 +199,16 @@ class Ranks:
         self._set.free_later(owner, number)
 
 
+def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
+    """Returns the options; what is wrong with them is the doing of whoever gave them."""
+    try:
+        about("keep").allowed.check("idle_timeout", idle_timeout)
+        return Options().replaced(options)
+    except (TypeError, ValueError) as error:
+        raise misuse(error) from None
+
+
 def _unwrapped(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns what a decorated function wraps, and the arguments with the instance of a method."""
-    wrapped = getattr(function, "wrapped_call", None)
+    wrapped = getattr(function, "_wrapped_call", None) if hasattr(type(function), "_wrapped_call") else None
     return (wrapped[0], (*wrapped[1], *args)) if wrapped is not None else (function, tuple(args))

@@ -13,19 +13,20 @@ from mlaunch.base.errors import RanksLost
 from mlaunch.caller.kept.driver import Driver
 from mlaunch.caller.kept.handle import KeptHandle
 from mlaunch.caller.kept.kept_call import KeptCall
-from mlaunch.caller.kept.words import add_fate, how_lost, lost
+from mlaunch.caller.kept.words import add_loss, add_staying, how_lost, lost
 from mlaunch.caller.settle import Ended
 
 
 class Session:
     """One launch of ranks that stay, from its start to its end. ``own_server``: the fork server ends with it."""
 
-    def __init__(self, handle: KeptHandle, idle_timeout: float | None, own_server: bool) -> None:
+    def __init__(self, handle: KeptHandle, idle_timeout: float | None, *, own_server: bool) -> None:
         self.handle = handle
         self.launch_id = handle.spec.launch_id
         self.pid = os.getpid()
         self.lock = threading.RLock()
         self.ended = threading.Event()
+        self.restart = True  # another one follows if this is lost
         self.why_lost = ""  # how it ended, unless somebody ended it
         self.was_told = False  # the caller, that they are lost
         self._losing = False  # one has ended while no call ran, and the others are about to
@@ -68,7 +69,7 @@ class Session:
             try:
                 self._driver.drive(call.over)
             except BaseException as error:  # Ctrl-C, or what another signal handler raised
-                self._interrupt(call, error, again=interrupt is not None)
+                self.interrupt(call, error, again=interrupt is not None)
                 interrupt = interrupt or error
         if call.ended is None or (interrupt is not None and call.ended.error is None):
             raise interrupt or CancelledError
@@ -162,7 +163,7 @@ class Session:
         self._idle_since = time.monotonic()
         if call is not None:
             if ended.error is not None:
-                add_fate(ended.error, "")
+                add_staying(ended.error)
             call.future.stale = stale
             call.settle(ended)
             self._settled.append(call)
@@ -176,7 +177,7 @@ class Session:
             if ended.error is None:
                 ended = Ended(ended.report, [], RanksLost(f"{self._present.name} was ended: {self.why_lost}"))
             elif not self.handle.ending:
-                add_fate(ended.error, self.why_lost, self.handle.outcome.doing())
+                add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
             self._present.settle(ended)
             self._settled.append(self._present)
         self._present = None
@@ -195,7 +196,7 @@ class Session:
         server = self.handle.server
         return server.describe_end() if server.ended() else ""
 
-    def _interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
+    def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool = False) -> None:
         """Ends a call because of an interrupt; the launch, if that has come before."""
         with self.lock:
             if call in self._queue:

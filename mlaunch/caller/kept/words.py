@@ -8,16 +8,20 @@ from mlaunch.base.errors import RanksLost, report_of
 from mlaunch.caller.settle import add_note
 
 _STAYED = "the ranks are in step and stay, with what they hold"
-_GONE = "the ranks were ended ({why}); what they held is lost, and the next call starts fresh ones{doing}"
+_GONE = "the ranks were ended ({why}); what they held is lost, and {next}{doing}"
+_NEXT = {True: "the next call starts fresh ones", False: "no call starts others (restart=False)"}
 _OUT_OF_STEP = "not all of them came back in step"
 
 
-def add_fate(error: BaseException, why: str, doing: Sequence[str] = ()) -> None:
-    """Notes on the error of a call what has become of the ranks. ``why`` they were lost; "": they were not.
+def add_staying(error: BaseException) -> None:
+    """Notes on the error of a call that the ranks stay."""
+    add_note(error, _STAYED)
 
-    ``doing``: where those were that did not come back.
-    """
-    add_note(error, _GONE.format(why=why, doing="".join(f"\n  {line}" for line in doing)) if why else _STAYED)
+
+def add_loss(error: BaseException, why: str, *, restart: bool, doing: Sequence[str]) -> None:
+    """Notes on the error of a call that the ranks are lost. ``doing``: where those were that did not come back."""
+    places = "".join(f"\n  {line}" for line in doing)
+    add_note(error, _GONE.format(why=why, next=_NEXT[restart], doing=places))
 
 
 def how_lost(error: BaseException | None, server: str) -> str:
@@ -27,6 +31,8 @@ def how_lost(error: BaseException | None, server: str) -> str:
         unknown = error is None or isinstance(error, KeyboardInterrupt)
         return server or (_OUT_OF_STEP if unknown else str(error).partition("\n")[0])
     cause = report.failures[0]
+    if server and cause.exitcode == 0:  # the ranks were let go since it was gone
+        return server
     return f"{cause.who} {cause.what}".partition("\n")[0] if cause.exitcode is not None else _OUT_OF_STEP
 
 

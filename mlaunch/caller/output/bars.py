@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from typing import Any
 
 from mlaunch.protocol.board import Board, Loop
@@ -11,11 +12,12 @@ from mlaunch.protocol.board import Board, Loop
 _WIDEST = 100  # characters
 
 
-def loops(board: Board | None, rank_start: int, size: int) -> list[str]:
-    """Returns the line of the latest loop that a rank has come to; none before the first."""
+def loops(board: Board | None, rank_start: int, size: int, since: float = 0.0) -> list[str]:
+    """Returns the line of the latest loop that a rank has come to ``since`` then; none before the first."""
     if board is None:
         return []
     found = [board.loop(local_rank) for local_rank in range(size)]
+    found = [loop if loop.start >= since else replace(loop, number=0, done=0) for loop in found]
     latest = max(loop.number for loop in found)
     return [line(found, latest, rank_start)] if latest else []
 

@@ -34,7 +34,7 @@ class RankReport:
         pid: Its process.
         device: "cpu", "cuda:1".
         spans: Its phases, in order; those that it did not come to are missing.
-        peak_memory: The most physical memory that it held, in bytes.
+        peak_memory: The most physical memory that it held, in bytes; 0 while it lives, when it is not known.
         returned: The size of its pickled value in bytes; None without one.
         end: "returned", or as in ``RankFailure.what``.
     """
@@ -88,7 +88,7 @@ def _cells(rank: RankReport, phases: Sequence[str]) -> list[str]:
         str(rank.pid),
         rank.device,
         *("" if seconds is None else in_seconds(seconds) for seconds in times),
-        in_bytes(rank.peak_memory),
+        in_bytes(rank.peak_memory) if rank.peak_memory else "",
         "" if rank.returned is None else in_bytes(rank.returned),
         rank.end,
     ]
