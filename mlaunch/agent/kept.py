@@ -20,7 +20,6 @@ from mlaunch.agent.numbers import NumberRequests
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.supervision import OngoingCall, Supervision
 from mlaunch.agent.supervisor import Supervisor
-from mlaunch.protocol import payload
 from mlaunch.protocol.channel import FD_LIMIT
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages import Answer, Errand, Kind, RankAnswered
@@ -43,7 +42,7 @@ class KeptSupervisor(Supervisor):
         self._numbers = NumberRequests({one.rank: one.aside for one in scene.ranks if one.aside is not None})
         self._failed = False  # the call did not end by itself
         self._leaving = False
-        self._kept_back: list[tuple[RankAnswered, int]] = []
+        self._kept_back: list[tuple[RankAnswered, list[int]]] = []
         # When each step is due.
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
         for rank in scene.ranks:
@@ -53,7 +52,7 @@ class KeptSupervisor(Supervisor):
 
     def _obey(self, record: object, fds: list[int]) -> bool:
         if isinstance(record, NextCall):
-            self._begin_next(record, fds[0])
+            self._begin_next(record, fds)
         elif isinstance(record, EndCall):
             if record.number == self._callers_number:
                 self._end_call(0.0)
@@ -64,14 +63,14 @@ class KeptSupervisor(Supervisor):
             return False
         return True
 
-    def _begin_next(self, record: NextCall, call_fd: int) -> None:
-        if self._lacks_ranks():  # which its caller will hear
-            os.close(call_fd)
-            return
-        due = None if record.deadline is None else self._clock() + record.deadline
-        self._callers_number, self._failed = record.number, False
-        self._begin(OngoingCall(self._call.number + 1, record.deadline, due), call_fd)
-        os.close(call_fd)
+    def _begin_next(self, record: NextCall, fds: list[int]) -> None:
+        if not self._lacks_ranks():  # else its caller will hear of it
+            due = None if record.deadline is None else self._clock() + record.deadline
+            self._callers_number, self._failed = record.number, False
+            call = OngoingCall(self._call.number + 1, record.deadline, due)
+            self._begin(call, record.data, fds[0] if fds else None)
+        for fd in fds:
+            os.close(fd)
 
     # How a call ends
 
@@ -79,19 +78,19 @@ class KeptSupervisor(Supervisor):
         if self._call.errand is Errand.RUN:
             super()._pass_on(answer)
         else:
-            self._by_local_rank[answer.local_rank].answer = answer.kind
+            self._by_local_rank[answer.local_rank].take(answer)
 
-    def _forward(self, record: RankAnswered, answer_fd: int) -> None:
+    def _forward(self, record: RankAnswered, fds: list[int]) -> None:
         """Keeps values until all are there, so that the launcher is woken once; but not beside a failure."""
-        self._kept_back.append((record, answer_fd))
+        self._kept_back.append((record, fds))
         if record.kind is not Kind.VALUE or self._failed:
             self._send_answers()
 
     def _send_answers(self, *, but: int = 0) -> None:
         """Sends what was kept, but for the last ``but`` answers."""
         sent = self._kept_back[: len(self._kept_back) - but]
-        for record, answer_fd in sent:
-            super()._forward(record, answer_fd)
+        for record, fds in sent:
+            super()._forward(record, fds)
         del self._kept_back[: len(sent)]
 
     def _reap(self, rank: RankProcess) -> None:
@@ -125,20 +124,22 @@ class KeptSupervisor(Supervisor):
         """Tells whether the ranks have done their errand, and what they have told says that they are in step."""
         if any(rank.answer is not Kind.VALUE for rank in self._by_local_rank):
             return False
-        told = [payload.read(rank.answer_fd) for rank in self._by_local_rank]
+        told = [rank.content.read() for rank in self._by_local_rank]
         return self._call.errand is Errand.MEET or step.agree(told)
 
     def _finish(self) -> None:
         self._stopping.spare_leaving = True  # which a deadline has changed
         self._stopping.asked.clear()
         self._send_answers(but=FD_LIMIT)
-        answers, fds = zip(*self._kept_back, strict=True) if self._kept_back else ((), ())
-        self._launcher.try_send(CallOver(self._callers_number, tuple(answers)), fds)
+        answers = tuple(record for record, _ in self._kept_back)
+        self._launcher.try_send(
+            CallOver(self._callers_number, answers), [fd for _, fds in self._kept_back for fd in fds]
+        )
         self._kept_back.clear()
 
     def _send_on(self, errand: Errand) -> None:
         self._lost_at = self._clock() + max(self._grace_period, _CHECK_TIMEOUT)
-        self._begin(OngoingCall(self._call.number + 1, None, None, errand=errand), None)
+        self._begin(OngoingCall(self._call.number + 1, None, None, errand=errand))
 
     def _end_call(self, delay: float) -> None:
         if self._call.errand is Errand.RUN and not self._call.released:

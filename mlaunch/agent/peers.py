@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -13,8 +14,10 @@ from multiprocessing.connection import wait
 
 from mlaunch._version import __version__
 from mlaunch.base.errors import RankFailure
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import Agreed, Cluster, LaunchSpec
 from mlaunch.rendezvous.address import listen_as_master
 from mlaunch.rendezvous.link import Link
@@ -50,10 +53,13 @@ class Peers:
         """Returns when the link will count as lost, in monotonic seconds."""
         return self._heard_at + self._timeout if self.fds() else None
 
-    def keep(self, rank: int, memfd: int | None) -> None:
+    def keep(self, rank: int, value: Payload | None) -> None:
         """Hands on what a rank of ours returned (None: nothing), if the others want it."""
-        if self._link is not None and self._gather_all:
-            self._link.channel.try_send(Value(rank), [] if memfd is None else [memfd])
+        if self._link is None or not self._gather_all:
+            return
+        with contextlib.ExitStack() as stack:
+            memfds = [] if value is None else [stack.enter_context(payload.in_memfd(value))]
+            self._link.channel.try_send(Value(rank), memfds)
 
     def hear(self, ready: Collection[int], launcher: Channel) -> RankFailure | None:
         """Returns the first failure of another machine, if that is the news. Passes values on to the launcher."""

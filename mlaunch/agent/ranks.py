@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Errand, Kind, Release, RunCall
+from mlaunch.protocol.messages import Answer, Kind, Release
+from mlaunch.protocol.payload import Payload
 
 
 @dataclass
@@ -24,8 +25,9 @@ class RankProcess:
     aside: Channel | None = None  # on which a thread of a rank that stays answers, whatever the rank does
     error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
-    answer_fd: int = -1  # of the present call; -1: there was none
+    answer_fd: int = -1  # the memfd for its answers; -1: it has none that nobody else may still map
     answer: Kind | None = None  # to the present call
+    content: Payload = field(default_factory=Payload)  # of this answer
     stopped: bool = False  # told to stop, or killed, by us
     gone: bool = False  # reaped
 
@@ -39,13 +41,21 @@ class RankProcess:
         """It has not even answered."""
         return self.alive and self.answer is None
 
-    def begin_call(self, number: int, call_fd: int | None, errand: Errand = Errand.RUN) -> None:
-        """Sends it a call, with a memfd for this call's answer alone: a caller may still map the last one's."""
-        if self.answer_fd >= 0:
+    def begin_call(self, record: bytes, call_fds: list[int]) -> None:
+        """Sends it a RunCall, pickled, with a memfd for answers if the last one's holds an answer: it may be mapped."""
+        if self.answer_fd >= 0 and self.content.memfd >= 0:
             os.close(self.answer_fd)
-        self.answer, self.answer_fd = None, payload.create(f"rank-{self.rank}")
-        fds = [self.answer_fd] if call_fd is None else [self.answer_fd, call_fd]
-        self.channel.try_send(RunCall(number, errand), fds)
+            self.answer_fd = -1
+        fds = call_fds
+        if self.answer_fd < 0:
+            self.answer_fd = payload.create(f"rank-{self.rank}")
+            fds = [*call_fds, self.answer_fd]
+        self.answer, self.content = None, Payload(memfd=self.answer_fd)  # it may be written to, whatever is said of it
+        self.channel.try_send_pickled(record, fds)
+
+    def take(self, answer: Answer) -> None:
+        """Takes in what it has answered."""
+        self.answer, self.content = answer.kind, Payload(answer.data, -1 if answer.data else self.answer_fd)
 
     def release(self) -> None:
         """Tells it that nothing more comes."""

@@ -19,7 +19,8 @@ from mlaunch.agent.supervision import OngoingCall, Supervision
 from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.linux import wait_readable
-from mlaunch.protocol import error_file, failures, payload
+from mlaunch.protocol import error_file, failures
+from mlaunch.protocol.channel import pickled
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
     Answer,
@@ -28,6 +29,7 @@ from mlaunch.protocol.messages import (
     Kind,
     RankAnswered,
     RankGone,
+    RunCall,
     ServerGone,
 )
 from mlaunch.rendezvous.store import StoreProcess
@@ -59,12 +61,13 @@ class Supervisor:
     def begin_call(self, call_fd: int | None, deadline: float | None, left: float | None) -> None:
         """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
         due = None if left is None else self._clock() + left
-        self._begin(OngoingCall(self._call.number + 1, deadline, due), call_fd)
+        self._begin(OngoingCall(self._call.number + 1, deadline, due), call_fd=call_fd)
 
-    def _begin(self, call: OngoingCall, call_fd: int | None) -> None:
+    def _begin(self, call: OngoingCall, data: bytes = b"", call_fd: int | None = None) -> None:
         self._call = call
+        record = pickled(RunCall(call.number, call.errand, data, attached=call_fd is not None))
         for rank in self._by_local_rank:
-            rank.begin_call(call.number, call_fd, call.errand)
+            rank.begin_call(record, [] if call_fd is None else [call_fd])
 
     def run(self) -> None:
         while self._ranks or self._awaits_peers():
@@ -118,15 +121,16 @@ class Supervisor:
 
     def _pass_on(self, answer: Answer) -> None:
         rank = self._by_local_rank[answer.local_rank]
-        rank.answer = answer.kind
-        record = RankAnswered(rank.rank, rank.pid, answer.kind, answer.consequence, self._clock(), answer.stale)
-        self._forward(record, rank.answer_fd)
+        rank.take(answer)
+        told = (answer.kind, answer.consequence, self._clock(), answer.stale, answer.data)
+        record = RankAnswered(rank.rank, rank.pid, *told)
+        self._forward(record, rank.content.fds())
         if answer.kind is not Kind.VALUE:
-            self._remember(lambda: failures.from_answer(record, payload.read(rank.answer_fd)))
+            self._remember(lambda: failures.from_answer(record, rank.content.read()))
             self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
 
-    def _forward(self, record: RankAnswered, answer_fd: int) -> None:
-        self._launcher.try_send(record, [answer_fd])
+    def _forward(self, record: RankAnswered, fds: list[int]) -> None:
+        self._launcher.try_send(record, fds)
 
     def _end_call(self, delay: float) -> None:
         """Ends the call, within that time at the latest."""
@@ -148,7 +152,7 @@ class Supervisor:
         error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
         if record.exitcode == 0:
-            self._peers.keep(rank.rank, rank.answer_fd if rank.answer is Kind.VALUE else None)
+            self._peers.keep(rank.rank, rank.content if rank.answer is Kind.VALUE else None)
         elif not rank.stopped and rank.answer in {None, Kind.VALUE}:  # else it has told why
             self._remember(lambda: failures.from_exit(record))
         self._stopping.asked.forget(rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.base.frames import mentions_bottom
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.failure_text import summarise
-from mlaunch.protocol import error_file, failures, payload
+from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.machine_messages import Refused, Value
 from mlaunch.protocol.messages import (
     AgentFailed,
@@ -28,6 +27,7 @@ from mlaunch.protocol.messages import (
     RemoteError,
     ServerGone,
 )
+from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -37,7 +37,7 @@ class Outcome:
 
     spec: LaunchSpec
     log_dir: str | None = None
-    values: dict[int, int] = field(default_factory=dict)  # memfds
+    values: dict[int, Payload] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     raised: dict[int, RemoteError] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
@@ -69,8 +69,8 @@ class Outcome:
         return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
 
     def close(self) -> None:
-        for memfd in self.values.values():
-            os.close(memfd)
+        for value in self.values.values():
+            value.close()
         self.values = {}
 
     def _take_start(self, record: RanksStarting, _fds: Sequence[int]) -> None:
@@ -80,17 +80,17 @@ class Outcome:
         )
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
-        (memfd,) = fds
+        content = Payload(record.data, *fds)
         self.stale = self.stale or record.stale
         if record.kind is Kind.VALUE:
-            self.values[record.rank] = memfd
+            self.values[record.rank] = content
             return
         if record.kind is Kind.INTERRUPTED:
-            os.close(memfd)
+            content.close()
             self.stopped.append(record.rank)
             return
-        remote: RemoteError = payload.read(memfd)
-        os.close(memfd)
+        remote: RemoteError = content.read()
+        content.close()
         self.raised[record.rank] = remote
         self.failures.append(failures.from_answer(record, remote))
 
@@ -123,7 +123,7 @@ class Outcome:
         return error_file.traceback_of(record) or ""
 
     def _take_value(self, record: Value, fds: Sequence[int]) -> None:
-        self.values.update((record.rank, fd) for fd in fds)
+        self.values.update((record.rank, Payload(memfd=fd)) for fd in fds)
 
     def _take_stacks(self, record: RankStacks, _fds: Sequence[int]) -> None:
         self.stacks[record.rank] = record

@@ -17,7 +17,6 @@ from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.warn import warn_caller
-from mlaunch.protocol import payload
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _values(outcome: Outcome) -> list[Any]:
 
 def _value(outcome: Outcome, rank: int) -> Any:
     try:
-        return payload.read(outcome.values[rank])
+        return outcome.values[rank].read()
     except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
         raise LaunchError(
             f"the value that rank {rank} of {outcome.spec.name} returned cannot be unpickled here: "
@@ -127,9 +126,9 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
 
 def _results(outcome: Outcome) -> dict[int, Any]:
     results = {}
-    for rank, memfd in outcome.values.items():
+    for rank, value in outcome.values.items():
         with contextlib.suppress(Exception, SystemExit):  # what a __setstate__ may raise; the failure itself is told
-            results[rank] = payload.read(memfd)
+            results[rank] = value.read()
     return results
 
 

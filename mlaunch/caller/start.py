@@ -11,7 +11,7 @@ from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
-from mlaunch.protocol import payload, pickling
+from mlaunch.protocol import explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import LaunchSpec
@@ -51,7 +51,7 @@ def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Chan
     except Exception as error:  # whatever a __reduce__ may raise
         if call is None or is_misuse(error):
             raise
-        raise unpicklable_call(call, spec.name, error) from pickling.below_the_pickler(error)
+        raise unpicklable_call(call, spec.name, error) from explain.below_the_pickler(error)
 
 
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
@@ -67,5 +67,5 @@ def _culprit(call: Call, name: str) -> str:
         try:
             payload.check(value)
         except Exception:  # whatever a __reduce__ may raise
-            return pickling.unpicklable(value, where) + ", which"
+            return explain.unpicklable(value, where) + ", which"
     return f"the call of {name}"

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from mlaunch.collectives import world
-from mlaunch.protocol import payload, pickling
+from mlaunch.protocol import explain
+from mlaunch.protocol.pickling import pickle_by_name
 
 _LARGE = 1024 * 1024  # bytes from which a buffer travels by itself
 _PADDED = 64 * 1024  # bytes up to which blobs are gathered in one step, padded
@@ -122,9 +123,9 @@ class _Packed:
 def _pack(value: object) -> _Packed:
     file = io.BytesIO()
     try:
-        parts = payload.pickle_by_name(file, value)
+        parts = pickle_by_name(file, value)
     except Exception as error:  # whatever a __reduce__ may raise
-        return _Packed(error=error, culprit=pickling.unpicklable(value, "it"))
+        return _Packed(error=error, culprit=explain.unpicklable(value, "it"))
     raws = [buffer.raw() for buffer in parts.buffers]
     blob = bytearray(_COUNT.pack(file.tell(), len(raws)))
     blob += b"".join(_SIZE.pack(raw.nbytes) for raw in raws)

@@ -17,6 +17,15 @@ TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that 
 FD_LIMIT = 8  # descriptors beside a record
 
 
+def pickled(record: object) -> bytes:
+    """Returns a record as it is sent. ValueError: it is larger than a receiver can take, which would cut it."""
+    data = pickle.dumps(record)
+    if len(data) > RECORD_LIMIT:
+        kind = type(record).__name__
+        raise ValueError(f"a {kind} of {len(data)} bytes; a record holds {RECORD_LIMIT}: its texts must be bounded")
+    return data
+
+
 class Channel:
     """One end. SOCK_SEQPACKET keeps records whole, so a reader never sees half of one."""
 
@@ -48,16 +57,16 @@ class Channel:
             BrokenPipeError, ConnectionResetError: The other end is gone.
             ValueError: The record is larger than a receiver can take, which would cut it.
         """
-        data = pickle.dumps(record)
-        if len(data) > RECORD_LIMIT:
-            kind = type(record).__name__
-            raise ValueError(f"a {kind} of {len(data)} bytes; a record holds {RECORD_LIMIT}: its texts must be bounded")
-        socket.send_fds(self._socket, [data], fds)
+        socket.send_fds(self._socket, [pickled(record)], fds)
 
     def try_send(self, record: object, fds: Sequence[int] = ()) -> None:
         """Sends as ``send`` does, but a lost listener is no error."""
+        self.try_send_pickled(pickled(record), fds)
+
+    def try_send_pickled(self, record: bytes, fds: Sequence[int] = ()) -> None:
+        """Sends what ``pickled`` has made of a record, which several channels may get."""
         with contextlib.suppress(OSError):
-            self.send(record, fds)
+            socket.send_fds(self._socket, [record], fds)
 
     def receive(self) -> tuple[Any, list[int]]:
         """Returns the next record and its file descriptors, which the receiver owns.

@@ -14,10 +14,14 @@ from mlaunch.protocol.messages import RankAnswered
 
 @dataclass(frozen=True)
 class NextCall:
-    """Has ranks that stay run their next call. Attached: the call's memfd. ``deadline``: seconds, None: no limit."""
+    """Has ranks that stay run their next call. ``data``: the call; if it is empty, that is in the attached memfd.
+
+    ``deadline``: seconds, None: no limit.
+    """
 
     number: int
     deadline: float | None
+    data: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class EndCall:
 class CallOver:
     """All ranks that stay have come back from a call, and can take the next one.
 
-    ``answers``: the last ones, up to as many as a record can carry the memfds of, which are attached in this order.
+    ``answers``: the last ones, up to as many as a record can carry the memfds of. Attached, in this order: those of
+    answers without data.
     """
 
     number: int

@@ -110,10 +110,14 @@ class Errand(enum.Enum):
 
 @dataclass(frozen=True)
 class RunCall:
-    """Asks a rank to run a call. Attached: the memfd for its answer; the call's memfd, unless the rank has the call."""
+    """Asks a rank to run a call: the one in ``data``; if that is empty, in the attached memfd (``attached``); else the
+    one that the rank has in memory. A second memfd is for answers, from this call on.
+    """
 
     number: int
     errand: Errand = Errand.RUN
+    data: bytes = b""
+    attached: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer to a call; the value or the RemoteError is in the memfd that came with the call.
+    """A rank's answer to a call. ``data``: the value or RemoteError; if it is empty, that is in the memfd for answers.
 
     ``consequence``: it looks like one of another rank's failure (a peer closed the connection). ``stale``: modules of
     this rank, with commas, whose files are newer than what it runs.
@@ -134,6 +138,7 @@ class Answer:
     kind: Kind
     consequence: bool = False
     stale: str = ""
+    data: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class RankStarted:
 
 @dataclass(frozen=True)
 class RankAnswered:
-    """An Answer on its way to the launcher, with the memfd attached. ``at``: the agent's monotonic seconds."""
+    """An Answer on its way to the launcher, attached its memfd if it has no data. ``at``: agent's monotonic seconds."""
 
     rank: int
     pid: int
@@ -165,6 +170,7 @@ class RankAnswered:
     consequence: bool
     at: float
     stale: str = ""
+    data: bytes = b""
 
 
 @dataclass(frozen=True)

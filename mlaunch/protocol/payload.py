@@ -1,6 +1,6 @@
-"""Values in memfds: pickled once by the sender, mapped privately by every receiver.
+"""Values on their way: small ones inside the record that tells of them, others in memfds.
 
-A payload is a file in memory::
+A memfd is written once by the sender and mapped privately by every receiver. It holds::
 
     pickle stream (protocol 5) | buffer, 64-byte aligned | ... | table of (offset, size) | trailer
 
@@ -10,30 +10,77 @@ and tensors are writable, cost no further copy, and eight ranks that only read s
 
 from __future__ import annotations
 
-import copyreg
-import functools
-import importlib
+import contextlib
+import io
 import mmap
 import os
 import pickle
 import struct
-import sys
-import types
-from collections import ChainMap
-from collections.abc import MutableMapping
-from dataclasses import dataclass, field
-from typing import IO, Any
-
-import cloudpickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 from mlaunch.base import linux
-from mlaunch.protocol import tensors
+from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
-_OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
 _ALIGNMENT = 64
-_CACHED = type(functools.lru_cache(len))
 _ENTRY = struct.Struct("<QQ")  # offset, size
 _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A pickled value: its bytes, if they are few, else the memfd that holds it."""
+
+    data: bytes = b""
+    memfd: int = -1
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return len(self.data) or os.fstat(self.memfd).st_size
+
+    def fds(self) -> list[int]:
+        """Returns what must be attached to a record with its data."""
+        return [] if self.data else [self.memfd]
+
+    def read(self) -> Any:
+        """Returns the value."""
+        return pickle.loads(self.data) if self.data else read(self.memfd)
+
+    def close(self) -> None:
+        if self.memfd >= 0:
+            os.close(self.memfd)
+
+
+@contextlib.contextmanager
+def in_memfd(value: Payload) -> Iterator[int]:
+    """Yields a memfd that holds a value, for those who read nothing else."""
+    if not value.data:
+        yield value.memfd
+        return
+    memfd = create("value")
+    try:
+        os.write(memfd, value.data)
+        yield memfd
+    finally:
+        os.close(memfd)
+
+
+def pack(value: object, name: str, *, most: int) -> Payload:
+    """Pickles a value that goes to ranks; in a new memfd if it takes more than ``most`` bytes."""
+    memfd = -1
+
+    def make() -> int:
+        nonlocal memfd
+        memfd = create(name)
+        return memfd
+
+    try:
+        return Payload(_write(_Spool(make, most), value, pickle_by_value), memfd)
+    except BaseException:
+        Payload(memfd=memfd).close()
+        raise
 
 
 def create(name: str) -> int:
@@ -41,18 +88,62 @@ def create(name: str) -> int:
     return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC))
 
 
-def write(fd: int, value: object, *, to_caller: bool = False) -> int:
-    """Replaces what the memfd holds by ``value``; returns the size in bytes.
+def write(fd: int, value: object, *, to_caller: bool = False, most: int = 0) -> bytes:
+    """Pickles a value; returns its bytes, or b"" if it takes more than ``most``: then it replaces what the memfd holds.
 
     ``to_caller``: the value goes from a rank to its caller, who has the classes of ``__main__`` that the rank has,
     so they go by name where they can. In the other direction they go by value.
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
-    os.ftruncate(fd, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
-    with open(fd, "wb", closefd=False) as file:
-        parts = (pickle_by_name if to_caller else _pickle_by_value)(file, value)
+    return _write(_Spool(lambda: fd, most), value, pickle_by_name if to_caller else pickle_by_value)
+
+
+class _Spool:
+    """Keeps what is written until that is more than ``most`` bytes; then a memfd gets it. ``memfd`` gives that."""
+
+    def __init__(self, memfd: Callable[[], int], most: int) -> None:
+        self._memfd = memfd
+        self._most = most
+        self.small = io.BytesIO()
+        self._file: BinaryIO | None = None
+
+    def write(self, data: Any) -> int:
+        if self._file is None and self.small.tell() + len(data) <= self._most:
+            return self.small.write(data)
+        return self.file().write(data)
+
+    def seek(self, place: int) -> int:
+        return (self._file or self.small).seek(place)
+
+    def truncate(self) -> int:
+        return (self._file or self.small).truncate()
+
+    @property
+    def spilled(self) -> bool:
+        return self._file is not None
+
+    def file(self) -> BinaryIO:
+        """Returns the file, which has what was written."""
+        if self._file is None:
+            fd = self._memfd()
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)
+            self._file = open(fd, "wb", closefd=False)  # noqa: SIM115 - who has the spool closes it
+            self._file.write(self.small.getbuffer())
+        return self._file
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], Parts]) -> bytes:
+    with contextlib.closing(spool):
+        parts = pickle_into(spool, value)
+        if not parts.buffers and not spool.spilled:
+            return spool.small.getvalue()
+        file = spool.file()
         stream_size = file.tell()
         table = bytearray()
         for buffer in parts.buffers:
@@ -61,86 +152,19 @@ def write(fd: int, value: object, *, to_caller: bool = False) -> int:
                 table += _ENTRY.pack(file.tell(), raw.nbytes)
                 file.write(raw)
         file.write(table + _TRAILER.pack(stream_size, len(parts.buffers)))
-        return file.tell()
-
-
-@dataclass
-class Parts:
-    """What a pickling leaves besides its stream: the buffers, and what must live until they are written."""
-
-    buffers: list[pickle.PickleBuffer] = field(default_factory=list)
-    alive: list[object] = field(default_factory=list)
-
-    def stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
-        with memoryview(buffer) as view:
-            if view.nbytes < _OUT_OF_BAND:
-                return True
-        self.buffers.append(buffer)
-        return False
-
-
-def pickle_by_name(file: IO[bytes], value: object) -> Parts:
-    """Pickles to a reader that has the classes of ``__main__``; what cannot go by name goes by value."""
-    try:
-        return _pickle_with(_ByNamePickler, copyreg.dispatch_table, file, value)
-    except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
-        file.seek(0)
-        file.truncate()
-        return _pickle_by_value(file, value)
-
-
-def _pickle_by_value(file: IO[bytes], value: object) -> Parts:
-    table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
-    return _pickle_with(_ByValuePickler, table, file, value)
-
-
-class _ByNamePickler(pickle.Pickler):
-    """One that can have a table of its own."""
-
-
-class _ByValuePickler(cloudpickle.Pickler):
-    """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind is not types.ModuleType and issubclass(kind, types.ModuleType):
-            name = getattr(obj, "__name__", "")
-            if sys.modules.get(name) is obj:
-                return importlib.import_module, (name,)
-        return super().reducer_override(obj)
-
-
-def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
-    """Reduces functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
-    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
-        return str(function.__qualname__)
-    return _cache_again, (function.__wrapped__, function.cache_parameters())
-
-
-def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
-
-
-def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: IO[bytes], value: object) -> Parts:
-    parts = Parts()
-    pickler = base.__new__(base)
-    reducers: ChainMap[Any, Any] = ChainMap(tensors.reducers(parts.alive), table)
-    pickler.dispatch_table = reducers  # a pickler reads it when it is initialised
-    pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)  # type: ignore[misc]
-    pickler.dump(value)
-    return parts
+        return b""
 
 
 def check(value: object) -> None:
     """Raises what pickling ``value`` raises, keeping nothing of it."""
     with open(os.devnull, "wb") as sink:
-        _pickle_by_value(sink, value)
+        pickle_by_value(sink, value)
 
 
 def read(fd: int) -> Any:
     """Returns the value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
     size = os.fstat(fd).st_size
-    if size < _OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
+    if size < OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
         return pickle.loads(os.pread(fd, size, 0))
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)

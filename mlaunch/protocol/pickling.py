@@ -1,147 +1,98 @@
-"""Finds which part of a value cannot be pickled, and whether an exception survives pickling."""
+"""How values are pickled: by name or by value, their large buffers left out."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
+import copyreg
+import functools
+import importlib
 import pickle
-from collections.abc import Iterator
-from typing import Any
+import sys
+import types
+from collections import ChainMap
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import cloudpickle
 
-from mlaunch.protocol import payload
+from mlaunch.protocol import tensors
 
-_DEPTH = 12  # levels; deeper than any message stays readable
-_WIDTH = 10_000  # children looked at per level
-_PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "numpy"})  # whose frames tell nothing
-
-
-def unpicklable(value: object, name: str) -> str:
-    """Says what in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
-    seen = {id(value)}
-    for _ in range(_DEPTH):
-        for path, child in _children(value, name):
-            if id(child) not in seen and not picklable(child):
-                value, name = child, path
-                seen.add(id(child))
-                break
-        else:
-            break
-    return f"{name} is a {type_name(value)}"
+OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
+_CACHED = type(functools.lru_cache(len))
 
 
-def type_name(value: object) -> str:
-    """Returns the name of its type as tracebacks give it."""
-    kind = type(value)
-    module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
-    return module + kind.__qualname__
+class Sink(Protocol):
+    """What is pickled into."""
+
+    def write(self, data: Any, /) -> Any: ...
+
+    def seek(self, place: int, /) -> int: ...
+
+    def truncate(self) -> int: ...
 
 
-def picklable(value: object) -> bool:
-    try:
-        payload.check(value)
-    except Exception:  # whatever a __reduce__ may raise
+@dataclass
+class Parts:
+    """What a pickling leaves besides its stream: the buffers, and what must live until they are written."""
+
+    buffers: list[pickle.PickleBuffer] = field(default_factory=list)
+    alive: list[object] = field(default_factory=list)
+
+    def stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
+        with memoryview(buffer) as view:
+            if view.nbytes < OUT_OF_BAND:
+                return True
+        self.buffers.append(buffer)
         return False
-    return True
 
 
-def below_the_pickler(error: Exception) -> Exception | None:
-    """Returns the exception with the frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
-        trace = trace.tb_next
-    return None if trace is None else error.with_traceback(trace)
-
-
-def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        pairs = [(f"{name}[{key!r}]", child) for key, child in value.items()]
-        pairs += [(f"a key of {name}", key) for key in value]
-    elif isinstance(value, list | tuple):
-        pairs = [(f"{name}[{index}]", child) for index, child in enumerate(value)]
-    elif isinstance(value, set | frozenset):
-        pairs = [(f"an element of {name}", child) for child in value]
-    else:
-        pairs = [(f"{name}.{key}", child) for key, child in getattr(value, "__dict__", {}).items()]
-        pairs += _closure(value, name)
-    yield from pairs[:_WIDTH]
-
-
-def _closure(value: object, name: str) -> list[tuple[str, object]]:
-    code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
-    pairs: list[tuple[str, object]] = []
-    for variable, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
-        try:
-            pairs.append((f"{name}'s variable {variable!r}", cell.cell_contents))
-        except ValueError:  # the cell is empty yet
-            continue
-    module = getattr(value, "__globals__", {})
-    used = [key for key in getattr(code, "co_names", ()) if key in module]
-    return pairs + [(f"the global {key!r} that {name} uses", module[key]) for key in used]
-
-
-def pickle_exception(error: BaseException) -> bytes | None:
-    """Returns the exception as bytes that are known to unpickle to its type, or None.
-
-    Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
-    takes something else. They, and those with attributes that cannot be pickled, are rebuilt without ``__init__``.
-    """
-    return _round_trip(error, error) or _round_trip(_Rebuilt(error), error)
-
-
-def _round_trip(candidate: object, error: BaseException) -> bytes | None:
-    """Returns the candidate's pickle if it becomes an exception of the same type."""
+def pickle_by_name(file: Sink, value: object) -> Parts:
+    """Pickles to a reader that has the classes of ``__main__``; what cannot go by name goes by value."""
     try:
-        pickled = _dumps(candidate)
-        return pickled if type(pickle.loads(pickled)) is type(error) else None
-    except Exception:  # whatever a __reduce__ or an __init__ may raise
-        return None
+        return _pickle_with(_ByNamePickler, copyreg.dispatch_table, file, value)
+    except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
+        file.seek(0)
+        file.truncate()
+        return pickle_by_value(file, value)
 
 
-def _dumps(value: object) -> bytes:
-    try:
-        return pickle.dumps(value)  # by name, since the caller has the same classes
-    except Exception:  # a local class, or what a __reduce__ raises, which it will raise again
-        return cloudpickle.dumps(value)
+def pickle_by_value(file: Sink, value: object) -> Parts:
+    table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+    return _pickle_with(_ByValuePickler, table, file, value)
 
 
-class _Rebuilt:
-    """Pickles as the exception it holds: type, args, and those attributes that can be pickled."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        error = self._error
-        args = tuple(_portable(arg) for arg in error.args)
-        attributes = {**_members(error), **error.__dict__}
-        state = {key: value for key, value in attributes.items() if picklable(value)}
-        return _rebuild, (type(error), args, state)
+class _ByNamePickler(pickle.Pickler):
+    """One that can have a table of its own."""
 
 
-def _members(error: BaseException) -> dict[str, Any]:
-    """Says what builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
-    # A group's are what its args hold already.
-    builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and "Group" not in kind.__name__]
-    names = [key for kind in builtin for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
-    return {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
+class _ByValuePickler(cloudpickle.Pickler):
+    """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is not types.ModuleType and issubclass(kind, types.ModuleType):
+            name = getattr(obj, "__name__", "")
+            if sys.modules.get(name) is obj:
+                return importlib.import_module, (name,)
+        return super().reducer_override(obj)
 
 
-def _portable(arg: object) -> object:
-    """Returns an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
-    if isinstance(arg, BaseException):
-        return arg if _round_trip(arg, arg) else _Rebuilt(arg)
-    if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):
-        return [_portable(member) for member in arg]
-    return arg if picklable(arg) else repr(arg)
+def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
+    """Reduces functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
+    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
+        return str(function.__qualname__)
+    return _cache_again, (function.__wrapped__, function.cache_parameters())
 
 
-def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    # The class's own __new__, __init__ and __setattr__ (a frozen dataclass's refuses) may want what we do not have.
-    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
-    error: BaseException = builtin.__new__(kind, *args)
-    for name, value in {**state, "args": args}.items():
-        with contextlib.suppress(AttributeError, TypeError):  # a read-only member
-            BaseException.__setattr__(error, name, value)
-    return error
+def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: Sink, value: object) -> Parts:
+    parts = Parts()
+    pickler = base.__new__(base)
+    reducers: ChainMap[Any, Any] = ChainMap(tensors.reducers(parts.alive), table)
+    pickler.dispatch_table = reducers  # a pickler reads it when it is initialised
+    pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)  # type: ignore[misc]
+    pickler.dump(value)
+    return parts

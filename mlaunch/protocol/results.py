@@ -13,6 +13,8 @@ from mlaunch.base import linux
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Answer
 
+ANSWER_LIMIT = 2048  # bytes of a value inside an answer
+
 
 class ResultQueue(SimpleQueue[Answer]):
     """A multiprocessing queue of answers that a rank killed in the middle of sending cannot harm.

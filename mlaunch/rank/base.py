@@ -14,7 +14,8 @@ from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Answer, Errand, Kind, Phase, RunCall
-from mlaunch.protocol.results import Results
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.results import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, process, progress, remote_error
 
@@ -36,11 +37,11 @@ class RankArgs:
 
 @dataclass(frozen=True)
 class Task:
-    """One call as a rank holds it. ``call_fd`` None: the rank has the call in memory."""
+    """One call as a rank holds it. ``call`` None: the rank has it in memory. ``answer_fd``: the memfd for an answer."""
 
     number: int
     answer_fd: int
-    call_fd: int | None
+    call: Payload | None
     errand: Errand = Errand.RUN
 
 
@@ -53,6 +54,7 @@ class Rank:
         self._pid = os.getpid()
         self._device = args.spec.device_type
         self._task: Task | None = None
+        self._answer_fd = -1
         self._kept = [(fd, linux.identity(fd)) for fd in (args.results.queue.writer_fileno(), args.channel.fileno())]
         os.register_at_fork(after_in_child=self._disown)
 
@@ -96,10 +98,19 @@ class Rank:
         record, fds = self._args.channel.receive()
         if not isinstance(record, RunCall):
             return None
-        answer_fd, *call_fds = fds
-        self._kept[2:] = [(answer_fd, linux.identity(answer_fd))]
-        self._task = Task(record.number, answer_fd, call_fds[0] if call_fds else None, record.errand)
+        call_fd = fds.pop(0) if record.attached else -1
+        if fds:
+            self._take_answer_fd(*fds)
+        call = Payload(record.data, call_fd) if record.data or record.attached else None
+        self._task = Task(record.number, self._answer_fd, call, record.errand)
         return self._task
+
+    def _take_answer_fd(self, fd: int) -> None:
+        """Takes a memfd for answers instead of the last one, which may be mapped."""
+        was, self._answer_fd = self._answer_fd, fd
+        self._kept[2:] = [(fd, linux.identity(fd))]
+        if was >= 0:
+            os.close(was)
 
     def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
         """Writes what the call's memfd is to hold, then says so on the queue."""
@@ -107,10 +118,10 @@ class Rank:
         task = self._task or self._next_task()  # one that fails while it becomes a rank answers the first call
         if task is None:
             return
-        payload.write(task.answer_fd, content, to_caller=kind is Kind.VALUE)
+        data = payload.write(task.answer_fd, content, to_caller=kind is Kind.VALUE, most=ANSWER_LIMIT)
         self._check_descriptors()
         self._seal()
-        self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence, self._stale()))
+        self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data))
 
     def _seal(self) -> None:
         """Is called when the answer is complete: from here on nothing may keep it from being given, once."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import rlimits, seeding
-from mlaunch.protocol import calls, payload, pickling, this_rank
+from mlaunch.protocol import calls, explain, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.rank import current, device, environment, group, main_module, process, text_bars
@@ -110,11 +110,11 @@ class FunctionRank(Rank):
 
     def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
         inherited = self._args.inherited
-        if task.call_fd is None:  # forked from the caller: everything is here
+        if task.call is None:  # forked from the caller: everything is here
             if inherited is None:
                 raise RuntimeError("a call came without its function")
             return calls.resolve(inherited.function), inherited
-        call = payload.read(task.call_fd)
+        call = task.call.read()
         function = calls.resolve(call.function)
         main_module.install_main(function, self._spec.context)
         return function, call
@@ -131,7 +131,7 @@ class FunctionRank(Rank):
             if rlimits.is_limit(error):  # of what has room, not of what can be pickled
                 rlimits.name_limit(error)
                 raise
-            found = pickling.unpicklable(value, "value")
+            found = explain.unpicklable(value, "value")
             raise UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
 
     # Leaving

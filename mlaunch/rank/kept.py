@@ -64,8 +64,6 @@ class KeptRank(FunctionRank):
         else:
             self._run_call(task)
             self._enter(Phase.IDLE)
-        del self._kept[2:]
-        os.close(task.answer_fd)
 
     def _run_call(self, task: Task) -> None:
         step.begin_call(task.number)
@@ -106,8 +104,8 @@ class KeptRank(FunctionRank):
 
     def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
         function, call = super()._receive(task)
-        if task.call_fd is not None:
-            os.close(task.call_fd)
+        if task.call is not None:
+            task.call.close()
         held.table.free(call.freed)
         if call.seed is not None:
             seeding.apply(seeding.of_rank(call.seed, self._spec.rank(self._args.local_rank)))

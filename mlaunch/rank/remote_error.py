@@ -7,7 +7,7 @@ import traceback
 
 from mlaunch.base.frames import RUNPY, is_ours
 from mlaunch.base.misuse import is_misuse
-from mlaunch.protocol import pickling
+from mlaunch.protocol import explain
 from mlaunch.protocol.messages import Phase, RemoteError
 
 # What torch says in a rank whose peer has died. Such an error is the other rank's doing.
@@ -18,13 +18,13 @@ _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broke
 def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool) -> RemoteError:
     """Returns the record. ``catchable``: the caller is to raise the exception itself, if it survives pickling."""
     return RemoteError(
-        type_name=pickling.type_name(error),
+        type_name=explain.type_name(error),
         message=_message(error),
         traceback="".join(traceback.format_exception(below_ours(error))),
         phase=phase,
         host=socket.gethostname(),
         device=device,
-        pickled=pickling.pickle_exception(error) if catchable else None,
+        pickled=explain.pickle_exception(error) if catchable else None,
     )
 
 

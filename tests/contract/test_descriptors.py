@@ -28,7 +28,7 @@ MINE = "what the user wrote"
 
 
 @pytest.mark.parametrize("size", [10, 3_000_000])
-def test_a_fork_that_returns_does_not_answer(capfd: pytest.CaptureFixture[str], size: int) -> None:
+def test_a_fork_that_returns_does_not_answer(size: int) -> None:
     """Both processes come back from the function, at the same time."""
 
     def train() -> tuple[int, int, bytes]:
@@ -39,6 +39,14 @@ def test_a_fork_that_returns_does_not_answer(capfd: pytest.CaptureFixture[str], 
     for rank, answered, content in launcher(train, 2)():
         assert answered == rank
         assert content == bytes(size)
+
+
+def test_a_fork_that_returns_is_told_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        if os.fork() != 0:
+            os.wait()  # else it may be gone with its rank before it says a word
+
+    launcher(train, 2)()
     assert "has returned from the function as if it were the rank; it is ended here" in capfd.readouterr().err
 
 

@@ -171,7 +171,7 @@ def test_a_future_of_a_call_that_raises(ranks: Ranks) -> None:
     assert isinstance(error, ValueError)
     assert any("the ranks are in step and stay" in note for note in error.__notes__)
     assert future.report is not None
-    assert future.report.ranks[0].end.startswith("raised")
+    assert any(row.end.startswith("raised") for row in future.report.ranks)  # the other may have been called back
     assert ranks.submit(lambda: 1).result(LIMIT) == [1, 1]
 
 

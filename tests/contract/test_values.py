@@ -14,6 +14,7 @@ import torch
 
 from mlaunch import LaunchError, launcher
 from mlaunch.protocol import payload
+from mlaunch.protocol.pickling import pickle_by_name
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -114,7 +115,7 @@ class Drawn:
 
 def test_what_nobody_else_holds_lives_until_it_is_written() -> None:
     value = Drawn()
-    parts = payload.pickle_by_name(io.BytesIO(), value)
+    parts = pickle_by_name(io.BytesIO(), value)
     gc.collect()
     assert value.array() is not None
     del parts

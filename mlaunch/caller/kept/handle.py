@@ -41,7 +41,7 @@ class KeptHandle(LaunchHandle):
         """Sends the call. OSError if the agent is gone."""
         self._turn(call.plan, dataclasses.replace(self.spec, name=call.name, deadline=call.deadline))
         self.over = False
-        self.agent.send(NextCall(call.number, call.deadline), [call.memfd])
+        self.agent.send(NextCall(call.number, call.deadline, call.content.data), call.content.fds())
 
     def finish(self) -> Ended:
         """Settles the call that is over; the ranks wait for the next one."""
@@ -103,8 +103,9 @@ class KeptHandle(LaunchHandle):
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
             self.over = True
-            for answer, fd in zip(record.answers, fds, strict=True):
-                self.outcome.take(answer, [fd])
+            memfds = iter(fds)
+            for answer in record.answers:
+                self.outcome.take(answer, [] if answer.data else [next(memfds)])
         super()._show(record, fds)
 
     def _end_output(self, until: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,9 +13,12 @@ from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.start import unpicklable_call
-from mlaunch.protocol import destination, payload, pickling
+from mlaunch.protocol import destination, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.destination import Destination
+from mlaunch.protocol.payload import Payload
+
+_CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
 
 
 class RanksFuture(Future[Any]):
@@ -37,7 +39,7 @@ class KeptCall:
     number: int
     name: str
     deadline: float | None
-    memfd: int
+    content: Payload
     plan: OutputPlan
     future: RanksFuture = field(default_factory=RanksFuture)
     ended: Ended | None = None
@@ -63,25 +65,18 @@ class KeptCall:
         self.over.set()
 
     def close(self) -> None:
-        if self.memfd >= 0:
-            os.close(self.memfd)
-        self.memfd = -1
+        content, self.content = self.content, Payload()
+        content.close()
 
 
-def pickle_call(to: Destination, name: str, call: Call) -> int:
-    """Returns a memfd with the call. TypeError that names what cannot be pickled."""
-    memfd = payload.create("call")
-    try:
-        with destination.towards(to), interrupts.allowed():  # it runs code of the user's, and may take long
-            try:
-                payload.write(memfd, call)
-            except OSError:
+def pickle_call(to: Destination, name: str, call: Call) -> Payload:
+    """Pickles the call. TypeError that names what cannot be pickled."""
+    with destination.towards(to), interrupts.allowed():  # it runs code of the user's, and may take long
+        try:
+            return payload.pack(call, "call", most=_CALL_LIMIT)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a __reduce__ may raise
+            if is_misuse(error):  # a handle that does not belong there
                 raise
-            except Exception as error:  # whatever a __reduce__ may raise
-                if is_misuse(error):  # a handle that does not belong there
-                    raise
-                raise unpicklable_call(call, name, error) from pickling.below_the_pickler(error)
-    except BaseException:
-        os.close(memfd)
-        raise
-    return memfd
+            raise unpicklable_call(call, name, error) from explain.below_the_pickler(error)

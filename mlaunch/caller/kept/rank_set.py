@@ -135,11 +135,11 @@ class RankSet:
         to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
         sent = dataclasses.replace(call, function=calls.portable(call.function), freed=freed)
         try:
-            memfd = pickle_call(to, name, sent)
+            content = pickle_call(to, name, sent)
         except BaseException:
             self._freed.extend((session.launch_id, number) for number in freed)
             raise
-        return KeptCall(self.next_number(), name, options.deadline, memfd, output_plan(options, spec))
+        return KeptCall(self.next_number(), name, options.deadline, content, output_plan(options, spec))
 
     def _open(self) -> Session:
         session = open_session(self.options, self._idle_timeout)

@@ -69,12 +69,12 @@ class History:
         )
 
     def _rank(self, outcome: Outcome, rank: int) -> RankReport:
-        spec, gone, memfd = outcome.spec, self.gone.get(rank), outcome.values.get(rank)
+        spec, gone, value = outcome.spec, self.gone.get(rank), outcome.values.get(rank)
         told = next((failure.what for failure in outcome.failures if failure.rank == rank), None)
         if told is not None:
             end = told.partition("\n")[0]
         elif gone is None:  # a rank that stays
-            end = "returned" if memfd is not None else "was stopped" if rank in outcome.stopped else "unknown"
+            end = "returned" if value is not None else "was stopped" if rank in outcome.stopped else "unknown"
         elif gone.stopped:
             end = "was stopped"
         else:
@@ -85,7 +85,7 @@ class History:
             device=spec.device(rank - spec.rank_start),
             spans=tuple(self._spans(rank, rank - spec.rank_start)),
             peak_memory=gone.peak_memory if gone is not None else 0,
-            returned=None if memfd is None else os.fstat(memfd).st_size,
+            returned=None if value is None else value.size,
             end=end,
         )
 

@@ -1,0 +1,147 @@
+"""Finds which part of a value cannot be pickled, and whether an exception survives pickling."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import cloudpickle
+
+from mlaunch.protocol import payload
+
+_DEPTH = 12  # levels; deeper than any message stays readable
+_WIDTH = 10_000  # children looked at per level
+_PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "numpy"})  # whose frames tell nothing
+
+
+def unpicklable(value: object, name: str) -> str:
+    """Says what in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
+    seen = {id(value)}
+    for _ in range(_DEPTH):
+        for path, child in _children(value, name):
+            if id(child) not in seen and not picklable(child):
+                value, name = child, path
+                seen.add(id(child))
+                break
+        else:
+            break
+    return f"{name} is a {type_name(value)}"
+
+
+def type_name(value: object) -> str:
+    """Returns the name of its type as tracebacks give it."""
+    kind = type(value)
+    module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
+    return module + kind.__qualname__
+
+
+def picklable(value: object) -> bool:
+    try:
+        payload.check(value)
+    except Exception:  # whatever a __reduce__ may raise
+        return False
+    return True
+
+
+def below_the_pickler(error: Exception) -> Exception | None:
+    """Returns the exception with the frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
+        trace = trace.tb_next
+    return None if trace is None else error.with_traceback(trace)
+
+
+def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        pairs = [(f"{name}[{key!r}]", child) for key, child in value.items()]
+        pairs += [(f"a key of {name}", key) for key in value]
+    elif isinstance(value, list | tuple):
+        pairs = [(f"{name}[{index}]", child) for index, child in enumerate(value)]
+    elif isinstance(value, set | frozenset):
+        pairs = [(f"an element of {name}", child) for child in value]
+    else:
+        pairs = [(f"{name}.{key}", child) for key, child in getattr(value, "__dict__", {}).items()]
+        pairs += _closure(value, name)
+    yield from pairs[:_WIDTH]
+
+
+def _closure(value: object, name: str) -> list[tuple[str, object]]:
+    code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
+    pairs: list[tuple[str, object]] = []
+    for variable, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
+        try:
+            pairs.append((f"{name}'s variable {variable!r}", cell.cell_contents))
+        except ValueError:  # the cell is empty yet
+            continue
+    module = getattr(value, "__globals__", {})
+    used = [key for key in getattr(code, "co_names", ()) if key in module]
+    return pairs + [(f"the global {key!r} that {name} uses", module[key]) for key in used]
+
+
+def pickle_exception(error: BaseException) -> bytes | None:
+    """Returns the exception as bytes that are known to unpickle to its type, or None.
+
+    Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
+    takes something else. They, and those with attributes that cannot be pickled, are rebuilt without ``__init__``.
+    """
+    return _round_trip(error, error) or _round_trip(_Rebuilt(error), error)
+
+
+def _round_trip(candidate: object, error: BaseException) -> bytes | None:
+    """Returns the candidate's pickle if it becomes an exception of the same type."""
+    try:
+        pickled = _dumps(candidate)
+        return pickled if type(pickle.loads(pickled)) is type(error) else None
+    except Exception:  # whatever a __reduce__ or an __init__ may raise
+        return None
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)  # by name, since the caller has the same classes
+    except Exception:  # a local class, or what a __reduce__ raises, which it will raise again
+        return cloudpickle.dumps(value)
+
+
+class _Rebuilt:
+    """Pickles as the exception it holds: type, args, and those attributes that can be pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        args = tuple(_portable(arg) for arg in error.args)
+        attributes = {**_members(error), **error.__dict__}
+        state = {key: value for key, value in attributes.items() if picklable(value)}
+        return _rebuild, (type(error), args, state)
+
+
+def _members(error: BaseException) -> dict[str, Any]:
+    """Says what builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
+    # A group's are what its args hold already.
+    builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and "Group" not in kind.__name__]
+    names = [key for kind in builtin for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
+    return {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
+
+
+def _portable(arg: object) -> object:
+    """Returns an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
+    if isinstance(arg, BaseException):
+        return arg if _round_trip(arg, arg) else _Rebuilt(arg)
+    if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):
+        return [_portable(member) for member in arg]
+    return arg if picklable(arg) else repr(arg)
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    # The class's own __new__, __init__ and __setattr__ (a frozen dataclass's refuses) may want what we do not have.
+    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    error: BaseException = builtin.__new__(kind, *args)
+    for name, value in {**state, "args": args}.items():
+        with contextlib.suppress(AttributeError, TypeError):  # a read-only member
+            BaseException.__setattr__(error, name, value)
+    return error
