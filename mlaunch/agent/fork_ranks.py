@@ -36,8 +36,8 @@ class Nursery:
 def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
     """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
     forked = [_prepare_and_fork(nursery, local_rank) for local_rank in range(nursery.spec.local_world_size)]
-    for _, started, readers in forked:
-        launcher.try_send(started, readers)
+    for rank, started, readers in forked:
+        launcher.try_send(started, [*([rank.channel.fileno()] if nursery.spec.stays else []), *readers])
         nursery.owned.close(*readers)
     return [rank for rank, _, _ in forked]
 

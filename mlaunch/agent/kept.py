@@ -35,8 +35,7 @@ class KeptSupervisor(Supervisor):
 
     def __init__(self, scene: Supervision) -> None:
         super().__init__(scene)
-        self._call = OngoingCall(0, None, None, released=True)
-        self._callers_number = 0
+        self._call = OngoingCall(0, None, None, released=True)  # the numbers are the launcher's
         self._grace_period = scene.grace_period
         self._board = scene.results.board
         self._numbers = NumberRequests({one.rank: one.aside for one in scene.ranks if one.aside is not None})
@@ -47,6 +46,7 @@ class KeptSupervisor(Supervisor):
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
         for rank in scene.ranks:
             rank.answer = Kind.VALUE  # they are at work for nobody
+            rank.give_answer_file()
 
     # What the launcher says
 
@@ -54,7 +54,7 @@ class KeptSupervisor(Supervisor):
         if isinstance(record, NextCall):
             self._begin_next(record, fds)
         elif isinstance(record, EndCall):
-            if record.number == self._callers_number:
+            if record.number == self._call.number:
                 self._end_call(0.0)
         elif isinstance(record, EndRanks):
             self._leaving = True
@@ -66,31 +66,49 @@ class KeptSupervisor(Supervisor):
     def _begin_next(self, record: NextCall, fds: list[int]) -> None:
         if not self._lacks_ranks():  # else its caller will hear of it
             due = None if record.deadline is None else self._clock() + record.deadline
-            self._callers_number, self._failed = record.number, False
-            call = OngoingCall(self._call.number + 1, record.deadline, due)
-            self._begin(call, record.data, fds[0] if fds else None)
+            self._failed = False
+            self._begin(OngoingCall(record.number, record.deadline, due), record.data, fds[0] if fds else None)
         for fd in fds:
             os.close(fd)
+
+    def _drain(self) -> None:
+        self._catch_up()
+        super()._drain()
+
+    def _catch_up(self) -> None:
+        """Takes in what the launcher and the ranks have done without us."""
+        number = self._board.call
+        if number > self._call.number:
+            self._call, self._failed = OngoingCall(number, None, None, from_launcher=True), False
+            for rank in self._by_local_rank:
+                rank.expect(answered=False)
+        if self._call.from_launcher and not self._call.released:
+            for rank in self._by_local_rank:
+                if rank.answer is None and self._board.answered(rank.local_rank) == number:
+                    rank.expect(answered=True)
 
     # How a call ends
 
     def _pass_on(self, answer: Answer) -> None:
-        if self._call.errand is Errand.RUN:
-            super()._pass_on(answer)
-        else:
-            self._by_local_rank[answer.local_rank].take(answer)
+        rank = self._by_local_rank[answer.local_rank]
+        if self._call.errand is not Errand.RUN:
+            rank.take(answer)
+            return
+        super()._pass_on(answer)
 
-    def _forward(self, record: RankAnswered, fds: list[int]) -> None:
+    def _forward(self, rank: RankProcess, record: RankAnswered) -> None:
         """Keeps values until all are there, so that the launcher is woken once; but not beside a failure."""
-        self._kept_back.append((record, fds))
-        if record.kind is not Kind.VALUE or self._failed:
+        if rank.content.memfd >= 0:  # before the launcher can send the next call
+            rank.give_answer_file()
+        self._kept_back.append((record, rank.content.fds()))
+        if record.kind is not Kind.VALUE or self._failed or self._call.from_launcher:
             self._send_answers()
 
     def _send_answers(self, *, but: int = 0) -> None:
         """Sends what was kept, but for the last ``but`` answers."""
         sent = self._kept_back[: len(self._kept_back) - but]
         for record, fds in sent:
-            super()._forward(record, fds)
+            self._launcher.try_send(record, fds)
         del self._kept_back[: len(sent)]
 
     def _reap(self, rank: RankProcess) -> None:
@@ -132,14 +150,14 @@ class KeptSupervisor(Supervisor):
         self._stopping.asked.clear()
         self._send_answers(but=FD_LIMIT)
         answers = tuple(record for record, _ in self._kept_back)
-        self._launcher.try_send(
-            CallOver(self._callers_number, answers), [fd for _, fds in self._kept_back for fd in fds]
-        )
+        fds = [fd for _, fds in self._kept_back for fd in fds]
         self._kept_back.clear()
+        if self._failed or not self._call.from_launcher:  # else it knows
+            self._launcher.try_send(CallOver(self._call.number, answers), fds)
 
     def _send_on(self, errand: Errand) -> None:
         self._lost_at = self._clock() + max(self._grace_period, _CHECK_TIMEOUT)
-        self._begin(OngoingCall(self._call.number + 1, None, None, errand=errand))
+        self._begin(OngoingCall(self._call.number, None, None, errand=errand))
 
     def _end_call(self, delay: float) -> None:
         if self._call.errand is Errand.RUN and not self._call.released:

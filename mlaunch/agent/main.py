@@ -95,9 +95,10 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
         owned.add(*joined.peers.fds())
     spec = joined.spec
-    results = Results(spec.local_world_size)
+    results = Results(spec.local_world_size, stay=spec.stays)
     agreed = (spec.launch_id, spec.rank_start, spec.world_size)
-    launcher.try_send(RanksStarting(time.monotonic(), *agreed), [results.board.fd])
+    launcher.try_send(RanksStarting(time.monotonic(), *agreed), results.offered())
+    results.close_offered()
     owned.add(listener.fileno())
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:

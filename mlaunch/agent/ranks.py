@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Answer, Kind, Release
+from mlaunch.protocol.messages import Answer, AnswerFile, Kind, Release
 from mlaunch.protocol.payload import Payload
 
 
@@ -25,7 +25,8 @@ class RankProcess:
     aside: Channel | None = None  # on which a thread of a rank that stays answers, whatever the rank does
     error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
-    answer_fd: int = -1  # the memfd for its answers; -1: it has none that nobody else may still map
+    answer_fd: int = -1  # the memfd for its answers; -1: it has none
+    spent_fd: int = -1  # the one before, which may be mapped
     answer: Kind | None = None  # to the present call
     content: Payload = field(default_factory=Payload)  # of this answer
     stopped: bool = False  # told to stop, or killed, by us
@@ -42,16 +43,24 @@ class RankProcess:
         return self.alive and self.answer is None
 
     def begin_call(self, record: bytes, call_fds: list[int]) -> None:
-        """Sends it a RunCall, pickled, with a memfd for answers if the last one's holds an answer: it may be mapped."""
-        if self.answer_fd >= 0 and self.content.memfd >= 0:
-            os.close(self.answer_fd)
-            self.answer_fd = -1
-        fds = call_fds
-        if self.answer_fd < 0:
-            self.answer_fd = payload.create(f"rank-{self.rank}")
-            fds = [*call_fds, self.answer_fd]
+        """Sends it a RunCall, pickled, with a memfd for answers if it needs one."""
+        fds = call_fds if 0 <= self.answer_fd != self.content.memfd else [*call_fds, self._renew()]
         self.answer, self.content = None, Payload(memfd=self.answer_fd)  # it may be written to, whatever is said of it
         self.channel.try_send_pickled(record, fds)
+
+    def give_answer_file(self) -> None:
+        """Sends it a memfd for its next answer."""
+        self.channel.try_send(AnswerFile(), [self._renew()])
+
+    def _renew(self) -> int:
+        if self.spent_fd >= 0:
+            os.close(self.spent_fd)
+        self.spent_fd, self.answer_fd = self.answer_fd, payload.create(f"rank-{self.rank}")
+        return self.answer_fd
+
+    def expect(self, answered: bool) -> None:
+        """Takes in that the launcher has sent it a call by itself, and whether it has answered that with a value."""
+        self.answer, self.content = Kind.VALUE if answered else None, Payload()
 
     def take(self, answer: Answer) -> None:
         """Takes in what it has answered."""
@@ -67,5 +76,6 @@ class RankProcess:
         self.channel.close()
         if self.aside is not None:
             self.aside.close()
-        for fd in (self.pidfd, self.crash_fd, self.stack_fd, *([self.answer_fd] if self.answer_fd >= 0 else [])):
-            os.close(fd)
+        for fd in (self.pidfd, self.crash_fd, self.stack_fd, self.answer_fd, self.spent_fd):
+            if fd >= 0:
+                os.close(fd)

@@ -39,3 +39,4 @@ class OngoingCall:
     due: float | None  # when the deadline passes, on the supervisor's clock; None: it does not, or it has
     released: bool = False  # all have answered, so the ranks may go on
     errand: Errand = Errand.RUN
+    from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us

@@ -124,13 +124,13 @@ class Supervisor:
         rank.take(answer)
         told = (answer.kind, answer.consequence, self._clock(), answer.stale, answer.data)
         record = RankAnswered(rank.rank, rank.pid, *told)
-        self._forward(record, rank.content.fds())
+        self._forward(rank, record)
         if answer.kind is not Kind.VALUE:
             self._remember(lambda: failures.from_answer(record, rank.content.read()))
             self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
 
-    def _forward(self, record: RankAnswered, fds: list[int]) -> None:
-        self._launcher.try_send(record, fds)
+    def _forward(self, rank: RankProcess, record: RankAnswered) -> None:
+        self._launcher.try_send(record, rank.content.fds())
 
     def _end_call(self, delay: float) -> None:
         """Ends the call, within that time at the latest."""

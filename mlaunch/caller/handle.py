@@ -73,12 +73,16 @@ class LaunchHandle:
         if self._limits.agent in ready:
             self.relay.unwatch(self._limits.agent)
             self._limits.agent_ended()
+        self._take_answers(ready)
         if self.agent.fileno() not in ready:
             return self._press()
         while self._hear():
             if self._pauses() or not linux.wait_readable([self.agent.fileno()], 0.0):
                 return True
         return False
+
+    def _take_answers(self, ready: set[int]) -> None:
+        """Takes in what ranks have sent without their agent."""
 
     def _pauses(self) -> bool:
         """Tells whether what has come is to be taken in before more is heard."""

@@ -1,7 +1,8 @@
 """Memory that ranks, agent and launcher of one machine share: what each rank is doing, since when, and how far it is.
 
 A rank writes its own row and nobody else does, so there is no lock; the agent writes one field of it, which the rank
-only reads. It tells what a rank was doing that died without a word, and costs a rank nothing to keep.
+only reads, and the launcher the head. It tells what a rank was doing that died without a word, and costs a rank nothing
+to keep.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from mlaunch.base import linux
 from mlaunch.protocol.messages import Phase
 
+_HEAD = 64  # bytes before the first row
+_CALL = struct.Struct("=I")
 _STAMP = struct.Struct("=qqd")  # start, end, when
 _STAMPS = 256  # of the latest writes
 _COUNT = struct.Struct("=q")
@@ -25,6 +28,8 @@ _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
+_ANSWERED = struct.Struct("=I")
+_ANSWERED_AT = _TIMES_AT + _TIMES.size
 _STOP = struct.Struct("=I")
 _STOP_AT = 4
 _LOOP = struct.Struct("=QqdqdH")  # number, done, when that was, total, start, length of the description
@@ -62,52 +67,71 @@ class Board:
     def create(cls, ranks: int) -> Board:
         """Makes a new one."""
         fd = linux.above_standard(os.memfd_create("mlaunch-board", os.MFD_CLOEXEC))
-        os.ftruncate(fd, ranks * _ROW)
+        os.ftruncate(fd, _HEAD + ranks * _ROW)
         return cls(fd)
 
     def __setitem__(self, local_rank: int, phase: Phase) -> None:
         index = _PHASES.index(phase)
-        row = local_rank * _ROW
+        row = _row(local_rank)
         struct.pack_into("=d", self._memory, row + _TIMES_AT + 8 * index, time.monotonic())
         self._memory[row] = index
 
     def __getitem__(self, local_rank: int) -> Phase:
-        return _PHASES[self._memory[local_rank * _ROW]]
+        return _PHASES[self._memory[_row(local_rank)]]
+
+    @property
+    def call(self) -> int:
+        """The number of the latest call that the launcher has sent to ranks that stay by itself; 0: there is none."""
+        number: int = _CALL.unpack_from(self._memory)[0]
+        return number
+
+    @call.setter
+    def call(self, number: int) -> None:
+        _CALL.pack_into(self._memory, 0, number)
+
+    def note_answer(self, local_rank: int, number: int) -> None:
+        """Notes that the rank is about to send the launcher a value for this call."""
+        _ANSWERED.pack_into(self._memory, _row(local_rank) + _ANSWERED_AT, number)
+
+    def answered(self, local_rank: int) -> int:
+        """Returns the number of the latest call for which it has; 0: there is none."""
+        number: int = _ANSWERED.unpack_from(self._memory, _row(local_rank) + _ANSWERED_AT)[0]
+        return number
 
     def stop(self, local_rank: int, number: int) -> None:
         """Notes that the rank is to end this call, if it has not begun it yet; written by the agent."""
-        _STOP.pack_into(self._memory, local_rank * _ROW + _STOP_AT, number)
+        _STOP.pack_into(self._memory, _row(local_rank) + _STOP_AT, number)
 
     def stopped(self, local_rank: int) -> int:
         """Returns the number of the latest call that the rank is to end; 0: there is none."""
-        number: int = _STOP.unpack_from(self._memory, local_rank * _ROW + _STOP_AT)[0]
+        number: int = _STOP.unpack_from(self._memory, _row(local_rank) + _STOP_AT)[0]
         return number
 
     def times(self, local_rank: int, since: float = 0.0) -> list[tuple[float, Phase]]:
         """Tells when the phases began that the rank has come to since then, in their order."""
-        times = _TIMES.unpack_from(self._memory, local_rank * _ROW + _TIMES_AT)
+        times = _TIMES.unpack_from(self._memory, _row(local_rank) + _TIMES_AT)
         found = [(at, index) for index, at in enumerate(times) if at and at >= since]
         return [(at, _PHASES[index]) for at, index in sorted(found)]
 
     def begin_loop(self, local_rank: int, total: int, description: str) -> None:
-        row = local_rank * _ROW
+        row = _row(local_rank)
         text = description.encode()[:_TEXT_LIMIT]
         self._memory[row + _TEXT_AT : row + _TEXT_AT + len(text)] = text
         number, now = self.loop(local_rank).number + 1, time.monotonic()
         _LOOP.pack_into(self._memory, row + _LOOP_AT, number, 0, now, total, now, len(text))
 
     def count(self, local_rank: int, done: int) -> None:
-        _DONE.pack_into(self._memory, local_rank * _ROW + _LOOP_AT + _DONE_AT, done, time.monotonic())
+        _DONE.pack_into(self._memory, _row(local_rank) + _LOOP_AT + _DONE_AT, done, time.monotonic())
 
     def loop(self, local_rank: int) -> Loop:
-        row = local_rank * _ROW
+        row = _row(local_rank)
         number, done, at, total, start, length = _LOOP.unpack_from(self._memory, row + _LOOP_AT)
         text = self._memory[row + _TEXT_AT : row + _TEXT_AT + length]
         return Loop(number, done, at, total, start, text.decode(errors="replace"))
 
     def stamp(self, local_rank: int, stream: int, start: int, end: int) -> None:
         """Notes that bytes ``start`` to ``end`` of what a rank prints are about to be written. ``stream``: 1 or 2."""
-        base = local_rank * _ROW + _STAMPS_AT + (stream - 1) * _STREAM
+        base = _row(local_rank) + _STAMPS_AT + (stream - 1) * _STREAM
         (count,) = _COUNT.unpack_from(self._memory, base)
         place = base + _COUNT.size + count % _STAMPS * _STAMP.size
         _STAMP.pack_into(self._memory, place, start, end, time.monotonic())
@@ -115,7 +139,7 @@ class Board:
 
     def stamps(self, local_rank: int, stream: int) -> Iterator[tuple[int, int, float]]:
         """Yields (start, end, when) of the latest writes that were noted, the latest first."""
-        base = local_rank * _ROW + _STAMPS_AT + (stream - 1) * _STREAM
+        base = _row(local_rank) + _STAMPS_AT + (stream - 1) * _STREAM
         (count,) = _COUNT.unpack_from(self._memory, base)
         for index in range(count - 1, max(count - _STAMPS, 0) - 1, -1):
             yield _STAMP.unpack_from(self._memory, base + _COUNT.size + index % _STAMPS * _STAMP.size)
@@ -123,3 +147,8 @@ class Board:
     def close(self) -> None:
         self._memory.close()
         os.close(self.fd)
+
+
+def _row(local_rank: int) -> int:
+    """Returns where a rank's row begins."""
+    return _HEAD + local_rank * _ROW

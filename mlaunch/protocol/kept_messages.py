@@ -1,6 +1,8 @@
 """The records of ranks that stay.
 
 launcher -> agent   NextCall, EndCall, EndRanks
+launcher -> rank    RunCall                         (instead of NextCall, where no deadline is to be kept)
+rank -> launcher    Answer                          (to such a call, if it is a small value)
 agent -> launcher   CallOver
 agent <-> rank      TellNumbers                     (a channel of its own, which a thread of the rank answers)
 """

@@ -4,7 +4,7 @@ launcher -> fork server   CountDevices, StartLaunch, Retire     (a seqpacket soc
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 launcher and agent        see kept_messages.py                  (ranks that stay between calls)
-agent -> rank             RunCall, Release                      (a channel for each rank)
+agent -> rank             RunCall, AnswerFile, Release          (a channel for each rank)
 rank -> agent             Answer                                (the result queue)
 agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
 agent -> launcher         DeadlinePassed, ServerGone, AgentFailed, Finished
@@ -111,13 +111,20 @@ class Errand(enum.Enum):
 @dataclass(frozen=True)
 class RunCall:
     """Asks a rank to run a call: the one in ``data``; if that is empty, in the attached memfd (``attached``); else the
-    one that the rank has in memory. A second memfd is for answers, from this call on.
+    one that the rank has in memory. A second memfd is for answers, as that of AnswerFile. ``from_launcher``: a launcher
+    sends it by itself, and gets a small value without the agent.
     """
 
     number: int
     errand: Errand = Errand.RUN
     data: bytes = b""
     attached: bool = False
+    from_launcher: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """Gives a rank a memfd for its answers, instead of the last one, which may be mapped. Attached: it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class RanksStarting:
-    """Attached: the board of the ranks. ``at``: the agent's monotonic seconds. The rest is what machines agreed on."""
+    """``at``: the agent's monotonic seconds. The rest is what machines agreed on. Attached: the board of the ranks;
+    if they stay, the end of the queue on which they answer the launcher, too.
+    """
 
     at: float
     launch_id: str
@@ -153,7 +162,9 @@ class RanksStarting:
 
 @dataclass(frozen=True)
 class RankStarted:
-    """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the reading ends of its streams' pipes."""
+    """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
+    launcher may send calls; the reading ends of its streams' pipes.
+    """
 
     rank: int
     pid: int

@@ -29,8 +29,12 @@ class ResultQueue(SimpleQueue[Answer]):
     _wlock: None
     _poll: Callable[[], bool]
 
-    def __init__(self) -> None:  # not the parent's, which makes locks in /dev/shm that may be full
-        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+    def __init__(self, reader: Connection | None = None) -> None:  # not the parent's: its locks are in /dev/shm
+        """``reader``: the end of another process's queue, from which this one is to read; None: make a queue."""
+        if reader is None:
+            self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        else:
+            self._reader = reader
         self._rlock = contextlib.nullcontext()  # one process reads
         self._wlock = None
         self._poll = self._reader.poll
@@ -46,10 +50,15 @@ class ResultQueue(SimpleQueue[Answer]):
         self._writer.send_bytes(pickle.dumps(obj))
 
     def drain(self) -> list[Answer]:
-        """Returns what has arrived, without waiting."""
-        answers = []
+        """Returns what has arrived, without waiting. EOFError: nothing will, since all writers are gone."""
+        answers: list[Answer] = []
         while linux.wait_readable([self.fileno()], 0.0):
-            answers.append(self.get())
+            try:
+                answers.append(self.get())
+            except EOFError:
+                if not answers:
+                    raise
+                break
         return answers
 
     def close_reader(self) -> None:
@@ -58,8 +67,22 @@ class ResultQueue(SimpleQueue[Answer]):
 
 
 class Results:
-    """Both, for one launch; made by its agent before the ranks are forked."""
+    """Both, for one launch; made by its agent before the ranks are forked.
 
-    def __init__(self, ranks: int) -> None:
+    ``stay``: the ranks do. Then there is a second queue, from which their launcher reads: short calls, one after the
+    other, need not wake the agent.
+    """
+
+    def __init__(self, ranks: int, *, stay: bool = False) -> None:
         self.queue = ResultQueue()
+        self.to_launcher = ResultQueue() if stay else None
         self.board = Board.create(ranks)
+
+    def offered(self) -> list[int]:
+        """Returns what the launcher gets: the board, and the end from which it reads, if there is one."""
+        return [self.board.fd, *([self.to_launcher.fileno()] if self.to_launcher is not None else [])]
+
+    def close_offered(self) -> None:
+        """Leaves that end to the launcher."""
+        if self.to_launcher is not None:
+            self.to_launcher.close_reader()

@@ -13,9 +13,9 @@ from mlaunch.base import linux
 from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Answer, Errand, Kind, Phase, RunCall
+from mlaunch.protocol.messages import Answer, AnswerFile, Errand, Kind, Phase, RunCall
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.results import ANSWER_LIMIT, Results
+from mlaunch.protocol.results import ANSWER_LIMIT, ResultQueue, Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, process, progress, remote_error
 
@@ -43,6 +43,7 @@ class Task:
     answer_fd: int
     call: Payload | None
     errand: Errand = Errand.RUN
+    from_launcher: bool = False
 
 
 class Rank:
@@ -55,7 +56,10 @@ class Rank:
         self._device = args.spec.device_type
         self._task: Task | None = None
         self._answer_fd = -1
-        self._kept = [(fd, linux.identity(fd)) for fd in (args.results.queue.writer_fileno(), args.channel.fileno())]
+        ways = [args.results.queue.writer_fileno(), args.channel.fileno()]
+        if args.results.to_launcher is not None:
+            ways.append(args.results.to_launcher.writer_fileno())
+        self._kept = {fd: linux.identity(fd) for fd in ways}  # what it answers on
         os.register_at_fork(after_in_child=self._disown)
 
     def live(self) -> int:
@@ -95,22 +99,31 @@ class Rank:
 
     def _next_task(self) -> Task | None:
         """Waits for the next call; None if the agent has released this rank."""
-        record, fds = self._args.channel.receive()
+        record, fds = self._hear()
         if not isinstance(record, RunCall):
             return None
         call_fd = fds.pop(0) if record.attached else -1
         if fds:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
-        self._task = Task(record.number, self._answer_fd, call, record.errand)
+        self._task = Task(record.number, self._answer_fd, call, record.errand, record.from_launcher)
         return self._task
+
+    def _hear(self) -> tuple[object, list[int]]:
+        """Waits for the next record that is not about where to write."""
+        while True:
+            record, fds = self._args.channel.receive()
+            if not isinstance(record, AnswerFile):
+                return record, fds
+            self._take_answer_fd(*fds)
 
     def _take_answer_fd(self, fd: int) -> None:
         """Takes a memfd for answers instead of the last one, which may be mapped."""
         was, self._answer_fd = self._answer_fd, fd
-        self._kept[2:] = [(fd, linux.identity(fd))]
         if was >= 0:
+            del self._kept[was]
             os.close(was)
+        self._kept[fd] = linux.identity(fd)
 
     def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
         """Writes what the call's memfd is to hold, then says so on the queue."""
@@ -121,7 +134,17 @@ class Rank:
         data = payload.write(task.answer_fd, content, to_caller=kind is Kind.VALUE, most=ANSWER_LIMIT)
         self._check_descriptors()
         self._seal()
-        self._args.results.queue.put(Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data))
+        self._way_of(task, kind, data).put(
+            Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)
+        )
+
+    def _way_of(self, task: Task, kind: Kind, data: bytes) -> ResultQueue:
+        """Returns where an answer goes: to the launcher, if it is a small value for a call of its own, or the agent."""
+        ours = self._args.results
+        if not task.from_launcher or kind is not Kind.VALUE or not data or ours.to_launcher is None:
+            return ours.queue
+        ours.board.note_answer(self._args.local_rank, task.number)
+        return ours.to_launcher
 
     def _seal(self) -> None:
         """Is called when the answer is complete: from here on nothing may keep it from being given, once."""
@@ -133,7 +156,7 @@ class Rank:
     def _disown(self) -> None:
         """Takes what a rank answers with from a fork of it, which would share even the place that it writes to."""
         null = os.open(os.devnull, os.O_RDWR)
-        for fd, kept in self._kept:
+        for fd, kept in self._kept.items():
             if linux.identity(fd) == kept:
                 os.dup2(null, fd, inheritable=False)
         os.close(null)
@@ -144,7 +167,7 @@ class Rank:
         if self._is_fork:
             _end(f"process {os.getpid()}, a fork of {who}, has returned from the function as if it were the rank; "
                  f"it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
-        if any(linux.identity(fd) != kept for fd, kept in self._kept):
+        if any(linux.identity(fd) != kept for fd, kept in self._kept.items()):
             self._enter(Phase.SEVERED)
             _end(f"{who} cannot answer: its function closed file descriptors that belong to mlaunch "
                  f"(os.closerange?); close only those that it opened")  # fmt: skip
@@ -152,7 +175,7 @@ class Rank:
     def _report(self, error: BaseException, *, kind: Kind = Kind.ERROR) -> None:
         """Answers with an exception, and stays until the others are stopped, whose collectives its end would break."""
         self._tell(error, kind)
-        self._args.channel.receive()
+        self._hear()
 
     def _tell(self, error: BaseException, kind: Kind, *, consequence: bool = False) -> None:
         """Answers with an exception."""

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.kept.kept_call import KeptCall
@@ -15,8 +16,10 @@ from mlaunch.caller.output.call_output import CallOutput
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.settle import Ended, settle
 from mlaunch.caller.status import status_lines
+from mlaunch.protocol.channel import Channel, pickled
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages import Cancel
+from mlaunch.protocol.messages import Answer, Cancel, RankAnswered, RanksStarting, RankStarted, RunCall
+from mlaunch.protocol.results import ResultQueue
 from mlaunch.protocol.spec import LaunchSpec
 
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
@@ -28,6 +31,10 @@ class KeptHandle(LaunchHandle):
 
     _is_settled: bool = False  # the last call, and no other output has begun
     over: bool = False  # the call that was begun last
+    _number: int = 0  # its number
+    _by_itself: bool = False  # it is over when all values are there; else when the agent says so
+    _ways: dict[int, Channel] = field(default_factory=dict)  # to the ranks
+    _answers: ResultQueue | None = None  # from them
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
 
@@ -40,8 +47,16 @@ class KeptHandle(LaunchHandle):
     def begin(self, call: KeptCall) -> None:
         """Sends the call. OSError if the agent is gone."""
         self._turn(call.plan, dataclasses.replace(self.spec, name=call.name, deadline=call.deadline))
-        self.over = False
-        self.agent.send(NextCall(call.number, call.deadline, call.content.data), call.content.fds())
+        self.over, self._number = False, call.number
+        self._by_itself = call.deadline is None and len(self._ways) == self.spec.world_size
+        data, fds = call.content.data, call.content.fds()
+        if not self._by_itself or self.history.board is None:
+            self.agent.send(NextCall(call.number, call.deadline, data), fds)
+            return
+        self.history.board.call = call.number
+        record = pickled(RunCall(call.number, data=data, attached=bool(fds), from_launcher=True))
+        for way in self._ways.values():
+            way.try_send_pickled(record, fds)
 
     def finish(self) -> Ended:
         """Settles the call that is over; the ranks wait for the next one."""
@@ -58,6 +73,7 @@ class KeptHandle(LaunchHandle):
 
     def end_call(self, call: KeptCall) -> None:
         """Asks to end it as Ctrl-C does."""
+        self._by_itself = False
         self._limits.begin_cancel(force=False)
         self.agent.try_send(EndCall(call.number))
 
@@ -76,6 +92,7 @@ class KeptHandle(LaunchHandle):
 
     def settle_launch(self) -> Ended:
         """Settles how the launch itself has ended."""
+        self._read_answers()
         self.relay.finish(0.0)
         return settle(self.outcome, self.report())
 
@@ -102,11 +119,56 @@ class KeptHandle(LaunchHandle):
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
-            self.over = True
+            self._read_answers()
+            self.over = record.number == self._number
             memfds = iter(fds)
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
+        elif isinstance(record, RanksStarting):
+            self._answers = ResultQueue(Connection(fds[1], writable=False))
+            self.relay.watch(fds[1])
+        elif isinstance(record, RankStarted):
+            self._ways[record.rank] = Channel.adopt(fds[0])
+            fds = fds[1:]
+        self._look()
         super()._show(record, fds)
+
+    def _take_answers(self, ready: set[int]) -> None:
+        if self._answers is not None and self._answers.fileno() in ready:
+            self._read_answers()
+            self._look()
+
+    def _read_answers(self) -> None:
+        """Takes in the values that ranks have sent without their agent."""
+        if self._answers is None:
+            return
+        try:
+            answers = self._answers.drain()
+        except EOFError:  # the ranks are gone, and their agent
+            self.relay.unwatch(self._answers.fileno())
+            self._answers.close_reader()
+            self._answers = None
+            return
+        for answer in answers:
+            if answer.number == self._number:
+                self._take_answer(answer)
+
+    def _take_answer(self, answer: Answer) -> None:
+        rank = self.spec.rank(answer.local_rank)
+        told = (answer.kind, answer.consequence, time.monotonic(), answer.stale, answer.data)
+        self.outcome.take(RankAnswered(rank, self.history.started[rank].pid, *told), [])
+
+    def _look(self) -> None:
+        """Looks whether a call is over that nobody will call over."""
+        if self._by_itself and len(self.outcome.values) == self.spec.world_size:
+            self.over = True
+
+    def close(self) -> None:
+        super().close()
+        for way in self._ways.values():
+            way.close()
+        if self._answers is not None:
+            self._answers.close_reader()
 
     def _end_output(self, until: float) -> None:
         self.relay.finish_call(until)
