@@ -71,12 +71,7 @@ class KeptSupervisor(Supervisor):
         for fd in fds:
             os.close(fd)
 
-    def _drain(self) -> None:
-        self._catch_up()
-        super()._drain()
-
     def _catch_up(self) -> None:
-        """Takes in what the launcher and the ranks have done without us."""
         number = self._board.call
         if number > self._call.number:
             self._call, self._failed = OngoingCall(number, None, None, from_launcher=True), False

@@ -115,9 +115,14 @@ class Supervisor:
         self._stopping.take_steps()
 
     def _drain(self) -> None:
-        for answer in self._results.queue.drain():
+        answers = self._results.queue.drain()
+        self._catch_up()
+        for answer in answers:
             if answer.number == self._call.number:  # else it comes too late
                 self._pass_on(answer)
+
+    def _catch_up(self) -> None:
+        """Takes in what a launcher has its ranks do without us."""
 
     def _pass_on(self, answer: Answer) -> None:
         rank = self._by_local_rank[answer.local_rank]

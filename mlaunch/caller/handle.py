@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base import linux
@@ -103,8 +103,8 @@ class LaunchHandle:
         with interrupts.allowed():  # values are unpickled by code of the user's
             return settle(self.outcome, self.report())
 
-    def report(self) -> LaunchReport:
-        """Reports what has happened so far."""
+    def report(self) -> Callable[[], LaunchReport]:
+        """Notes what has happened so far; what it returns reports it."""
         return self.history.report(self.outcome, self.relay.output.tails())
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ class launcher(Generic[P, R]):
         if place is not None:
             return nesting.run_joined(self._options, place, self._function, args, kwargs)
         ended = self._ended(args, kwargs)
-        self._reports.append(ended.report)
+        self._reports.append(ended.report())
         try:
             return ended.result()
         finally:

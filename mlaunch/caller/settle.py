@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,9 @@ from mlaunch.caller.warn import warn_caller
 
 @dataclass(frozen=True)
 class Ended:
-    """A launch that is over."""
+    """A launch that is over, or a call. ``report``: makes its report, once; most calls' is never read."""
 
-    report: LaunchReport
+    report: Callable[[], LaunchReport]
     values: list[Any]
     error: BaseException | None  # instead of the values
 
@@ -37,7 +38,7 @@ class Ended:
             del self  # else the error's traceback would hold the error, and what it maps would wait for the collector
 
 
-def settle(outcome: Outcome, report: LaunchReport) -> Ended:
+def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
     """Ends the hearing. Reads values, so it comes before the outcome is closed."""
     try:
         return Ended(report, _values_or_raise(outcome), None)

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base import linux
@@ -107,11 +107,9 @@ class Board:
         number: int = _STOP.unpack_from(self._memory, _row(local_rank) + _STOP_AT)[0]
         return number
 
-    def times(self, local_rank: int, since: float = 0.0) -> list[tuple[float, Phase]]:
-        """Tells when the phases began that the rank has come to since then, in their order."""
-        times = _TIMES.unpack_from(self._memory, _row(local_rank) + _TIMES_AT)
-        found = [(at, index) for index, at in enumerate(times) if at and at >= since]
-        return [(at, _PHASES[index]) for at, index in sorted(found)]
+    def times(self, local_rank: int) -> tuple[float, ...]:
+        """Tells when each phase began, as ``in_order`` reads it."""
+        return _TIMES.unpack_from(self._memory, _row(local_rank) + _TIMES_AT)
 
     def begin_loop(self, local_rank: int, total: int, description: str) -> None:
         row = _row(local_rank)
@@ -147,6 +145,12 @@ class Board:
     def close(self) -> None:
         self._memory.close()
         os.close(self.fd)
+
+
+def in_order(times: Sequence[float], since: float = 0.0) -> list[tuple[float, Phase]]:
+    """Tells when the phases began that a rank has come to since then, in their order."""
+    found = [(at, index) for index, at in enumerate(times) if at and at >= since]
+    return [(at, _PHASES[index]) for at, index in sorted(found)]
 
 
 def _row(local_rank: int) -> int:

@@ -88,15 +88,18 @@ def create(name: str) -> int:
     return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC))
 
 
-def write(fd: int, value: object, *, to_caller: bool = False, most: int = 0) -> bytes:
+def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False, most: int = 0) -> bytes:
     """Pickles a value; returns its bytes, or b"" if it takes more than ``most``: then it replaces what the memfd holds.
+
+    ``fd``: the memfd, or what gives it if it is needed.
 
     ``to_caller``: the value goes from a rank to its caller, who has the classes of ``__main__`` that the rank has,
     so they go by name where they can. In the other direction they go by value.
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
-    return _write(_Spool(lambda: fd, most), value, pickle_by_name if to_caller else pickle_by_value)
+    memfd = fd if callable(fd) else lambda: fd
+    return _write(_Spool(memfd, most), value, pickle_by_name if to_caller else pickle_by_value)
 
 
 class _Spool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
-from collections.abc import Callable
+import select
+import struct
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 
-from mlaunch.base import linux
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Answer
 
 ANSWER_LIMIT = 2048  # bytes of a value inside an answer
+_LENGTH = struct.Struct("!i")  # as multiprocessing's connections have it
+_CHUNK = 65536  # bytes: a pipe holds no more
 
 
 class ResultQueue(SimpleQueue[Answer]):
@@ -35,6 +39,9 @@ class ResultQueue(SimpleQueue[Answer]):
             self._reader, self._writer = multiprocessing.Pipe(duplex=False)
         else:
             self._reader = reader
+        self._rest = b""  # of what was read: the beginning of an answer
+        self._waiting = select.poll()
+        self._waiting.register(self._reader.fileno(), select.POLLIN)
         self._rlock = contextlib.nullcontext()  # one process reads
         self._wlock = None
         self._poll = self._reader.poll
@@ -47,19 +54,33 @@ class ResultQueue(SimpleQueue[Answer]):
 
     def put(self, obj: Answer) -> None:
         """Sends an answer, pickled as it is: it holds nothing that multiprocessing pickles in ways of its own."""
-        self._writer.send_bytes(pickle.dumps(obj))
+        data = pickle.dumps(obj)
+        os.write(self._writer.fileno(), _LENGTH.pack(len(data)) + data)
 
     def drain(self) -> list[Answer]:
         """Returns what has arrived, without waiting. EOFError: nothing will, since all writers are gone."""
         answers: list[Answer] = []
-        while linux.wait_readable([self.fileno()], 0.0):
-            try:
-                answers.append(self.get())
-            except EOFError:
-                if not answers:
-                    raise
-                break
+        read = _CHUNK
+        while read == _CHUNK and self._waiting.poll(0):
+            data = os.read(self._reader.fileno(), _CHUNK)
+            if not data and not answers:
+                raise EOFError
+            read = len(data)
+            self._rest += data
+            answers += self._take()
         return answers
+
+    def _take(self) -> Iterator[Answer]:
+        """Yields the answers that have come whole."""
+        at = 0
+        while at + _LENGTH.size <= len(self._rest):
+            (size,) = _LENGTH.unpack_from(self._rest, at)
+            end = at + _LENGTH.size + size
+            if end > len(self._rest):
+                break
+            yield pickle.loads(memoryview(self._rest)[at + _LENGTH.size : end])
+            at = end
+        self._rest = self._rest[at:]
 
     def close_reader(self) -> None:
         """Leaves the reading to the one process that does it; called in a writer."""

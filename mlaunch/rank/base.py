@@ -37,10 +37,9 @@ class RankArgs:
 
 @dataclass(frozen=True)
 class Task:
-    """One call as a rank holds it. ``call`` None: the rank has it in memory. ``answer_fd``: the memfd for an answer."""
+    """One call as a rank holds it. ``call`` None: the rank has it in memory."""
 
     number: int
-    answer_fd: int
     call: Payload | None
     errand: Errand = Errand.RUN
     from_launcher: bool = False
@@ -55,7 +54,7 @@ class Rank:
         self._pid = os.getpid()
         self._device = args.spec.device_type
         self._task: Task | None = None
-        self._answer_fd = -1
+        self._answer_fd = -1  # the memfd for large answers
         ways = [args.results.queue.writer_fileno(), args.channel.fileno()]
         if args.results.to_launcher is not None:
             ways.append(args.results.to_launcher.writer_fileno())
@@ -106,7 +105,7 @@ class Rank:
         if fds:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
-        self._task = Task(record.number, self._answer_fd, call, record.errand, record.from_launcher)
+        self._task = Task(record.number, call, record.errand, record.from_launcher)
         return self._task
 
     def _hear(self) -> tuple[object, list[int]]:
@@ -127,16 +126,20 @@ class Rank:
 
     def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
         """Writes what the call's memfd is to hold, then says so on the queue."""
-        self._check_descriptors()
         task = self._task or self._next_task()  # one that fails while it becomes a rank answers the first call
         if task is None:
             return
-        data = payload.write(task.answer_fd, content, to_caller=kind is Kind.VALUE, most=ANSWER_LIMIT)
+        data = payload.write(self._memfd, content, to_caller=kind is Kind.VALUE, most=ANSWER_LIMIT)
         self._check_descriptors()
         self._seal()
         self._way_of(task, kind, data).put(
             Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)
         )
+
+    def _memfd(self) -> int:
+        """Returns where to write what is too large for the queue."""
+        self._check_descriptors()
+        return self._answer_fd
 
     def _way_of(self, task: Task, kind: Kind, data: bytes) -> ResultQueue:
         """Returns where an answer goes: to the launcher, if it is a small value for a call of its own, or the agent."""

@@ -141,13 +141,18 @@ def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks) -> None:
 
 def test_operations_that_one_rank_alone_has_begun(ranks: Ranks) -> None:
     def work() -> None:
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
             work = dist.all_reduce(torch.ones(3), async_op=True)
             sys.left_here = work  # type: ignore[attr-defined]
+            store.set("begun", "")
+        store.wait(["begun"])
         fail()
 
     with lost(ranks):
-        assert isinstance(caught(lambda: ranks.run(work)), ValueError)
+        error = caught(lambda: ranks.run(work))
+        assert isinstance(error, ValueError)
+        assert STAYED not in notes(error)
 
 
 def test_a_message_that_nobody_has_received(ranks: Ranks) -> None:
@@ -299,7 +304,7 @@ def test_a_deadline_of_a_loop() -> None:
         assert isinstance(error, LaunchTimeout)
         assert "did not finish within its deadline of 0.3 s; ranks 0-1 had not returned" in str(error)
         assert STAYED in notes(error)
-        assert "spin" in error.stacks[0]
+        assert any("spin" in stack for stack in error.stacks.values())  # a busy machine may be late with the other
 
 
 def one_waits_and_the_other_works() -> None:

@@ -380,6 +380,34 @@ def frames_of(error: BaseException) -> list[str]:
     return [code.co_name for code in shown if code.co_filename.startswith(OURS)]
 
 
+def test_values_of_all_sizes_at_once(ranks: Ranks) -> None:
+    """A small one comes from its rank itself, a large one by way of the agent."""
+
+    def make(number: int) -> bytes:
+        return bytes([number]) * (1_000_000 if (number + dist.get_rank()) % 3 == 0 else 10)
+
+    kept = [ranks.run(make, number) for number in range(20)]
+    for number, values in enumerate(kept):
+        assert [set(value) for value in values] == [{number}, {number}]
+        assert [len(value) for value in values] == [1_000_000 if (number + rank) % 3 == 0 else 10 for rank in (0, 1)]
+
+
+def test_short_calls_do_not_wake_the_agent(ranks: Ranks) -> None:
+    [agent] = set(ranks.run(os.getppid))
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        assert [ranks.run(total) for _ in range(10)] == [[2.0, 2.0]] * 10
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    with pytest.raises(ValueError, match="no such luck"):
+        ranks.run(raise_error)
+    assert ranks.run(total) == [2.0, 2.0]
+
+
+def raise_error() -> None:
+    raise ValueError("no such luck")
+
+
 def test_errors_point_at_the_callers_line(ranks: Ranks) -> None:
     def fail() -> None:
         raise ValueError("no such luck")

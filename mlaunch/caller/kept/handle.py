@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.limits import Limits
 from mlaunch.caller.outcome import Outcome
-from mlaunch.caller.output.call_output import CallOutput
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.settle import Ended, settle
 from mlaunch.caller.status import status_lines
@@ -46,12 +46,12 @@ class KeptHandle(LaunchHandle):
 
     def begin(self, call: KeptCall) -> None:
         """Sends the call. OSError if the agent is gone."""
-        self._turn(call.plan, dataclasses.replace(self.spec, name=call.name, deadline=call.deadline))
+        self._turn(call.plan, call.spec)
         self.over, self._number = False, call.number
-        self._by_itself = call.deadline is None and len(self._ways) == self.spec.world_size
+        self._by_itself = call.spec.deadline is None and len(self._ways) == self.spec.world_size
         data, fds = call.content.data, call.content.fds()
         if not self._by_itself or self.history.board is None:
-            self.agent.send(NextCall(call.number, call.deadline, data), fds)
+            self.agent.send(NextCall(call.number, call.spec.deadline, data), fds)
             return
         self.history.board.call = call.number
         record = pickled(RunCall(call.number, data=data, attached=bool(fds), from_launcher=True))
@@ -106,12 +106,12 @@ class KeptHandle(LaunchHandle):
         """Begins what belongs to one call, or to none."""
         self._is_settled = False
         self.outcome.close()
-        now = time.monotonic()
-        self.spec, self.history = spec, dataclasses.replace(self.history, begun=now, ready=now)
+        self.spec, self.history = spec, copy.copy(self.history)  # of which the report of the last call is made
+        self.history.begun = self.history.ready = time.monotonic()
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
         self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
         self.outcome = Outcome(spec, plan.directory)
-        self.relay.turn_to(CallOutput(plan, spec.local_world_size, 0, time.monotonic), self.history.board)
+        self.relay.turn_to(plan, spec.local_world_size, self.history.board)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over)
 
     def _pauses(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from mlaunch.protocol import destination, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.destination import Destination
 from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import LaunchSpec
 
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
 
@@ -28,17 +30,20 @@ class RanksFuture(Future[Any]):
         report: The LaunchReport of the call; None before it is over.
     """
 
-    report: LaunchReport | None = None
+    make_report: Callable[[], LaunchReport] | None = None
     stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
+
+    @property
+    def report(self) -> LaunchReport | None:
+        return None if self.make_report is None else self.make_report()
 
 
 @dataclass(eq=False)
 class KeptCall:
-    """``number``: of this caller's calls on these ranks; ``deadline``: seconds for this call, None: no limit."""
+    """``number``: of this caller's calls on these ranks; ``spec``: with this call's name and deadline."""
 
     number: int
-    name: str
-    deadline: float | None
+    spec: LaunchSpec
     content: Payload
     plan: OutputPlan
     future: RanksFuture = field(default_factory=RanksFuture)
@@ -47,7 +52,7 @@ class KeptCall:
 
     def settle(self, ended: Ended) -> None:
         """Keeps how it ended; ``tell`` then tells."""
-        self.ended, self.future.report = ended, ended.report
+        self.ended, self.future.make_report = ended, ended.report
         self.close()
 
     def tell(self) -> None:

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,12 +23,14 @@ from mlaunch.caller.kept.open_session import open_session
 from mlaunch.caller.kept.session import Session
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
+from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.destination import Destination
+from mlaunch.protocol.spec import LaunchSpec
 
 _KEPT = 20  # reports
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
@@ -39,7 +42,7 @@ class RankSet:
 
     def __init__(self, options: Options, *, restart: bool, idle_timeout: float | None) -> None:
         self.options = options
-        self.reports: deque[LaunchReport] = deque(maxlen=_KEPT)
+        self.reports: deque[Callable[[], LaunchReport]] = deque(maxlen=_KEPT)
         self.closed = False
         self.told_stale: set[str] = set()
         self._restart = restart
@@ -47,6 +50,7 @@ class RankSet:
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._freed: deque[tuple[str, int]] = deque()
+        self._known: tuple[tuple[Session, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
         self.session = self._open()
 
     def next_number(self) -> int:
@@ -93,9 +97,9 @@ class RankSet:
 
     def note(self, future: Future[Any]) -> None:
         """Keeps the report of a call that is over, and warns of old code in the ranks."""
-        if not isinstance(future, RanksFuture) or future.report is None:
+        if not isinstance(future, RanksFuture) or future.make_report is None:
             return
-        self.reports.append(future.report)
+        self.reports.append(future.make_report)
         new = [name for name in future.stale.split(",") if name and name not in self.told_stale]
         self.told_stale.update(new)
         if new:
@@ -126,20 +130,30 @@ class RankSet:
 
     def _make(self, session: Session, options: Options, call: Call) -> KeptCall:
         name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
-        spec = dataclasses.replace(session.handle.idle_spec, name=name)
-        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
-            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
-        if options.log_dir is not None:
-            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
+        spec, plan = self._planned(session, options, name)
         freed = self._take_freed(session.launch_id)
         to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
-        sent = dataclasses.replace(call, function=calls.portable(call.function), freed=freed)
+        sent = Call(calls.portable(call.function), call.args, call.kwargs, freed, call.held, call.seed)
         try:
             content = pickle_call(to, name, sent)
         except BaseException:
             self._freed.extend((session.launch_id, number) for number in freed)
             raise
-        return KeptCall(self.next_number(), name, options.deadline, content, output_plan(options, spec))
+        return KeptCall(self.next_number(), spec, content, plan)
+
+    def _planned(self, session: Session, options: Options, name: str) -> tuple[LaunchSpec, OutputPlan]:
+        """Returns what a call has of its own; that of the last call, if nothing differs."""
+        known = (session, options, name)
+        if self._known is not None and self._known[0] == known:
+            return self._known[1]
+        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
+            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
+        if options.log_dir is not None:
+            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
+        spec = dataclasses.replace(session.handle.idle_spec, name=name, deadline=options.deadline)
+        found = spec, output_plan(options, spec)
+        self._known = (known, found) if found[1].directory is None and found[1].area is None else None
+        return found
 
     def _open(self) -> Session:
         session = open_session(self.options, self._idle_timeout)

@@ -141,12 +141,12 @@ class Ranks:
     @property
     def last(self) -> LaunchReport | None:
         """The report of the latest call that is over; None before the first."""
-        return self._set.reports[-1] if self._set.reports else None
+        return self._set.reports[-1]() if self._set.reports else None
 
     @property
     def history(self) -> tuple[LaunchReport, ...]:
         """The reports of the latest 20 calls, the latest last."""
-        return tuple(self._set.reports)
+        return tuple(report() for report in self._set.reports)
 
     @property
     def world_size(self) -> int:

@@ -175,7 +175,7 @@ class Session:
         if self._present is not None:
             self.was_told = True
             if ended.error is None:
-                ended = Ended(ended.report, [], RanksLost(f"{self._present.name} was ended: {self.why_lost}"))
+                ended = Ended(ended.report, [], RanksLost(f"{self._present.spec.name} was ended: {self.why_lost}"))
             elif not self.handle.ending:
                 add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
             self._present.settle(ended)
@@ -183,7 +183,7 @@ class Session:
         self._present = None
         for call in self._queue:
             if call.future.set_running_or_notify_cancel():
-                call.settle(Ended(ended.report, [], lost(call.name, self.why_lost)))
+                call.settle(Ended(ended.report, [], lost(call.spec.name, self.why_lost)))
                 self._settled.append(call)
         self._queue.clear()
         self.handle.close()

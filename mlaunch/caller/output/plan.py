@@ -36,6 +36,11 @@ class OutputPlan:
     name: str = ""
     remember: bool = False
 
+    def like(self, other: OutputPlan) -> bool:
+        """Tells whether both ask for the same but for names, and have neither files nor lines that change."""
+        ours = (self.policies, self.directory, self.area, self.merge, self.remember)
+        return ours == (other.policies, None, None, other.merge, other.remember)
+
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """Returns the streams of a rank that are ours to carry."""
         return tuple(stream for stream in STREAMS if (local_rank, stream) in self.policies)

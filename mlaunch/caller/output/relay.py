@@ -88,19 +88,23 @@ class Relay:
         """Carries what ranks that stay have printed until now; after ``until`` not for people who do not read."""
         self.output.console.wait(until)
         self._await(None)
-        self._read_round(set(self._streams))
+        self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())
+        if self.output.untouched:
+            return
         for stream in self._streams.values():
             self.output.end_stream(stream)
         self.output.finish()
         self.output.console.wait(until)
 
-    def turn_to(self, output: CallOutput, board: Board | None) -> None:
+    def turn_to(self, plan: OutputPlan, size: int, board: Board | None) -> None:
         """Begins another call's output."""
         self._await(None)
+        if self.output.serve(plan):
+            return
         self.output.close()
-        self.output = output
+        self.output = CallOutput(plan, size, 0, self._clock)
         for fd, was in self._streams.items():
-            self._streams[fd] = output.open_stream(was.rank, was.local_rank, was.number, board)
+            self._streams[fd] = self.output.open_stream(was.rank, was.local_rank, was.number, board)
 
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""

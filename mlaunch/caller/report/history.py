@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base.errors import describe_exit
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span
-from mlaunch.protocol.board import Board
+from mlaunch.protocol.board import Board, in_order
 from mlaunch.protocol.messages import Phase, RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.spec import LaunchSpec
 
 # What begins with each phase of a rank, in the words of a report.
 _NAMES = {
@@ -53,47 +55,84 @@ class History:
         if self.board is not None:
             self.board.close()
 
-    def report(self, outcome: Outcome, printed: Mapping[int, bytes] | None) -> LaunchReport:
-        """Reports what has happened so far. ``printed``: the end of each rank's output; None: it is not known."""
-        spec = outcome.spec
-        ranks = tuple(self._rank(outcome, rank) for rank in sorted(self.started))
+    def report(self, outcome: Outcome, printed: Mapping[int, bytes] | None) -> Callable[[], LaunchReport]:
+        """Notes what has happened so far; what it returns makes the report of it, once somebody asks for it.
+
+        ``printed``: the end of each rank's output; None: it is not known.
+        """
+        board, start, now = self.board, outcome.spec.rank_start, time.monotonic()
+        rows = [
+            _Row(
+                started,
+                self.gone.get(rank),
+                _end(outcome, rank, self.gone.get(rank)),
+                outcome.values[rank].size if rank in outcome.values else None,
+                board.times(rank - start) if board is not None else (),
+            )
+            for rank, started in sorted(self.started.items())
+        ]
+        return functools.cache(
+            functools.partial(self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now)
+        )
+
+    def _report(
+        self,
+        spec: LaunchSpec,
+        log_dir: str | None,
+        printed: Mapping[int, bytes] | None,
+        *,
+        rows: Sequence[_Row],
+        now: float,
+    ) -> LaunchReport:
         return LaunchReport(
             name=spec.name,
             host=os.uname().nodename,
-            seconds=time.monotonic() - self.begun,
+            seconds=now - self.begun,
             restart_count=spec.restart_count,
             world_size=spec.world_size,
-            ranks=ranks,
-            log_dir=outcome.log_dir,
+            ranks=tuple(self._rank(row, spec, now) for row in rows),
+            log_dir=log_dir,
             printed=printed,
         )
 
-    def _rank(self, outcome: Outcome, rank: int) -> RankReport:
-        spec, gone, value = outcome.spec, self.gone.get(rank), outcome.values.get(rank)
-        told = next((failure.what for failure in outcome.failures if failure.rank == rank), None)
-        if told is not None:
-            end = told.partition("\n")[0]
-        elif gone is None:  # a rank that stays
-            end = "returned" if value is not None else "was stopped" if rank in outcome.stopped else "unknown"
-        elif gone.stopped:
-            end = "was stopped"
-        else:
-            end = "returned" if gone.exitcode == 0 else describe_exit(gone.exitcode)
+    def _rank(self, row: _Row, spec: LaunchSpec, now: float) -> RankReport:
         return RankReport(
-            rank=rank,
-            pid=self.started[rank].pid,
-            device=spec.device(rank - spec.rank_start),
-            spans=tuple(self._spans(rank, rank - spec.rank_start)),
-            peak_memory=gone.peak_memory if gone is not None else 0,
-            returned=None if value is None else value.size,
-            end=end,
+            rank=row.started.rank,
+            pid=row.started.pid,
+            device=spec.device(row.started.rank - spec.rank_start),
+            spans=tuple(self._spans(row, now)),
+            peak_memory=row.gone.peak_memory if row.gone is not None else 0,
+            returned=row.returned,
+            end=row.end,
         )
 
-    def _spans(self, rank: int, local_rank: int) -> Iterator[Span]:
-        times = self.board.times(local_rank, since=self.begun) if self.board is not None else []
+    def _spans(self, row: _Row, now: float) -> Iterator[Span]:
         begun = [("import", self.begun), ("start", self.ready)]
-        begun += [(_NAMES[phase], at) for at, phase in times if phase in _NAMES]
-        over = self.gone[rank].at if rank in self.gone else time.monotonic()
+        begun += [(_NAMES[phase], at) for at, phase in in_order(row.times, since=self.begun) if phase in _NAMES]
+        over = row.gone.at if row.gone is not None else now
         for (phase, start), (_, end) in zip(begun, [*begun[1:], ("", over)], strict=True):
             if phase != "import" or end - start > _WARM:
                 yield Span(phase, start - self.begun, max(start, end) - self.begun)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is known of one rank. ``returned``: bytes of its value. ``times``: when it came to its phases."""
+
+    started: RankStarted
+    gone: RankGone | None
+    end: str
+    returned: int | None
+    times: Sequence[float]
+
+
+def _end(outcome: Outcome, rank: int, gone: RankGone | None) -> str:
+    """Says how a rank has ended, or its call if it stays."""
+    told = next((failure.what for failure in outcome.failures if failure.rank == rank), None)
+    if told is not None:
+        return told.partition("\n")[0]
+    if gone is None:  # a rank that stays
+        return "returned" if rank in outcome.values else "was stopped" if rank in outcome.stopped else "unknown"
+    if gone.stopped:
+        return "was stopped"
+    return "returned" if gone.exitcode == 0 else describe_exit(gone.exitcode)
