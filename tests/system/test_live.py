@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,17 @@ def no_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def running(tmp_path: Path, **options: Any) -> Iterator[dict[str, Any]]:
+def running(tmp_path: Path, first: Callable[[], object] = int, **options: Any) -> Iterator[dict[str, Any]]:
     """A launch of three ranks, all in their function: rank 2 waits in an event, the others in a barrier for it.
 
-    Afterwards it must return what it would have returned unobserved.
+    They do ``first`` before. Afterwards it must return what it would have returned unobserved.
     """
     there, go = tmp_path / "there", tmp_path / "go"
     for fifo in (there, go):
         os.mkfifo(fifo)
 
     def train() -> int:
+        first()
         dist.barrier()
         if dist.get_rank() == 2:
             there.write_text("x")
@@ -116,6 +117,25 @@ def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.Capture
         )
     assert main(["stacks"]) == 1
     assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here (looked in")
+
+
+def work_in_a_thread() -> None:
+    def deep(left: int) -> int:
+        return deep(left - 1) + 1 if left else 0
+
+    def work() -> None:
+        while True:
+            deep(200)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+def test_stacks_of_ranks_whose_threads_work(tmp_path: Path) -> None:
+    """Their frames are not read, since they go while they are."""
+    with running(tmp_path, work_in_a_thread):
+        for _ in range(100):
+            [told] = inspect.ask(b"stacks")
+            assert {rank["state"] for rank in told["ranks"]} == {"running the function"}
 
 
 def test_the_state_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
