@@ -64,9 +64,11 @@ class KeptRank(FunctionRank):
         else:
             self._run_call(task)
             self._enter(Phase.IDLE)
+        process.fill_streams()  # the call may have closed them
 
     def _run_call(self, task: Task) -> None:
         step.begin_call(task.number)
+        signal.signal(signal.SIGINT, self._call_back)  # again: a call before may have set another handler
         self._was_called_back = False
         try:
             try:
@@ -125,8 +127,11 @@ def _answer_aside(channel: Channel) -> None:
             channel.send(record)
 
 
-def _let_go(error: BaseException | None) -> None:
+def _let_go(error: BaseException) -> None:
     """Drops what the frames of an exception hold: a model on the device, which the next call has no room beside."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    found = [error]
+    for one in found:  # which may be each other's cause
+        one.with_traceback(None)  # an exception may refuse attributes, but not this
+        for other in (one.__cause__, one.__context__):
+            if other is not None and all(other is not known for known in found):
+                found.append(other)
