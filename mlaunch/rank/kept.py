@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -19,6 +20,7 @@ from mlaunch.rank import held, process, stale, step
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError
 
+_AGAIN = 0.01  # seconds: by then the callback has returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
 
 
@@ -29,12 +31,15 @@ class KeptRank(FunctionRank):
         super().__init__(args)
         self._can_be_called_back = False
         self._was_called_back = False
+        self._raised: KeyboardInterrupt | None = None
+        self._unraisable = sys.unraisablehook
 
     def _become_rank(self) -> None:
         super()._become_rank()
         held.table.owner = self._spec.launch_id
         stale.begin()
         signal.signal(signal.SIGINT, self._call_back)
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
         if self._args.aside is not None:
             threading.Thread(target=_answer_aside, args=(self._args.aside,), name="mlaunch", daemon=True).start()
         self._enter(Phase.IDLE)
@@ -43,7 +48,18 @@ class KeptRank(FunctionRank):
         """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing."""
         if self._can_be_called_back and self._is_to_end():
             self._can_be_called_back, self._was_called_back = False, True
-            raise KeyboardInterrupt("the call is ended")
+            self._raised = KeyboardInterrupt("the call is ended")
+            raise self._raised
+
+    def _take_unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        """Has it raised again, a moment later, where Python drops it: in a finalizer, a weak reference's callback."""
+        if found.exc_value is None or found.exc_value is not self._raised:
+            self._unraisable(found)
+            return
+        self._can_be_called_back = True
+        again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
 
     def _is_to_end(self) -> bool:
         number = self._task.number if self._task is not None else 0
@@ -77,7 +93,7 @@ class KeptRank(FunctionRank):
                     self._call_back(signal.SIGINT, None)
                 super()._run_task(task)
             finally:
-                self._can_be_called_back = False
+                self._can_be_called_back, self._raised = False, None
         except SystemExit:
             raise
         except BaseException as error:

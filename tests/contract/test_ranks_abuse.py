@@ -211,3 +211,21 @@ def test_a_handle_that_the_ranks_have_keeps_nobody_alive() -> None:
     for thread in threading.enumerate():
         if thread.name == "mlaunch-ranks":
             thread.join(LIMIT)
+
+
+def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
+    """Where it comes in a finalizer, nobody can raise it."""
+
+    class Slow:
+        def __del__(self) -> None:
+            while True:
+                os.sched_yield()
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("no such luck")
+        Slow()
+        wait_for_ever()
+
+    with the_same(ranks), pytest.raises(ValueError, match="no such luck"):
+        ranks.run(work)

@@ -125,7 +125,7 @@ class Session:
             if not self.ended.is_set():
                 try:
                     self._take_step()
-                except OSError as error:  # no file descriptor is left, and what has come is lost
+                except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
                     self._break(error)
         while self._settled:  # without the lock, since it runs code of theirs
             call = self._settled.popleft()
@@ -142,7 +142,7 @@ class Session:
         if self.idle and not self.over:
             self._end_if_unused()
 
-    def _break(self, error: OSError) -> None:
+    def _break(self, error: Exception) -> None:
         """Ends the ranks, of which nobody knows any more what they have answered."""
         outcome = self.handle.outcome
         outcome.interrupt = outcome.interrupt or error
