@@ -166,8 +166,9 @@ def test_a_callback_may_exit(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_descriptor_is_left_for_what_ranks_answer(ranks: Ranks, *, waits: bool) -> None:
     assert ranks.run(total) == [2.0, 2.0]
-    with one_descriptor():  # for the call
-        error = raised_by(lambda: ranks.run(int)) if waits else ranks.submit(int).exception(LIMIT)
+    with one_descriptor():
+        large = bytes, 1 << 20
+        error = raised_by(lambda: ranks.run(*large)) if waits else ranks.submit(*large).exception(LIMIT)
     assert isinstance(error, OSError)
     assert error.errno == errno.EMFILE
     assert "what they held is lost" in "".join(error.__notes__)

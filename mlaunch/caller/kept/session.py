@@ -92,7 +92,7 @@ class Session:
 
     def _begin_to_end(self) -> None:
         with self.lock:
-            self._closing = True
+            self._closing = self._closing or not self.over
             queued, self._queue = self._queue, deque()
             if self._present is not None:
                 self.handle.cancel(force=False)
