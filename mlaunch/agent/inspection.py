@@ -21,7 +21,7 @@ from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
 
-STATUS, STACKS = b"status", b"stacks"
+STATUS, STACKS, ALL_STACKS = b"status", b"stacks", b"all stacks"
 _WORD_LIMIT = 64
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 
@@ -89,10 +89,10 @@ class Inspection:
             word = b""
         if word == STATUS:
             self._answer(visitor, self._status(with_stacks=False))
-        elif word == STACKS:
+        elif word in {STACKS, ALL_STACKS}:
             for rank in self._ranks:
                 if rank.alive:
-                    requests.ask(rank, self._board[rank.local_rank])
+                    requests.ask(rank, self._board[rank.local_rank], all_threads=word == ALL_STACKS)
             self._curious.append(visitor)
             self._answer_at = self._clock() + STACKS_TIMEOUT
         else:

@@ -55,7 +55,7 @@ class KeptSupervisor(Supervisor):
             self._begin_next(record, fds)
         elif isinstance(record, EndCall):
             if record.number == self._call.number:
-                self._end_call(0.0)
+                self._end_callers(record.number)
         elif isinstance(record, EndRanks):
             self._leaving = True
             self._stopping.without_asking(force=False)
@@ -81,6 +81,13 @@ class KeptSupervisor(Supervisor):
             for rank in self._by_local_rank:
                 if rank.answer is None and self._board.answered(rank.local_rank) == number:
                     rank.expect(answered=True)
+
+    def _end_callers(self, number: int) -> None:
+        """Ends the call as its launcher asks; one that is over already is only said to be so."""
+        if self._call.released:
+            self._launcher.try_send(CallOver(number))
+        else:
+            self._end_call(0.0)
 
     # How a call ends
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.stack_dump import STACK_SIGNAL, is_whole
+from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
 
@@ -17,10 +17,10 @@ _READ = 65536  # bytes: a pipe holds no more
 class StackRequests:
     """Ranks that were asked for their stacks and have not answered in full; true while there are any.
 
-    ``request`` asks one rank, and is false if that rank cannot answer.
+    ``request`` asks one rank by a signal, and is false if that rank cannot answer.
     """
 
-    def __init__(self, request: Callable[[int, Phase], bool]) -> None:
+    def __init__(self, request: Callable[[int, Phase, int], bool]) -> None:
         self._request = request
         self._pending: dict[int, RankProcess] = {}  # by stack_fd
 
@@ -30,13 +30,14 @@ class StackRequests:
     def fds(self) -> list[int]:
         return list(self._pending)
 
-    def ask(self, rank: RankProcess, phase: Phase) -> None:
+    def ask(self, rank: RankProcess, phase: Phase, *, all_threads: bool = False) -> None:
+        """Asks for the stack of its main thread; with ``all_threads`` it may die of it."""
         if rank.stack_fd in self._pending:
             return
         while read_some(rank.stack_fd):  # an earlier answer that came too late
             pass
         rank.stacks = ""
-        if self._request(rank.pid, phase):
+        if self._request(rank.pid, phase, ALL_STACKS_SIGNAL if all_threads else STACK_SIGNAL):
             self._pending[rank.stack_fd] = rank
 
     def read(self, ready: Collection[int]) -> None:
@@ -62,24 +63,24 @@ def state_of(pid: int) -> str:
     return ""
 
 
-def _listens(pid: int) -> bool:
-    """Tells whether the process has a handler for our signal. It kills programs that have none."""
+def _listens(pid: int, number: int) -> bool:
+    """Tells whether the process has a handler for the signal. It kills programs that have none."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
 
-def request(pid: int, phase: Phase) -> bool:
-    """Asks a rank for its stacks; False if it could not answer now (stopped, gone, or not listening).
+def request(pid: int, phase: Phase, number: int) -> bool:
+    """Asks a rank for its stacks by that signal; False if it could not answer now (stopped, gone, or not listening).
 
     One that waits in the kernel (D) mostly does so for a moment, until a page is there.
     """
-    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"} or not _listens(pid):
+    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"} or not _listens(pid, number):
         return False
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, STACK_SIGNAL)
+        os.kill(pid, number)
         return True
     return False
 

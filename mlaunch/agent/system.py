@@ -14,10 +14,10 @@ from mlaunch.protocol.messages import Phase
 @dataclass(frozen=True)
 class System:
     """``clock`` gives monotonic seconds. ``group`` signals a process group by its leader's pid; ``stray`` a process, by
-    pid and pidfd, that has left its own. ``request`` asks for stacks; False: that rank cannot answer.
+    pid and pidfd, that has left its own. ``request`` asks for stacks by a signal; False: that rank cannot.
     """
 
     clock: Callable[[], float] = time.monotonic
     group: Callable[[int, int], None] = linux.signal_group
     stray: Callable[[int, int, int], None] = linux.signal_if_not_leader
-    request: Callable[[int, Phase], bool] = stack_requests.request
+    request: Callable[[int, Phase, int], bool] = stack_requests.request

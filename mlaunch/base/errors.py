@@ -68,7 +68,7 @@ class LaunchError(RuntimeError):
         failures: The cause first, then the others in the order in which they became known. Empty if the launch
             failed outside its ranks.
         results: What finished ranks had returned, by global rank.
-        stacks: The Python stacks of the ranks that were still at work, by global rank, as faulthandler writes them.
+        stacks: The main threads' Python stacks of the ranks that were still at work, by global rank.
         log_dir: Where the ranks' output was written; None where it was not.
     """
 

@@ -76,7 +76,8 @@ class Options:
         None,
         Devices(),
         "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
-        "local rank i finds ``devices[i]`` under the number i.",
+        "local rank i finds ``devices[i]`` under the number i. Where a kind has no such variable, ask "
+        "``mlaunch.device()``.",
         flag="--devices",
     )
     timeout: float | timedelta | None = option(

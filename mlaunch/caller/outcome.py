@@ -42,7 +42,7 @@ class Outcome:
     raised: dict[int, RemoteError] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
     recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks wrote into their error files
-    stopped: list[int] = field(default_factory=list)  # ranks that the agent ended
+    stopped: set[int] = field(default_factory=set)  # ranks that the agent ended or called back
     stacks: dict[int, RankStacks] = field(default_factory=dict)
     broken: str = ""  # what ended the launch outside its ranks
     refused: Refused | None = None
@@ -64,7 +64,7 @@ class Outcome:
 
     def doing(self) -> list[str]:
         """Says what ranks were doing that were stopped, and who had left before."""
-        left = sorted(set(self.silent) - set(self.stopped))
+        left = sorted(set(self.silent) - self.stopped)
         how = "had exited with code 0" + (" without returning a value" if self.spec.command is None else "")
         return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
 
@@ -87,7 +87,7 @@ class Outcome:
             return
         if record.kind is Kind.INTERRUPTED:
             content.close()
-            self.stopped.append(record.rank)
+            self.stopped.add(record.rank)
             return
         remote: RemoteError = content.read()
         content.close()
@@ -97,7 +97,7 @@ class Outcome:
     def _take_end(self, record: RankGone, fds: Sequence[int]) -> None:
         crash = self._read_crash(record.rank, fds[0])
         if record.stopped:
-            self.stopped.append(record.rank)
+            self.stopped.add(record.rank)
         if record.exitcode == 0 and not self._should_have_stayed():
             self.silent += [] if record.answered else [record.rank]
             return

@@ -61,6 +61,10 @@ def place_on_accelerators(
 
 
 def shown(device_type: str, devices: Sequence[int], count: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that shows these of the ``count`` visible devices. ValueError for others than there are."""
+    """Returns the variable that shows these of the ``count`` visible devices. ValueError if there is none for them."""
     placement = place_on_accelerators(device_type, None, devices, count, environ)
-    return {} if placement.visible_devices is None else {VISIBLE[device_type]: placement.visible_devices}
+    if device_type not in VISIBLE:
+        raise ValueError(
+            f"devices={list(devices)}: commands see all {device_type} devices, since no variable hides them"
+        )
+    return {VISIBLE[device_type]: placement.visible_devices or ""}

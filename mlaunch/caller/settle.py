@@ -86,10 +86,10 @@ def _value(outcome: Outcome, rank: int) -> Any:
 
 def _raise_timeout(outcome: Outcome) -> None:
     spec = outcome.spec
-    silent = [rank for rank in outcome.stopped if rank not in outcome.values]
+    silent = list(outcome.stopped - outcome.values.keys())
     who = f"{name_ranks(silent)} had not returned" if silent else outcome.broken
     if not silent and outcome.stopped:
-        who = f"{name_ranks(outcome.stopped)} had returned but not ended"
+        who = f"{name_ranks(list(outcome.stopped))} had returned but not ended"
     lines = [
         f"{spec.name} did not finish within its deadline of {spec.deadline:g} s; {who}",
         *meanwhile(outcome.doing()),

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.inspection import STACKS, STATUS
+from mlaunch.agent.inspection import ALL_STACKS, STACKS, STATUS
 from mlaunch.base.text import in_two_units, name_ranks
 from mlaunch.caller.failure_text import in_words
 from mlaunch.protocol import registry
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _ANSWER_TIMEOUT = 5.0  # seconds for a launch to answer
 _ID_SHOWN = 8
+_ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
 
 
 def add_commands(commands: Commands) -> None:
@@ -34,7 +35,7 @@ def add_commands(commands: Commands) -> None:
         description="Shows the Python stacks of a running launch, equal ones once. The ranks go on meanwhile.",
     )
     stacks.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
-    stacks.add_argument("--all-threads", action="store_true", help="every thread of every rank, not grouped")
+    stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
     stacks.set_defaults(run=_stacks)
 
 
@@ -50,7 +51,7 @@ def _ps(args: argparse.Namespace) -> int:
 
 
 def _stacks(args: argparse.Namespace) -> int:
-    launches = ask(STACKS, args.id)
+    launches = ask(ALL_STACKS if args.all_threads else STACKS, args.id)
     if not launches:
         others = [launch["id"][:_ID_SHOWN] for launch in ask(STATUS)]
         running = f"running: {', '.join(others)}" if others else _nothing()

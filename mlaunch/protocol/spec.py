@@ -85,7 +85,7 @@ class LaunchSpec:
     world_size: int
     rank_start: int
     device_type: str  # "": what a command does with devices is not known
-    visible_devices: str | None  # for the variable that hides devices; None: leave it
+    visible_devices: str | None  # as the machine names them, with commas; None: there are none to choose from
     backend: str
     timeout: float | None
     grace_period: float

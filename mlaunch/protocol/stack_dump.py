@@ -1,7 +1,10 @@
 """The Python stacks that a rank writes on request.
 
-A rank's faulthandler answers a signal of its own by writing the stacks of all its threads into a pipe. That works
+A rank's faulthandler answers a signal of its own by writing the stack of its main thread into a pipe. That works
 while the rank waits in C or holds the interpreter lock, and leaves alone what handlers user code has installed.
+
+Another signal has it write those of all threads. It reads them without the interpreter lock: a thread that runs Python
+meanwhile may take away the frames that are read, and then the rank dies of SIGSEGV. So it is for those who ask for it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import signal
 
 from mlaunch.base.frames import RUNPY, is_bottom, mentions_bottom
 
-STACK_SIGNAL = signal.SIGRTMAX - 1  # a real-time signal, which programs hardly ever use
+STACK_SIGNAL = signal.SIGRTMAX - 1  # real-time signals, which programs hardly ever use
+ALL_STACKS_SIGNAL = signal.SIGRTMAX - 2
 STACKS_TIMEOUT = 0.3  # seconds for all ranks together
 STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
@@ -20,11 +24,12 @@ _CUT = "  ..."  # below its hundredth frame
 
 
 def answer_requests(fd: int) -> None:
-    """Has this rank's faulthandler answer the signal from now on, by writing into ``fd``.
+    """Has this rank's faulthandler answer the signals from now on, by writing into ``fd``.
 
     It must not block: a full pipe costs the end of a stack, not the rank.
     """
-    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=False)
+    faulthandler.register(ALL_STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def is_whole(text: str) -> bool:

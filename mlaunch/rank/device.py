@@ -32,12 +32,9 @@ def threads_of(ranks: int) -> int:
     return max(1, usable_cpus() // ranks)
 
 
-def visible(device_type: str, devices: Sequence[int], environ: Mapping[str, str]) -> str | None:
-    """Returns the value of the variable that shows these of the visible devices; None if there is no such variable."""
-    variable = VISIBLE.get(device_type)
-    if variable is None:
-        return None
-    shown = [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]
+def visible(device_type: str, devices: Sequence[int], environ: Mapping[str, str]) -> str:
+    """Returns these of the visible devices as the machine names them: the value of the variable that hides others."""
+    shown = [name.strip() for name in environ.get(VISIBLE.get(device_type, ""), "").split(",") if name.strip()]
     return ",".join(shown[device] if shown else str(device) for device in devices)
 
 
@@ -77,8 +74,10 @@ def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
 
     if spec.device_type == "cpu":
         return torch.device("cpu")
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(spec.device_type, local_rank)
+    others_are_hidden = spec.device_type in VISIBLE
+    index = local_rank if others_are_hidden else int(spec.device(local_rank).rpartition(":")[2])
+    torch.accelerator.set_device_index(index)
+    return torch.device(spec.device_type, index)
 
 
 def synchronize(device: torch.device) -> None:
@@ -109,7 +108,7 @@ def only(local_rank: int, environ: Mapping[str, str], accelerator: str | None) -
     if variable is None:
         return {}
     try:
-        return {variable: visible(accelerator or "cuda", [local_rank], environ) or ""}
+        return {variable: visible(accelerator or "cuda", [local_rank], environ)}
     except IndexError:
         raise ValueError(f"{variable}={environ[variable]} shows no device to local rank {local_rank}") from None
 

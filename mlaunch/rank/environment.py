@@ -72,6 +72,6 @@ def _defaults(spec: LaunchSpec) -> dict[str, str]:
     if spec.interface and spec.num_nodes > 1:
         chosen["NCCL_SOCKET_IFNAME"] = spec.interface
     found = {name: value for name, value in chosen.items() if name not in environ}
-    if spec.visible_devices is not None:
+    if spec.visible_devices is not None and spec.device_type in device.VISIBLE:
         found[device.VISIBLE[spec.device_type]] = spec.visible_devices
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -19,6 +20,7 @@ from mlaunch.rank import held, process, stale, step
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError
 
+_AGAIN = 0.01  # seconds: by then the callback has returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
 
 
@@ -29,12 +31,15 @@ class KeptRank(FunctionRank):
         super().__init__(args)
         self._can_be_called_back = False
         self._was_called_back = False
+        self._raised: KeyboardInterrupt | None = None
+        self._unraisable = sys.unraisablehook
 
     def _become_rank(self) -> None:
         super()._become_rank()
         held.table.owner = self._spec.launch_id
         stale.begin()
         signal.signal(signal.SIGINT, self._call_back)
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
         if self._args.aside is not None:
             threading.Thread(target=_answer_aside, args=(self._args.aside,), name="mlaunch", daemon=True).start()
         self._enter(Phase.IDLE)
@@ -43,7 +48,18 @@ class KeptRank(FunctionRank):
         """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing."""
         if self._can_be_called_back and self._is_to_end():
             self._can_be_called_back, self._was_called_back = False, True
-            raise KeyboardInterrupt("the call is ended")
+            self._raised = KeyboardInterrupt("the call is ended")
+            raise self._raised
+
+    def _take_unraisable(self, found: sys.UnraisableHookArgs) -> None:
+        """Has it raised again, a moment later, where Python drops it: in a finalizer, a weak reference's callback."""
+        if found.exc_value is None or found.exc_value is not self._raised:
+            self._unraisable(found)
+            return
+        self._can_be_called_back = True
+        again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
 
     def _is_to_end(self) -> bool:
         number = self._task.number if self._task is not None else 0
@@ -64,9 +80,11 @@ class KeptRank(FunctionRank):
         else:
             self._run_call(task)
             self._enter(Phase.IDLE)
+        process.fill_streams()  # the call may have closed them
 
     def _run_call(self, task: Task) -> None:
         step.begin_call(task.number)
+        signal.signal(signal.SIGINT, self._call_back)  # again: a call before may have set another handler
         self._was_called_back = False
         try:
             try:
@@ -75,7 +93,7 @@ class KeptRank(FunctionRank):
                     self._call_back(signal.SIGINT, None)
                 super()._run_task(task)
             finally:
-                self._can_be_called_back = False
+                self._can_be_called_back, self._raised = False, None
         except SystemExit:
             raise
         except BaseException as error:
@@ -125,8 +143,11 @@ def _answer_aside(channel: Channel) -> None:
             channel.send(record)
 
 
-def _let_go(error: BaseException | None) -> None:
+def _let_go(error: BaseException) -> None:
     """Drops what the frames of an exception hold: a model on the device, which the next call has no room beside."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    found = [error]
+    for one in found:  # which may be each other's cause
+        one.with_traceback(None)  # an exception may refuse attributes, but not this
+        for other in (one.__cause__, one.__context__):
+            if other is not None and all(other is not known for known in found):
+                found.append(other)

@@ -72,9 +72,18 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, OSError, ValueError):  # None, a full disk, closed: nobody is left to hear of it
+        except Exception:  # None, a full disk, closed, what a stream of the user's raises: nobody is left to hear of it
             continue
     linux.flush_c_streams()
+
+
+def fill_streams() -> None:
+    """Opens the standard streams that are closed, on nothing: what is opened next would take their numbers."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
 
 def exit_code(leaving: SystemExit) -> int:

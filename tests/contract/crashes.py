@@ -12,9 +12,13 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch import launcher
+from tests.processes import alive
+
+if TYPE_CHECKING:
+    from mlaunch import Ranks
 
 
 def raise_error() -> None:
@@ -133,8 +137,39 @@ def limits(how: str) -> dict[str, Any]:
 PLACES = {place.__name__: place for place in (in_the_function, in_a_collective, pickling_the_result, after_return)}
 
 
+STAYING = "ranks that stay"  # in place of a start method
+
+
 def call_at(where: str, how: str, start_method: str) -> Callable[[], object]:
-    options = {"start_method": start_method, **limits(how)}
-    if where in PLACES:
-        return lambda: launcher(PLACES[where], 2, **options)(how)
-    return lambda: launcher(unpickling, 2, **options)(Fuse(how, late=where == "unpickling", anywhere=True))
+    argument = how if where in PLACES else Fuse(how, late=where == "unpickling", anywhere=True)
+    function = PLACES.get(where, unpickling)
+    if start_method == STAYING:
+        return lambda: call_staying(how, function, argument)
+    return lambda: launcher(function, 2, start_method=start_method, **limits(how))(argument)
+
+
+def call_staying(how: str, function: Callable[..., object], *args: object) -> object:
+    """Makes a call on ranks that stay, which then end."""
+    from mlaunch import Ranks
+
+    with Ranks(n_gpus=2, **(limits(how) | {"deadline": None})) as ranks:
+        return call_on(ranks, how, function, *args)
+
+
+def call_on(ranks: Ranks, how: str, function: Callable[..., object], *args: object) -> object:
+    """Makes a call after which ranks that stay are what its error says, and take the next one."""
+    held, pids = ranks.hold(dict), ranks.run(os.getpid)
+    deadline = 0.3 if how in NEVER_END else None
+    stay, lost = True, False
+    try:
+        return launcher(function, deadline=deadline).options(ranks=ranks)(*args)
+    except Exception as error:
+        stay = any("the ranks are in step and stay" in note for note in error.__notes__)
+        lost = any("what they held is lost" in note for note in error.__notes__)
+        raise
+    finally:
+        assert stay is not lost
+        assert held.alive is stay
+        assert (ranks.run(os.getpid) == pids) is stay
+        assert not stay or held.fetch() == [{}, {}]
+        assert stay or not any(map(alive, pids))

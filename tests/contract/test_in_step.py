@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
+from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
 from tests.conftest import ROOT
 from tests.contract.functions import total, wait_in_vain
 from tests.processes import alive, children, descendants, wait_gone
@@ -373,6 +374,34 @@ def test_a_second_interrupt_ends_them_at_once() -> None:
     with Ranks(n_gpus=2, grace_period=1000) as ranks, lost(ranks):
         error = caught(lambda: ranks.run(work, os.getpid()))
         assert isinstance(error, KeyboardInterrupt)
+
+
+def test_interrupts_at_any_moment_of_short_calls(ranks: Ranks) -> None:
+    """Each ends its call or comes too late for it; the ranks stay, and the next call is right."""
+    chance, pids = random.Random(7), ranks.run(os.getpid)
+    kept: list[Held] = []  # an interrupt while one is collected would be dropped by Python, with a warning
+    calls: list[Callable[[], object]] = [
+        lambda: ranks.run(int),
+        lambda: kept.append(ranks.hold(list)),
+        lambda: ranks.submit(int).result(LIMIT),
+    ]
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        for number in range(150):
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted_after(chance.uniform(1e-6, 0.004), calls[number % 3])
+            assert ranks.run(total) == [2.0, 2.0]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ranks.run(os.getpid) == pids
+
+
+def interrupted_after(seconds: float, call: Callable[[], object]) -> None:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_an_interrupt_in_operations_that_do_not_match() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
 from mlaunch.caller.kept import shared
+from mlaunch.caller.options import Options
 from tests.processes import alive, wait_gone
 
 
@@ -125,3 +127,89 @@ def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type:
     done = run_script(KEEPING)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any(alive(int(pid)) for pid in done.stdout.split())
+
+
+# A kind of accelerator of which torch knows this much alone; it loads it by its entry point, in every process.
+TOY = """
+import os, types
+import torch
+
+def load():
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    place = types.SimpleNamespace(index=0)
+    backend = types.SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: False,
+        device_count=lambda: 3,
+        current_device=lambda: place.index,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+    )
+    _setup_privateuseone_for_python_backend("toy", backend_module=backend)
+    torch.accelerator.set_device_index = lambda index: setattr(place, "index", index)
+    torch.accelerator.current_device_index = lambda: place.index
+    torch.accelerator.synchronize = lambda device=None: None
+"""
+RIVALS = """
+import os
+
+os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
+from mlaunch import device, launcher
+from tests.processes import alive
+
+@launcher(keep=600, backend="cpu:gloo,toy:gloo")
+def where():
+    import torch
+    return os.getpid(), str(device()), torch.accelerator.current_device_index()
+
+first, second, both = (where.options(devices=devices) for devices in ([0], [2], [2, 1]))
+cpus = where.options(device_type="cpu", n_gpus=1)
+[(one, *place)], [(other, *other_place)], [(cpu, *_)] = first(), second(), cpus()
+assert place == ["toy:0", 0] and other_place == ["toy:2", 2], (place, other_place)
+assert first()[0][0] == one and second()[0][0] == other  # on different devices they stay
+(new, *new_place), (newer, *newer_place) = both()
+assert new_place == ["toy:2", 2] and newer_place == ["toy:1", 1], (new_place, newer_place)
+assert not alive(other)  # it was idle, and ended before
+assert first()[0][0] == one and cpus()[0][0] == cpu
+assert where.options(n_gpus=1, seed=3)()[0][0] == where.options(n_gpus=1)()[0][0] != one  # which is device 0
+assert not alive(one) and alive(new) and alive(newer)
+assert where()[0][0] != new  # on all
+assert not alive(new) and not alive(newer) and alive(cpu)
+print("done")
+"""
+
+
+def test_of_two_sets_that_want_the_same_devices_the_idle_one_ends_first(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("torch of this version takes no accelerator that is written in Python")
+    (tmp_path / "toy.py").write_text(TOY)
+    described = tmp_path / "toy-1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n")
+    (described / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
+    done = run_script(RIVALS)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "environ", "meet"),
+    [
+        ({"n_gpus": 2}, ["cpu"], {}, False),
+        ({"n_gpus": 2, "device_type": "cpu"}, ["cuda:0"], {}, False),
+        ({"n_gpus": 2, "device_type": "xpu"}, ["cuda:0"], {}, False),
+        ({}, ["cuda:7"], {}, True),
+        ({"n_gpus": 2}, ["cuda:2", "cuda:3"], {}, False),
+        ({"n_gpus": 2}, ["cuda:1", "cuda:3"], {}, True),
+        ({"devices": [2]}, ["cuda:2"], {}, True),
+        ({"devices": [0]}, ["cuda:2"], {"CUDA_VISIBLE_DEVICES": "2,3"}, True),
+        ({"devices": [1]}, ["cuda:2"], {"CUDA_VISIBLE_DEVICES": "2,3"}, False),
+        ({"n_gpus": 1}, ["cuda:GPU-1a"], {"CUDA_VISIBLE_DEVICES": "GPU-1a"}, True),
+        ({"n_gpus": 1}, ["cuda:GPU-1a"], {"CUDA_VISIBLE_DEVICES": "GPU-2b"}, False),
+        ({"n_gpus": 1}, ["cuda:GPU-1a"], {}, True),  # nobody knows
+        ({"devices": [2]}, ["cuda:2"], {"CUDA_VISIBLE_DEVICES": "2,3"}, False),  # which is refused
+    ],
+)
+def test_which_sets_want_the_same_devices(
+    wanted: dict[str, Any], taken: list[str], environ: dict[str, str], meet: bool
+) -> None:
+    assert shared.meet(Options().replaced(wanted), taken, environ) is meet

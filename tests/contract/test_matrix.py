@@ -1,10 +1,11 @@
 """The crash matrix: where in its life a rank (or the caller) ends, by how it ends, under every start method.
 
-The fixtures look at what each cell leaves, and whether the next call works.
+Ranks that stay are one column more. The fixtures look at what each cell leaves, and whether the next call works.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -19,9 +20,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from tests.conftest import ROOT
-from tests.contract.crashes import HOW, PLACES, call_at, limits
+from tests.contract.crashes import HOW, PLACES, STAYING, call_at, call_on, call_staying, limits
 from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -42,18 +43,19 @@ STOPPED = ["stops its agent", "stops the fork server"]
 ENDS = [how for how in HOW if how not in {*STOPPED, "caller dies"}]
 
 
-def importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+def importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
     name = f"module_{uuid.uuid4().hex}"
     (tmp_path / f"{name}.py").write_text(
         f"from tests.contract.crashes import crash\ncrash({how!r})\ndef train():\n    return 1\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    return launcher(__import__(name).train, 2, **limits(how))
+    function = __import__(name).train
+    return (lambda: call_staying(how, function)) if start_method == STAYING else launcher(function, 2, **limits(how))
 
 
-def check(where: str, how: str, call: Callable[[], object]) -> None:
+def check(where: str, how: str, call: Callable[[], object], *, stays: bool = False) -> None:
     """That the cell ends as it must, in words that name rank 1 and the reason."""
-    if where == "after_return" and how in {"exception", "sys.exit", "forks", "closes its descriptors"}:
+    if where == "after_return" and (stays or how in {"exception", "sys.exit", "forks", "closes its descriptors"}):
         assert call() == [5, 5]  # as an interpreter that prints what an exit handler raises, and ends with code 0
     elif where == "pickling_the_result" and how == "exception":
         with pytest.raises(LaunchError, match=r"rank 1 of .* returned a value that cannot be pickled: .*no such luck"):
@@ -81,16 +83,16 @@ def check(where: str, how: str, call: Callable[[], object]) -> None:
         assert how != "segfault" or "Fatal Python error: Segmentation fault" in caught.value.failures[0].traceback
 
 
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("start_method", [*METHODS, STAYING])
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("where", [*PLACES, "unpickling"])
 def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
     if where == "unpickling" and start_method == "fork":
         pytest.skip("nothing is unpickled where the ranks inherit the call")
-    check(where, how, call_at(where, how, start_method))
+    check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", STOPPED)
 @pytest.mark.parametrize(
     "where", ["in_the_function", *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
@@ -101,12 +103,26 @@ def test_what_keeps_a_launch_is_stopped(
     """A rank stops its agent or its fork server; its caller does not depend on them."""
     monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
     monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
-    check(where, how, call_at(where, how, start_method))
+    check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 
+@pytest.mark.parametrize("start_method", ["forkserver", STAYING])
 @pytest.mark.parametrize("how", ENDS)
-def test_a_rank_ends_importing(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check("importing", how, importing(how, tmp_path, monkeypatch))
+def test_a_rank_ends_importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check("importing", how, importing(how, start_method, tmp_path, monkeypatch))
+
+
+def test_ranks_take_row_after_row() -> None:
+    """Of those that leave them in step."""
+    with Ranks(n_gpus=2) as ranks:
+        pids = ranks.run(os.getpid)
+        for where, how in [
+            ("pickling_the_result", "exception"),
+            ("pickling_the_result", "forks"),
+            ("after_return", "sys.exit"),
+        ] * 3:
+            check(where, how, functools.partial(call_on, ranks, how, PLACES[where], how), stays=True)
+        assert ranks.run(os.getpid) == pids
 
 
 def test_pickling_the_call_raises() -> None:
@@ -116,7 +132,7 @@ def test_pickling_the_call_raises() -> None:
         call_at("pickling the call", "sys.exit", "forkserver")()
 
 
-@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", [*PLACES, "unpickling", "pickling the call"])
 def test_the_caller_dies(where: str, start_method: str) -> None:
     if where in {"unpickling", "pickling the call"} and start_method == "fork":

@@ -262,7 +262,7 @@ def test_close_can_cancel_what_was_submitted(tmp_path: Path) -> None:
     queued = ranks.submit(lambda: 1)
     ranks.close(cancel_futures=True)
     assert queued.cancelled()
-    with pytest.raises(mlaunch.RanksLost, match=r"wait_for_file.* was ended"):
+    with pytest.raises(mlaunch.RanksLost, match=r"wait_for_file.* was ended: they were closed"):
         running.result(LIMIT)
 
 

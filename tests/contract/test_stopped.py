@@ -20,6 +20,7 @@ from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent.stack_requests import request
 from mlaunch.caller.start_server import start_interpreter
 from mlaunch.caller.warm import warm_server
+from mlaunch.protocol import stack_dump
 from mlaunch.protocol.messages import Phase
 from mlaunch.rendezvous.address import listen
 from tests.contract import crashes
@@ -208,8 +209,6 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
     if child == 0:
         import faulthandler
 
-        from mlaunch.protocol import stack_dump
-
         faulthandler.register(stack_dump.STACK_SIGNAL, file=os.open(os.devnull, os.O_WRONLY))
         os.kill(os.getpid(), signal.SIGSTOP)
         crashes.hang()
@@ -218,7 +217,7 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
         os.kill(child, number)
         if asked:
             os.waitid(os.P_PID, child, os.WCONTINUED)
-        assert request(child, Phase.RUNNING) is asked
+        assert request(child, Phase.RUNNING, stack_dump.STACK_SIGNAL) is asked
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

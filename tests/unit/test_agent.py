@@ -21,7 +21,7 @@ from mlaunch.agent.stack_requests import StackRequests, request
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
-from mlaunch.protocol import messages, registry
+from mlaunch.protocol import messages, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import CAUSE_DELAY, Kind
@@ -85,7 +85,7 @@ class World:
                     clock=lambda: self.now,
                     group=self._signal,
                     stray=lambda _pid, _pidfd, _number: None,
-                    request=lambda pid, _phase: self.pids[pid] in self.talkative,
+                    request=lambda pid, _phase, _number: self.pids[pid] in self.talkative,
                 ),
             )
         )
@@ -229,7 +229,7 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
         while True:
             signal.pause()
     try:
-        assert not request(pid, messages.Phase.RUNNING)
+        assert not request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

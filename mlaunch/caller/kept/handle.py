@@ -120,7 +120,7 @@ class KeptHandle(LaunchHandle):
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
             self._read_answers()
-            self.over = record.number == self._number
+            self.over = self.over or record.number == self._number
             memfds = iter(fds)
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])

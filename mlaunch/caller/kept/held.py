@@ -23,8 +23,12 @@ class Holder(Protocol):
     def owner(self) -> str:
         """The launch that they are now; "": they are gone."""
 
-    def free_later(self, owner: str, number: int) -> None:
-        """Has the next call let go of a held object; called in any thread."""
+    @property
+    def free_later(self) -> Callable[[str, int], None]:
+        """Has the next call let go of a held object, of which launch and number; called in any thread.
+
+        It must not hold the ranks: until it is called it is referred to for good.
+        """
 
 
 class Held:

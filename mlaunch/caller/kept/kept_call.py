@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
+_log = logging.getLogger("mlaunch")
 
 
 class RanksFuture(Future[Any]):
@@ -57,10 +59,13 @@ class KeptCall:
 
     def tell(self) -> None:
         """Lets those know who wait for a settled call; it may run code of theirs."""
-        if self.ended is not None and self.ended.error is not None:
-            self.future.set_exception(self.ended.error)
-        elif self.ended is not None:
-            self.future.set_result(self.ended.values)
+        try:
+            if self.ended is not None and self.ended.error is not None:
+                self.future.set_exception(self.ended.error)
+            elif self.ended is not None:
+                self.future.set_result(self.ended.values)
+        except BaseException:  # sys.exit in a callback: whoever drives has to drive on
+            _log.exception("a callback of the future of %s raised", self.spec.name)
         self.over.set()
 
     def cancel(self) -> None:

@@ -194,9 +194,10 @@ class Ranks:
         """The launch that they are now; "": they are gone."""
         return "" if self._set.session.over else self._set.session.launch_id
 
-    def free_later(self, owner: str, number: int) -> None:
+    @property
+    def free_later(self) -> Callable[[str, int], None]:
         """Has the next call let go of a held object; called in any thread."""
-        self._set.free_later(owner, number)
+        return self._set.free_later
 
 
 def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:

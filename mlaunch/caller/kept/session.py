@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -33,6 +32,7 @@ class Session:
         self.expired = False  # they ended because nobody called
         self._own_server = own_server
         self._abandoned = False
+        self._closing = False
         self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
         self._queue: deque[KeptCall] = deque()
@@ -92,11 +92,14 @@ class Session:
 
     def _begin_to_end(self) -> None:
         with self.lock:
-            self._cancel_queue()
+            self._closing = self._closing or not self.over
+            queued, self._queue = self._queue, deque()
             if self._present is not None:
                 self.handle.cancel(force=False)
             elif not self.ended.is_set():
                 self.handle.end_ranks()
+        for call in queued:  # without the lock, since it runs code of theirs
+            call.cancel()
         self._driver.notify()
 
     def abandon(self) -> None:
@@ -120,7 +123,10 @@ class Session:
         """Takes in what has come; tells those who wait."""
         with self.lock:
             if not self.ended.is_set():
-                self._take_step()
+                try:
+                    self._take_step()
+                except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
+                    self._break(error)
         while self._settled:  # without the lock, since it runs code of theirs
             call = self._settled.popleft()
             call.tell()
@@ -135,6 +141,13 @@ class Session:
         self._advance()
         if self.idle and not self.over:
             self._end_if_unused()
+
+    def _break(self, error: Exception) -> None:
+        """Ends the ranks, of which nobody knows any more what they have answered."""
+        outcome = self.handle.outcome
+        outcome.interrupt = outcome.interrupt or error
+        if not self.handle.ending:
+            self.handle.cancel(force=True)
 
     def _end_if_unused(self) -> None:
         if self._abandoned:
@@ -153,8 +166,12 @@ class Session:
                 call.cancel()
                 continue
             self._present = call
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # which its end will tell
+            try:
                 self.handle.begin(call)
+            except (BrokenPipeError, ConnectionResetError):  # which its end will tell
+                continue
+            except OSError as error:
+                self._break(error)
 
     def _finish_present(self) -> None:
         call, self._present = self._present, None
@@ -171,12 +188,13 @@ class Session:
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
         ended = self.handle.settle_launch()
-        self.why_lost = "" if self.expired else how_lost(ended.error, self._fate_of_server())
+        why = "they were closed" if self._closing else how_lost(ended.error, self._fate_of_server())
+        self.why_lost = "" if self.expired else why
         if self._present is not None:
             self.was_told = True
             if ended.error is None:
                 ended = Ended(ended.report, [], RanksLost(f"{self._present.spec.name} was ended: {self.why_lost}"))
-            elif not self.handle.ending:
+            elif not self._closing:
                 add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
             self._present.settle(ended)
             self._settled.append(self._present)
@@ -208,11 +226,6 @@ class Session:
                 self.handle.outcome.interrupt = interrupt
                 self.handle.end_call(call)
         self._driver.notify()
-
-    def _cancel_queue(self) -> None:
-        for call in self._queue:
-            call.cancel()
-        self._queue.clear()
 
     def _last(self) -> KeptCall | None:
         """Returns the call that will be over last."""

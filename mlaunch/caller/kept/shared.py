@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +14,7 @@ from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
+from mlaunch.rank import device
 
 # Of one call, or of the launcher: ranks need not have been started with them.
 _OF_A_CALL = {"deadline", "log_dir", "progress", "max_restarts", "seed", "keep", "ranks", "join"}
@@ -68,15 +69,22 @@ def _shared(options: Options) -> Ranks:
 def _end_rivals(options: Options) -> None:
     """Ends idle sets on the same accelerators, whose memory the new one needs."""
     for key, other in list(_sets.items()):
-        taken = {device for device in other.ranks.devices if device != "cpu"}
-        if taken and other.ranks.idle and _may_meet(options, taken):
+        if other.ranks.idle and meet(options, other.ranks.devices, {**os.environ, **(options.env or {})}):
             _sets.pop(key).ranks.close()
 
 
-def _may_meet(options: Options, taken: set[str]) -> bool:
-    """Tells whether ranks with these options may land on a device that is taken."""
-    if options.device_type == "cpu":
+def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Tells whether ranks with these options would be on a device that is taken; True where that cannot be known."""
+    kind = taken[0].partition(":")[0]
+    if kind == "cpu" or options.device_type not in {"auto", kind}:
         return False
-    if options.devices is None:
+    numbers = options.devices if options.devices is not None else options.n_gpus and range(options.n_gpus)
+    if not numbers:
         return True
-    return bool({int(device.rpartition(":")[2]) for device in taken if device[-1].isdigit()} & set(options.devices))
+    try:
+        wanted = device.visible(kind, numbers, environ).split(",")
+    except IndexError:  # fewer are visible: they will not be started
+        return False
+    names = [name.partition(":")[2] for name in taken]
+    named_alike = {name.isdigit() for name in names} == {name.isdigit() for name in wanted}
+    return not named_alike or not set(names).isdisjoint(wanted)

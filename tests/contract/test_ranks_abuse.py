@@ -1,0 +1,232 @@
+"""What functions, callbacks and callers do to ranks that stay, and find them the same after it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import Ranks
+from tests.contract.functions import total
+from tests.processes import wait_gone
+
+LIMIT = 60.0  # seconds, of every wait
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(n_gpus=2) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
+def the_same(ranks: Ranks) -> Iterator[None]:
+    """That the same processes go on, in step."""
+    pids = ranks.run(os.getpid)
+    yield
+    assert ranks.run(os.getpid) == pids
+    assert ranks.run(total) == [2.0, 2.0]
+
+
+# Exceptions
+
+
+def each_others_cause() -> None:
+    """As where a second attempt fails, and the first error is raised from the second's."""
+    try:
+        raise ValueError("no such luck")
+    except ValueError as first:
+        try:
+            raise LookupError("again") from first
+        except LookupError as second:
+            raise first from second
+
+
+class Frozen(ValueError):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def refuses_attributes() -> None:
+    raise Frozen("no such luck")
+
+
+@pytest.mark.parametrize("fail", [each_others_cause, refuses_attributes])
+def test_exceptions(ranks: Ranks, fail: Callable[[], None]) -> None:
+    with the_same(ranks), pytest.raises(ValueError, match="no such luck"):
+        ranks.run(fail)
+
+
+# What is left as it was changed
+
+
+class Refuses:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        raise RuntimeError("no such luck")
+
+
+def close_stdout() -> None:
+    sys.stdout.close()
+
+
+def close_streams() -> None:
+    for fd in range(3):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        close_stdout,
+        lambda: setattr(sys, "stdout", None),
+        lambda: setattr(sys, "stdout", Refuses()),
+        close_streams,
+    ],
+    ids=["closed", "none", "refuses", "descriptors"],
+)
+def test_streams(ranks: Ranks, change: Callable[[], None]) -> None:
+    with the_same(ranks):
+        ranks.run(change)
+        assert ranks.run(lambda: [1] * 1000) == [[1] * 1000] * 2
+
+
+def test_closed_streams_are_nothing_that_the_next_call_writes_to(ranks: Ranks) -> None:
+    """Its own answer, say."""
+    with the_same(ranks):
+        ranks.run(close_streams)
+        found = ranks.run(lambda: [print("x", flush=True), *(os.readlink(f"/proc/self/fd/{fd}") for fd in range(3))])
+        assert found == [[None, *["/dev/null"] * 3]] * 2
+
+
+def test_another_handler_is_that_of_its_call(ranks: Ranks) -> None:
+    """The next one can be called back."""
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("no such luck")
+        while True:
+            os.sched_yield()
+
+    with the_same(ranks):
+        ranks.run(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None)
+        with pytest.raises(ValueError, match="no such luck"):
+            ranks.run(work)
+
+
+# Callbacks
+
+
+def wait_for_ever() -> None:
+    while True:
+        os.sched_yield()
+
+
+def test_a_callback_may_close_as_its_call_is_cancelled() -> None:
+    ranks = Ranks(n_gpus=2, grace_period=0.1)
+    running, queued, last = ranks.submit(wait_for_ever), ranks.submit(int), ranks.submit(int)
+    queued.add_done_callback(lambda _: ranks.close())
+    ranks.close(cancel_futures=True)
+    assert queued.cancelled()
+    assert last.cancelled()
+    assert running.done()
+
+
+def test_a_callback_may_exit(ranks: Ranks, tmp_path: Path) -> None:
+    def leave(_: Future[Any]) -> None:
+        sys.exit(3)
+
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with the_same(ranks):
+        first = ranks.submit(lambda: dist.get_rank() or (gate.read_text() and 0))
+        first.add_done_callback(leave)
+        gate.write_text("go")
+        assert first.result(LIMIT) == [0, 1]
+        assert ranks.submit(lambda: 2).result(LIMIT) == [2, 2]
+
+
+# Callers
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_no_descriptor_is_left_for_what_ranks_answer(ranks: Ranks, *, waits: bool) -> None:
+    assert ranks.run(total) == [2.0, 2.0]
+    with one_descriptor():
+        large = bytes, 1 << 20
+        error = raised_by(lambda: ranks.run(*large)) if waits else ranks.submit(*large).exception(LIMIT)
+    assert isinstance(error, OSError)
+    assert error.errno == errno.EMFILE
+    assert "what they held is lost" in "".join(error.__notes__)
+    assert ranks.run(total) == [2.0, 2.0]
+    assert ranks.submit(total).result(LIMIT) == [2.0, 2.0]
+
+
+@contextlib.contextmanager
+def one_descriptor() -> Iterator[None]:
+    """While this process can open only one file more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, limits[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def raised_by(call: Callable[[], object]) -> BaseException:
+    try:
+        found = call()
+    except BaseException as error:
+        return error
+    raise AssertionError(f"it returned {found}")
+
+
+def test_a_handle_that_the_ranks_have_keeps_nobody_alive() -> None:
+    ranks = Ranks(n_gpus=2)
+    ranks.model = ranks.hold(list)  # type: ignore[attr-defined]
+    pids = ranks.run(os.getpid)
+    del ranks
+    gc.collect()
+    wait_gone(pids)
+    for thread in threading.enumerate():
+        if thread.name == "mlaunch-ranks":
+            thread.join(LIMIT)
+
+
+def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
+    """Where it comes in a finalizer, nobody can raise it."""
+
+    class Slow:
+        def __del__(self) -> None:
+            while True:
+                os.sched_yield()
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("no such luck")
+        Slow()
+        wait_for_ever()
+
+    with the_same(ranks), pytest.raises(ValueError, match="no such luck"):
+        ranks.run(work)
