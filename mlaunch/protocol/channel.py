@@ -15,6 +15,7 @@ from mlaunch.base import linux
 RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
 TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
 FD_LIMIT = 8  # descriptors beside a record
+_CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_TRUNC, socket.MSG_CTRUNC))
 
 
 def pickled(record: object) -> bytes:
@@ -66,7 +67,10 @@ class Channel:
     def try_send_pickled(self, record: bytes, fds: Sequence[int] = ()) -> None:
         """Sends what ``pickled`` has made of a record, which several channels may get."""
         with contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [record], fds)
+            if fds:
+                socket.send_fds(self._socket, [record], fds)
+            else:
+                self._socket.send(record)
 
     def receive(self) -> tuple[Any, list[int]]:
         """Returns the next record and its file descriptors, which the receiver owns.
@@ -76,19 +80,17 @@ class Channel:
             OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
         """
         try:
-            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT, _CLOSE_ON_EXEC)
         except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
-            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT)
+            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT, _CLOSE_ON_EXEC)
         if not data:
             raise EOFError("the other end of the channel is closed")
-        if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+        if flags & (_LESS_CAME | _FDS_LACK):
             for fd in fds:
                 os.close(fd)
-            if flags & socket.MSG_TRUNC:
+            if flags & _LESS_CAME:
                 raise OSError(errno.EMSGSIZE, f"a record of more than {RECORD_LIMIT} bytes came, and was cut")
             raise OSError(errno.EMFILE, "no file descriptor is left to receive a rank's answer with (see ulimit -n)")
-        for fd in fds:
-            os.set_inheritable(fd, False)
         return pickle.loads(data), list(fds)
 
     def peek(self) -> Any:
