@@ -1,7 +1,8 @@
 """Ctrl-C at the moments that a launch chooses: never between getting a descriptor or a record and keeping it.
 
 Python runs signal handlers between any two steps of its main thread. A KeyboardInterrupt there loses what was just
-received. So a launch defers the handler, and allows it where it waits or runs user code, and nothing is in flight.
+received. So a launch defers the handler, and allows it where it waits or runs user code, and nothing is in flight. The
+same goes for handlers of other signals that people let raise, such as the alarm of a timeout.
 
 The handler of a deferral stays in place from its beginning to its end, and a switch says whether it passes signals
 on. Were handlers exchanged instead, a KeyboardInterrupt just before the exchange would leave the wrong one behind.
@@ -11,26 +12,45 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from mlaunch.base import linux
 
 _Handler = Callable[[int, FrameType | None], Any]
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGALRM,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 class _Deferral:
-    """One deferral of SIGINT. ``handler``: what handles it otherwise."""
+    """One deferral of signals. ``handlers``: what handles them otherwise, by number."""
 
-    def __init__(self, handler: _Handler) -> None:
-        self._handler = handler
+    def __init__(self, handlers: Mapping[int, _Handler]) -> None:
+        self._handlers = handlers
         self._open = False
-        self._pending: list[tuple[int, FrameType | None]] = []
+        self._pending: dict[int, FrameType | None] = {}  # once, however often one came: as the kernel does
+
+    def begin(self) -> None:
+        """Takes the signals over; none, if a handler that is not taken over yet raises."""
+        try:
+            for number in self._handlers:
+                signal.signal(number, self.take)
+            _deferrals.append(self)
+        except BaseException:
+            self._give_back(list(self._handlers.items()))
+            raise
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handles a signal, now or later."""
-        self._pending.append((number, frame))
+        self._pending[number] = frame
         if self._open:
             self._fire()
 
@@ -42,18 +62,30 @@ class _Deferral:
         self._open = False
 
     def end(self, *, fire: bool) -> None:
-        """Puts the handler back, and has it handle what came; ``fire`` False: that is dropped."""
-        if signal.getsignal(signal.SIGINT) == self.take:  # else code of the user's has set another
-            signal.signal(signal.SIGINT, self._handler)
-        if fire:
+        """Puts the handlers back, and has them handle what came; ``fire`` False: an interrupt is dropped."""
+        if not fire:
+            self._pending.pop(signal.SIGINT, None)
+        try:
+            self._give_back(list(self._handlers.items()))
+        finally:
             self._fire()
+
+    def _give_back(self, handlers: list[tuple[int, _Handler]]) -> None:
+        """Puts all back, also if one that is back raises."""
+        if not handlers:
+            return
+        (number, handler), *others = handlers
+        try:
+            if signal.getsignal(number) == self.take:  # else code of the user's has set another
+                signal.signal(number, handler)
+        finally:
+            self._give_back(others)
 
     def _fire(self) -> None:
         try:
-            if self._pending:
-                number, frame = self._pending[0]
-                self._pending = []  # however often it came meanwhile: as the kernel does
-                self._handler(number, frame)
+            while self._pending:
+                number, frame = self._pending.popitem()
+                self._handlers[number](number, frame)
         except BaseException:
             self._open = False  # it leaves the block that was open
             raise
@@ -66,18 +98,17 @@ _deferrals: list[_Deferral] = []  # the innermost last: a __reduce__ may launch,
 
 
 class deferred:
-    """Defers SIGINT to the next ``allowed``, or to the end of the block.
+    """Defers signals that have handlers of Python's to the next ``allowed``, or to the end of the block.
 
-    Does nothing outside of the main thread, which alone runs handlers, or where SIGINT has no handler of Python's.
+    Does nothing outside of the main thread, which alone runs handlers.
     """
 
     def __enter__(self) -> None:
-        handler = signal.getsignal(signal.SIGINT)
         self._deferral: _Deferral | None = None
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            deferral = _Deferral(handler)
-            signal.signal(signal.SIGINT, deferral.take)  # first: from here on no signal keeps us from the rest
-            _deferrals.append(deferral)
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.getsignal(number) for number in _SIGNALS}
+            deferral = _Deferral({number: handler for number, handler in found.items() if callable(handler)})
+            deferral.begin()
             self._deferral = deferral
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -88,7 +119,7 @@ class deferred:
 
 
 class allowed:
-    """Handles SIGINT as it comes, while the block runs; also one that was deferred."""
+    """Handles signals as they come, while the block runs; also those that were deferred."""
 
     def __enter__(self) -> None:
         here = threading.current_thread() is threading.main_thread()

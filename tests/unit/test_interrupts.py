@@ -16,15 +16,17 @@ from mlaunch.caller.interrupts import allowed, deferred
 
 @pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
-    """Python's own, and back to what was there."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Python's own, also for the alarm, and back to what was there."""
+    numbers = (signal.SIGINT, signal.SIGALRM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     yield
     sys.settrace(None)
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
-def at_line(number: int) -> Callable[..., Any]:
-    """A tracer that interrupts at that line, counted as they run, of the module's code."""
+def at_line(number: int, sent: signal.Signals) -> Callable[..., Any]:
+    """A tracer that sends a signal at that line, counted as they run, of the module's code."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -33,15 +35,15 @@ def at_line(number: int) -> Callable[..., Any]:
             return None
         count += event == "line"
         if event == "line" and count == number:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(sent)
         return trace
 
     return trace
 
 
-def interrupted_at(number: int, done: list[str]) -> None:
+def interrupted_at(number: int, sent: signal.Signals, done: list[str]) -> None:
     """A launch's shape: something that may not be interrupted, a wait, something again."""
-    sys.settrace(at_line(number))
+    sys.settrace(at_line(number, sent))
     with deferred():
         done.append("begun")
         try:
@@ -50,21 +52,23 @@ def interrupted_at(number: int, done: list[str]) -> None:
         except KeyboardInterrupt:
             done.append("interrupted")
         sys.settrace(None)
-        signal.raise_signal(signal.SIGINT)  # a second one, in the part that may not be interrupted
+        signal.raise_signal(sent)  # a second one, in the part that may not be interrupted
         done.append("ended")
 
 
-LINES = 60  # more than run
+LINES = 100  # more than run
 
 
-def test_an_interrupt_at_any_line() -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGALRM])
+def test_a_signal_at_any_line(sent: signal.Signals) -> None:
     ways = []
     for line in range(1, LINES):
         done: list[str] = []
         with pytest.raises(KeyboardInterrupt):  # the first before the block has begun, or one of them at its end
-            interrupted_at(line, done)
+            interrupted_at(line, sent, done)
         ways.append(tuple(done))
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, line
+        for number in (signal.SIGINT, signal.SIGALRM):
+            assert signal.getsignal(number) is signal.default_int_handler, line
         assert interrupts._deferrals == [], line
     assert set(ways) == {(), ("begun", "ended"), ("begun", "interrupted", "ended")}
     assert ways[-1] == ("begun", "ended")  # there were no more lines
@@ -97,6 +101,15 @@ def test_a_launch_in_a_reduce_defers_by_itself() -> None:
         assert heard == []
         with allowed():
             assert heard == ["handled"]
+    assert heard == ["handled"]
+
+
+def test_an_alarm_beside_an_error_is_handled() -> None:
+    heard: list[str] = []
+    signal.signal(signal.SIGALRM, lambda *_: heard.append("handled"))
+    with pytest.raises(ValueError, match="no such luck"), deferred():  # noqa: PT012
+        signal.raise_signal(signal.SIGALRM)
+        raise ValueError("no such luck")
     assert heard == ["handled"]
 
 
