@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import os
 import pickle
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,13 +186,32 @@ def test_closures_lambdas_and_local_classes_travel() -> None:
         def __init__(self, value: int) -> None:
             self.value = value
 
-    def make(factor: int) -> tuple[torch.Tensor, Local]:
-        return tensor * factor, Local(factor)
+    @functools.cache
+    def tripled(factor: int) -> int:
+        return 3 * factor
 
-    [(value, local)] = launcher(make, 1)(2)
-    assert value.tolist() == [0, 2, 4]
+    def make(factor: int) -> tuple[torch.Tensor, Local, int]:
+        return tensor * factor, Local(factor), tripled(factor)
+
+    [(value, local, other)] = launcher(make, 1)(2)
+    assert (value.tolist(), other) == ([0, 2, 4], 6)
     assert isinstance(local, Local)
     assert local.value == 2
+
+
+def test_a_module_that_is_registered_travels_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For code that only the caller's machine has, as cloudpickle's users know it."""
+    (tmp_path / "mine.py").write_text("answer = 1\ndef ask(): return answer\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("mine")
+    mine.answer = 2  # type: ignore[attr-defined]
+    assert launcher(mine.ask, 1)() == [1]
+    cloudpickle.register_pickle_by_value(mine)
+    try:
+        assert launcher(mine.ask, 1)() == [2]
+    finally:
+        cloudpickle.unregister_pickle_by_value(mine)
+        del sys.modules["mine"]
 
 
 def test_a_function_that_mentions_modules_of_classes_of_their_own() -> None:

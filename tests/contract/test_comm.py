@@ -241,19 +241,23 @@ def test_reduce_dict_is_the_same_on_every_rank() -> None:
             "accuracy": 0.5 * rank,
             "seen": 10 + rank,
         }
+        given = dict(reversed(given.items())) if rank == 1 else given
         mean, total = comm.reduce_dict(given), comm.reduce_dict(given, average=False)
         assert comm.reduce_dict({}) == {}
         assert given["loss"].item() == 1.0 + rank
         return [list(mean), mean, total]
 
-    for names, mean, total in on(2, train):
-        assert names == ["loss", "vector", "half", "accuracy", "seen"]
+    names = ["loss", "vector", "half", "accuracy", "seen"]
+    of_all = on(2, train)
+    assert [told for told, _, _ in of_all] == [names, names[::-1]]
+    for _, mean, total in of_all:
         assert mean["loss"] == 1.5
         assert not mean["loss"].requires_grad
         assert torch.equal(mean["vector"], torch.tensor([1.5, 3.0]))
         assert mean["half"].dtype == torch.float16
         assert (mean["accuracy"], mean["seen"]) == (0.25, 10.5)
         assert torch.equal(total["vector"], torch.tensor([3, 6]))
+        assert total["vector"].dtype == torch.int64
         assert (total["loss"], total["seen"], total["accuracy"]) == (3.0, 21, 0.5)
         assert isinstance(total["seen"], int)
 
@@ -377,9 +381,10 @@ def test_local_groups_of_equal_machines() -> None:
     def train() -> Any:
         refused = error_of(lambda: comm.create_local_process_group(3))
         comm.create_local_process_group(2)
+        group = comm.get_local_process_group()
         comm.create_local_process_group(2)
         comm.synchronize()
-        group = comm.get_local_process_group()
+        assert comm.get_local_process_group() is group
         return comm.get_local_rank(), comm.get_local_size(), comm.all_gather(comm.get_rank(), group), refused
 
     refused = (

@@ -142,6 +142,15 @@ def test_an_exception_that_pickle_cannot_rebuild() -> None:
     assert not hasattr(caught.value, "lock")
 
 
+def test_an_exception_of_what_cannot_be_pickled_keeps_its_words() -> None:
+    def train() -> None:
+        raise ValueError("no such", threading.Lock())
+
+    with pytest.raises(ValueError, match=r"'no such', .*<unlocked _thread\.lock") as caught:
+        launcher(train, 1)()
+    assert caught.value.args[0] == "no such"
+
+
 def test_an_exception_whose_class_is_local_is_still_that_class() -> None:
     class Local(RuntimeError):
         pass

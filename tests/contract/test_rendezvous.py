@@ -132,6 +132,10 @@ def test_ranks_sign_for_their_launch_alone() -> None:
     def train() -> tuple[str, str]:
         from mlaunch.protocol import this_rank
 
+        mlaunch.get_client().user_set("k", 1)
+        stranger = Client(store=dist.distributed_c10d._get_default_store(), secret="")
+        with pytest.raises(ValueError, match="the value has another signature"):
+            stranger.user_get("k")
         assert this_rank.this_rank is not None
         secret, _, launch = this_rank.this_rank.secret.partition("/")
         return secret, launch
@@ -176,12 +180,17 @@ def test_a_barrier_tells_who_came(server: Server) -> None:
 
 @pytest.mark.parametrize("value", [7, 0, None])
 def test_a_value_is_broadcast_to_all(server: Server, value: object) -> None:
-    def take_part(number: int) -> list[object]:
-        ours = client(server, timeout=60)
-        return [ours.bcast_val(value if number == turn else None, f"sent {value}", 3) for turn in range(3)]
+    clients = [client(server, timeout=60) for _ in range(3)]
 
+    def take_part(number: int, turn: int) -> object:
+        return clients[number].bcast_val(value if number == turn else None, f"sent {value}", 3)
+
+    left = []
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(take_part, range(3))) == [[value] * 3] * 3
+        for turn in range(3):
+            assert list(pool.map(take_part, range(3), [turn] * 3)) == [value] * 3
+            left.append(clients[0]._store.num_keys())
+    assert left[0] == left[1] == left[2]
 
 
 def test_nobody_answers() -> None:

@@ -214,6 +214,14 @@ def _fail() -> None:
     raise RuntimeError("not again")
 
 
+class Knot:
+    """Holds itself, before what cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.me = self
+        self.lock = threading.Lock()
+
+
 def test_a_value_that_cannot_be_unpickled_names_its_rank() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 of .* cannot be unpickled here: RuntimeError: not again"):
         launcher(FailsHere, 1)()
@@ -224,6 +232,7 @@ def test_a_value_that_cannot_be_unpickled_names_its_rank() -> None:
     [
         (([threading.Lock()],), {}, r"argument 0 of .*\[0\] is a _thread.lock, which cannot be pickled"),
         ((), {"x": threading.Lock()}, r"argument 'x' of .* is a _thread.lock, which cannot be pickled"),
+        ((Knot(),), {}, r"argument 0 of \S+\(\)\.lock is a _thread.lock, which cannot be pickled"),
     ],
 )
 def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_what_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _what: (64, 64))
     finding = doctor._open_files()
     assert (finding.state, finding.text) == ("problem", "64 (hard limit 64): enough for 8 ranks; raise ulimit -n")
+
+
+@pytest.mark.parametrize(("limit", "state"), [("max", "ok"), (str(2**20), "note"), (str(2**59), "ok")])
+def test_a_limit_on_memory(limit: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is more than there is limits nothing."""
+    (tmp_path / "limit").write_text(limit)
+    monkeypatch.setattr(doctor, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    finding = doctor._memory()
+    assert (finding.state, "the cgroup allows 1.0 MiB" in finding.text) == (state, state == "note")
 
 
 def test_a_name_that_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -463,6 +463,24 @@ def test_strangers_make_the_gate_say_nothing(
     assert [record.getMessage() for record in caplog.records] == []
 
 
+@pytest.mark.parametrize("role", ["control", "get"])
+def test_who_proves_himself_and_says_no_more_is_not_kept(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Gate):
+        async def _admit(self, *streams: Any) -> str:
+            admitted = await super()._admit(*streams)
+            monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 0.0)
+            return admitted
+
+    async def come() -> bytes:
+        async with serving(Impatient(0, "launch", TOKEN, 60.0)) as (_, port):
+            reader, writer = await enter(port, role)
+            said = await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+            return said
+
+    assert asyncio.run(come()) == b""
+
+
 def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.CaptureFixture[str]) -> None:
     class Broken(Gate):
         async def _admit(self, *_: Any) -> str:
@@ -523,6 +541,22 @@ def test_only_the_first_failure_is_told(gate: StoreProcess) -> None:
         return told
 
     assert asyncio.run(three()) == ["raised ValueError"]
+
+
+def test_who_waits_hears_that_another_has_left(gate: StoreProcess) -> None:
+    async def come_and_leave() -> list[str]:
+        [(reader, first)] = await members(gate.port, join(0, 1, 3))
+        told = [await next_of(reader, "waiting")]
+        [(_, second)] = await members(gate.port, join(1, 1, 3))
+        told.append(await next_of(reader, "waiting"))
+        second.close()
+        told.append(await next_of(reader, "waiting"))
+        first.close()
+        return told
+
+    alone, both, alone_again = asyncio.run(come_and_leave())
+    assert both == "2 machines joined (h0, h1); rank 2 missing"
+    assert alone == alone_again == "1 machine joined (h0); ranks 1-2 missing"
 
 
 def test_the_attempt_is_that_of_those_who_stayed(gate: StoreProcess) -> None:

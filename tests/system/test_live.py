@@ -240,6 +240,15 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
             visitor.close()
 
 
+@pytest.mark.timeout(60)  # it would wait for ever
+def test_a_launch_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose agent somebody has stopped: the kernel takes connections for it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(inspect, "_ANSWER_TIMEOUT", 0.01)
+    with registry.listen(os.environ, "deaf"):
+        assert inspect.ask(b"status") == []
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.4, "0 s"), (64, "1 min 4 s"), (7500, "2 h 5 min"), (90_000, "1 d 1 h")]
 )

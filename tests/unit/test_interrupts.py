@@ -1,4 +1,4 @@
-"""Deferred signals, with one that arrives at each line of the code that defers them."""
+"""Deferred signals, with one that arrives at each line of the code that defers them; and those that end a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from mlaunch.caller import interrupts
+from mlaunch.caller.handle import StopSignal
 from mlaunch.caller.interrupts import allowed, deferred
+from mlaunch.cli import run
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +119,15 @@ def test_an_error_that_is_on_its_way_is_not_replaced() -> None:
     with pytest.raises(ValueError, match="no such luck"), deferred():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         raise ValueError("no such luck")
+
+
+def test_a_signal_that_was_ignored_when_the_command_began_does_not_end_it() -> None:
+    """As SIGHUP is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with run._stopping_at((signal.SIGHUP, signal.SIGINT)):
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(StopSignal, match="SIGINT"):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
