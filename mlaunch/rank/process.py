@@ -6,7 +6,7 @@ import atexit
 import gc
 import io
 import logging
-import multiprocessing.util
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -36,7 +36,7 @@ def reset_process(
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # which are the caller's
     if of_a_function:
         atexit._clear()
         inherited = list(logging._handlerList) if own_handlers_alone else []  # type: ignore[attr-defined]

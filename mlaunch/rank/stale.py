@@ -64,7 +64,7 @@ def changed() -> list[str]:
 
 
 def reload_changed() -> tuple[list[str], str]:
-    """Reloads what has changed; returns the names, and a traceback if a module fails: then all are as before."""
+    """Reloads what has changed; returns the names, and a traceback if a module fails: then put them all back."""
     _modules.before.clear()
     importlib.invalidate_caches()
     names = changed()
@@ -74,7 +74,6 @@ def reload_changed() -> tuple[list[str], str]:
             _modules.before[name] = dict(vars(module))
             _reload(module)
     except BaseException:
-        put_back()
         return names, traceback.format_exc()
     return names, ""
 

@@ -135,10 +135,11 @@ def test_surroundings_are_those_of_the_call(
     assert launcher(probe, 1, start_method=start_method)() == [expected]
 
 
-def test_env_option_adds_to_the_ranks_alone() -> None:
-    train = launcher(lambda: os.environ["MLAUNCH_TEST_EXTRA"], 1, env={"MLAUNCH_TEST_EXTRA": "1"})
-    assert train() == ["1"]
-    assert "MLAUNCH_TEST_EXTRA" not in os.environ
+@pytest.mark.parametrize(("name", "value"), [("MLAUNCH_TEST_EXTRA", "1"), ("GLOO_SOCKET_IFNAME", "lo,lo")])
+def test_env_option_adds_to_the_ranks_alone(name: str, value: str) -> None:
+    """Also where ranks have a default of ours."""
+    assert launcher(lambda: os.environ[name], 1, env={name: value})() == [value]
+    assert name not in os.environ
 
 
 def test_settings_that_torch_reads_at_import_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

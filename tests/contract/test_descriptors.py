@@ -243,6 +243,20 @@ def test_no_rank_holds_another_ones_channels() -> None:
     assert len(set(launcher(held, 3)())) == 1
 
 
+def test_an_agent_holds_no_end_of_its_ranks_streams() -> None:
+    """A rank that writes when nobody reads any more would wait for ever."""
+
+    def held() -> list[str]:
+        streams = {os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2)}
+        agent, found = Path(f"/proc/{os.getppid()}/fd"), []
+        for fd in agent.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(fd))
+        return [name for name in found if name in streams]
+
+    assert launcher(held, 2)() == [[], []]
+
+
 def test_standard_input_is_empty() -> None:
     """Under "fork" too, where a rank could read what its caller's terminal is given."""
 

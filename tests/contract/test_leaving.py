@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -55,6 +56,22 @@ def test_children_are_waited_for(tmp_path: Path) -> None:
 
     launcher(train, 2)()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_children_of_the_caller_are_left_alone() -> None:
+    """Under "fork" a rank inherits what multiprocessing knows of them, and would end the daemons among them."""
+    context = multiprocessing.get_context("fork")
+    theirs = [context.Process(target=signal.pause, daemon=daemon) for daemon in (True, False)]
+    for process in theirs:
+        process.start()
+    try:
+        assert launcher(lambda: 1, 2, start_method="fork")() == [1, 1]
+        assert [process.exitcode for process in theirs] == [None, None]
+    finally:
+        for process in theirs:
+            process.terminate()
+            process.join()
+            process.close()
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
 from mlaunch.caller.output import display, merging, options
+from mlaunch.rank import progress as of_rank
 from tests.conftest import ROOT
 
 Capture = pytest.CaptureFixture[str]
@@ -316,6 +317,18 @@ def test_progress_in_a_rank_iterates() -> None:
         return found
 
     assert launcher(train, 2)() == [[0, 1, 2, "a", "b", 5, 5]] * 2
+
+
+def test_progress_counts_what_is_done() -> None:
+    """The item at work is not."""
+
+    def train() -> list[int]:
+        slot = of_rank.slot
+        assert slot is not None
+        done = [slot.board.loop(slot.local_rank).done for _ in progress(range(3))]
+        return [*done, slot.board.loop(slot.local_rank).done]
+
+    assert launcher(train, 1)() == [[0, 1, 2, 3]]
 
 
 def test_progress_elsewhere(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:

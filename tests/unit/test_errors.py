@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from mlaunch.base.errors import LaunchError, LaunchTimeout, report_of
+from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
 from mlaunch.base.misuse import is_misuse, misuse
 
 
@@ -24,6 +26,16 @@ def test_the_report_of_an_error() -> None:
 def test_an_error_of_ones_own_has_no_report(cause: BaseException | None) -> None:
     """Its traceback must stay: see ``launcher.__call__``."""
     assert report_of(raised_from(cause)) is None
+
+
+@pytest.mark.parametrize("kind", [LaunchError, LaunchTimeout, RanksLost])
+def test_a_report_travels_whole(kind: type[LaunchError]) -> None:
+    """From a launch inside a rank, say."""
+    report = kind("one", [RankFailure(0, 1, "raised ValueError")], {1: "value"}, {2: "stack"})
+    arrived = pickle.loads(pickle.dumps(report))
+    assert type(arrived) is kind
+    assert (str(arrived), arrived.failures) == ("one", report.failures)
+    assert (arrived.results, arrived.stacks) == ({1: "value"}, {2: "stack"})
 
 
 class Refuses(AttributeError):
