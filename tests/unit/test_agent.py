@@ -21,10 +21,10 @@ from mlaunch.agent.stack_requests import StackRequests, request
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
-from mlaunch.protocol import messages, registry, stack_dump
+from mlaunch.protocol import messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import CAUSE_DELAY, Kind
+from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function
@@ -275,13 +275,32 @@ def test_a_death_stops_the_others_at_once(world: World) -> None:
     assert gone(told)[0].exitcode == 3
 
 
+@pytest.mark.timeout(60)
 def test_the_other_machines_hear_of_a_death_after_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not awaited any more, though the link lives on."""
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(monkeypatch, peers=Peers(link, 60.0))
+    world = World(monkeypatch, peers=Peers(link, 3600.0))
     world.run(lambda: world.answer(0), lambda: world.end(0, 3))
     failure, _ = theirs.receive()
     assert (failure.rank, failure.what.partition(" (")[0]) == (0, "returned its value, then exited with code 3")
+    for end in (ours, theirs):
+        end.close()
+
+
+def test_the_other_machines_hear_of_the_cause_not_of_its_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Channel.pair()
+    link: Any = SimpleNamespace(channel=ours, pid=5)
+    world = World(monkeypatch, peers=Peers(link, 60.0))
+
+    def answer() -> None:
+        lost = messages.RemoteError("RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "h", "cpu", None)
+        payload.write(world.ranks[0].answer_fd, lost)
+        world.answer(0, Kind.ERROR, consequence=True)
+
+    world.run(answer, lambda: world.end(1, 3), lambda: world.end(0, 1))
+    failure, _ = theirs.receive()
+    assert (failure.rank, failure.exitcode) == (1, 3)
     for end in (ours, theirs):
         end.close()
 
@@ -332,6 +351,16 @@ def test_another_consequence_does_not_hold_the_first_longer(world: World) -> Non
 def test_a_rank_that_ignores_sigterm_is_killed_when_grace_ends(world: World) -> None:
     world.deaf = {2}
     world.run(lambda: world.answer(0, Kind.ERROR), lambda: world.end(0, 1))
+    assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0), (2, "SIGKILL", 105.0)]
+
+
+def test_an_end_while_they_are_being_stopped_does_not_lengthen_the_grace(world: World) -> None:
+    def end_later() -> None:
+        world.now += 2.0
+        world.end(0, 1)
+
+    world.deaf = {2}
+    world.run(lambda: world.answer(0, Kind.ERROR), end_later)
     assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0), (2, "SIGKILL", 105.0)]
 
 

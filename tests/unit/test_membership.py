@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -101,6 +102,26 @@ def test_a_link_that_says_nothing_is_killed() -> None:
     assert heard.what == "said nothing for 0 s (was it stopped?) and was killed"
     os.close(pidfd)
     for channel in (link.channel, link.theirs, launcher, other):
+        channel.close()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_one_failure_is_told(heard: bool) -> None:
+    """The first of all machines: ours, unless another's has come before."""
+    link, (launcher, other) = LinkStandIn(), Channel.pair()
+    peers = Peers(link)  # type: ignore[arg-type]
+    if heard:
+        link.theirs.send(RankFailure(3, 1, "theirs"))
+        assert peers.hear([link.channel.fileno()], launcher) == RankFailure(3, 1, "theirs")
+    for what in ("first", "second"):
+        peers.tell(RankFailure(0, 1, what))
+    link.channel.close()
+    told = []
+    with contextlib.suppress(EOFError):
+        while True:
+            told.append(link.theirs.receive()[0].what)
+    assert told == ([] if heard else ["first"])
+    for channel in (link.theirs, launcher, other):
         channel.close()
 
 
