@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -367,15 +368,17 @@ print(launcher(train, 2)(3))
 def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:
     functions.launched(1)
     reader, writer = os.pipe()
+    held = warm_server._lock
+    held.acquire()  # as another thread may, which the fork does not have
     pid = os.fork()
     if pid == 0:
         try:
+            signal.alarm(60)
             os.write(writer, repr(functions.launched(2)).encode())
-            from mlaunch.caller.warm import warm_server
-
             warm_server.close()
         finally:
             os._exit(0)
+    held.release()
     os.close(writer)
     os.waitpid(pid, 0)
     with open(reader) as file:

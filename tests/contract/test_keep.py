@@ -44,6 +44,18 @@ def test_equal_options_share_ranks() -> None:
     assert len(train.history) >= 3
 
 
+def test_the_latest_call_says_how_long_they_stay() -> None:
+    def limits() -> list[float | None]:
+        return [found.ranks._set.session.idle_timeout for found in shared._sets.values()]
+
+    first = train()
+    assert 500.0 not in limits()
+    assert train.options(keep=500.0)() == first
+    assert 500.0 in limits()
+    assert train() == first
+    assert 500.0 not in limits()
+
+
 def test_a_changed_environment_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     first = train()
     monkeypatch.setenv("KEPT_TEST", "7")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import traceback
@@ -127,6 +128,8 @@ def test_what_a_decorator_passes_is_its_own_business() -> None:
     def passes(*args: Any, **kwargs: Any) -> float:
         return wants(0, 1, *args, **kwargs)
 
+    assert launcher(passes, 1)(0.5) == [1.5]
+    vars(passes)["__signature__"] = inspect.signature(wants)  # what it says that it takes
     assert launcher(passes, 1)(0.5) == [1.5]
     assert launcher(functools.partial(wants, 1, 2), 1)(0.5) == [3.5]
     assert launcher(max, 1)(1, 2) == [2]

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
@@ -338,7 +339,7 @@ def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
     def use() -> str:
         return error_of(lambda: ranks.run(total))
 
-    assert ranks.run(lambda: 1) == [1, 1]
+    first = pids_of(ranks)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -352,7 +353,7 @@ def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
         said = pipe.read()
     os.waitpid(child, 0)
     assert said == f"RuntimeError: these ranks belong to process {os.getpid()}, of which this one is a fork"
-    assert ranks.run(lambda: 1) == [1, 1]
+    assert pids_of(ranks) == first
 
 
 @pytest.mark.parametrize(
@@ -512,6 +513,12 @@ def test_idle_ranks_end_and_fresh_ones_are_started() -> None:
         wait_gone(pids)
         assert repr(ranks).endswith("gone>")
         assert not set(pids_of(ranks)) & set(pids)
+
+
+def test_idle_time_counts_from_the_end_of_a_call(ranks: Ranks) -> None:
+    begun = time.monotonic()
+    ranks.run(total)
+    assert ranks._set.session._idle_since > begun
 
 
 def test_idle_ranks_end_by_design() -> None:
