@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mlaunch import LaunchError, launcher
+from mlaunch.caller import start_server
 from mlaunch.caller.warm import warm_server
 from tests.conftest import ROOT
 
@@ -69,6 +70,16 @@ def test_a_caller_that_ignores_sigchld(run_script: Any) -> None:
         "    print(launcher(lambda: 1, 2, start_method=method)())\n"
     )
     assert done.stdout == "[1, 1]\n" * 3, done.stderr
+
+
+def test_a_caller_that_waits_for_any_child() -> None:
+    """It may be faster than we, who then do not know how the fork server ended."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(3)
+    wait = start_server._Waiter(pid)
+    os.waitpid(pid, 0)
+    assert (wait(60.0), wait(0.0)) == (0, 0)
 
 
 def test_a_launch_from_a_signal_handler_during_the_first_is_refused(run_script: Any) -> None:

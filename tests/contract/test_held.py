@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_one_in_arguments_that_cannot_be_sent_is_freed_all_the_same(ranks: Ranks
     with pytest.raises(TypeError, match="cannot be pickled"):
         ranks.run(id, sys._getframe())
     assert held_numbers(ranks) == [[], []]
+
+
+def test_what_a_failed_call_worked_with_is_let_go(ranks: Ranks) -> None:
+    """The next call may have no room beside it; and the collector may be far from its next round."""
+
+    def fail() -> None:
+        gc.disable()
+        model = {dist.get_rank()}
+        sys.left_here = weakref.ref(model)  # type: ignore[attr-defined]
+        try:
+            raise ValueError("no such luck")
+        except ValueError as error:
+            known = error  # a circle: it knows this frame, which knows it
+            raise RuntimeError("no luck at all") from known
+
+    with pytest.raises(RuntimeError, match="no luck at all"):
+        ranks.run(fail)
+    assert ranks.run(lambda: sys.left_here() is None) == [True, True]  # type: ignore[attr-defined]
 
 
 def test_repr(ranks: Ranks) -> None:

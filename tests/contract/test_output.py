@@ -224,7 +224,7 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
     def train(fail: bool) -> bytes:
         dist.barrier()
         if fail and comm.get_rank() == 1:
-            raise ValueError("no such luck")
+            raise ValueError("no such <luck>")
         dist.barrier()
         return bytes(5000)
 
@@ -256,8 +256,9 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="luck"):
         ours.options(n_gpus=3)(fail=True)  # a copy shares the report
     assert ours.last is not None
-    assert [rank.end for rank in ours.last.ranks] == ["was stopped", "raised ValueError: no such luck", "was stopped"]
+    assert [rank.end for rank in ours.last.ranks] == ["was stopped", "raised ValueError: no such <luck>", "was stopped"]
     ElementTree.fromstring(ours.last.to_svg())
+    assert "<td>raised ValueError: no such &lt;luck&gt;</td>" in ours.last._repr_html_()
 
 
 @pytest.mark.parametrize("output", ["all", "rank0", "none"])

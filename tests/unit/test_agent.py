@@ -15,6 +15,8 @@ import pytest
 
 from mlaunch.agent import supervisor as supervisor_module
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.kept import KeptSupervisor
+from mlaunch.agent.numbers import NumberRequests
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stack_requests import StackRequests, request
@@ -23,7 +25,8 @@ from mlaunch.agent.system import System
 from mlaunch.base import linux
 from mlaunch.protocol import messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
+from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
@@ -60,6 +63,7 @@ class World:
     steps: list[Callable[[], None]] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)  # the ranks' ends
     peers: Peers = field(default_factory=Peers)
+    kind: type[Supervisor] = Supervisor
     _writers: dict[int, int] = field(default_factory=dict)
     _stacks: dict[int, int] = field(default_factory=dict)
 
@@ -72,7 +76,7 @@ class World:
         self.monkeypatch.setattr(supervisor_module, "wait_readable", self._wait)
         self.monkeypatch.setattr(supervisor_module.linux, "kill_children", lambda _spare: None)
         self.theirs = theirs
-        self.supervisor = Supervisor(
+        self.supervisor = self.kind(
             Supervision(
                 self.ranks,
                 self.results,
@@ -89,15 +93,18 @@ class World:
                 ),
             )
         )
-        self.supervisor.begin_call(None, self.deadline, self.deadline)
+        if self.kind is Supervisor:  # else the caller says when
+            self.supervisor.begin_call(None, self.deadline, self.deadline)
 
     def _rank(self, index: int) -> RankProcess:
         reader, writer = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which ends no call of theirs
         pid = os.fork()
         if pid == 0:
             os.close(writer)
             code = os.read(reader, 1)
             os._exit(code[0] if code else 1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         self._writers[index] = writer
         stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
@@ -134,7 +141,7 @@ class World:
         return ready  # type: ignore[return-value]
 
     def answer(self, rank: int, kind: Kind = Kind.VALUE, *, consequence: bool = False) -> None:
-        self.results.queue.put(messages.Answer(rank, 0, kind, consequence))
+        self.results.queue.put(messages.Answer(rank, self.supervisor._call.number, kind, consequence))
 
     def received(self, rank: int) -> Iterator[object]:
         """What the agent has sent to a rank by now."""
@@ -446,3 +453,79 @@ def test_no_deadline_passes_once_the_ranks_are_being_stopped(monkeypatch: pytest
     told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
     assert not [record for record in told if isinstance(record, messages.DeadlinePassed)]
     assert world.signals[-1] == (0, "SIGKILL", 105.0)
+
+
+# Ranks that stay
+
+
+def begin(world: World, number: int) -> None:
+    memfd = os.memfd_create("call")
+    world.ours.send(NextCall(number, None), [memfd])
+    os.close(memfd)
+
+
+def end_ranks(world: World) -> None:
+    world.ours.send(EndRanks())
+
+
+def overs(told: list[object]) -> list[CallOver]:
+    return [record for record in told if isinstance(record, CallOver)]
+
+
+def test_the_end_of_a_call_that_is_over_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked for before its caller had heard that it was over."""
+    world = World(monkeypatch, kind=KeptSupervisor)
+    answers = [functools.partial(world.answer, rank) for rank in range(3)]
+    told = world.run(
+        lambda: begin(world, 5), *answers, lambda: begin(world, 6), lambda: world.ours.send(EndCall(5)), *answers,
+        lambda: end_ranks(world),
+    )  # fmt: skip
+    first, second = overs(told)
+    assert (first.number, second.number) == (5, 6)
+    assert not [record for record in told[: told.index(second)] if isinstance(record, messages.RankStacks)]
+
+
+def test_answers_of_more_ranks_than_one_record_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, size=FD_LIMIT + 2, kind=KeptSupervisor)
+    answers = [functools.partial(world.answer, rank) for rank in range(world.size)]
+    told = world.run(lambda: begin(world, 1), *answers, lambda: end_ranks(world))
+    before = [record.rank for record in told if isinstance(record, messages.RankAnswered)]
+    [over] = overs(told)
+    assert [*before, *(answer.rank for answer in over.answers)] == list(range(world.size))
+
+
+def test_a_call_that_begins_as_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has not heard of that yet."""
+    world = World(monkeypatch, kind=KeptSupervisor)
+    told = world.run(
+        lambda: world.end(0, 3), lambda: begin(world, 1), lambda: world.end(1), lambda: world.end(2)
+    )  # fmt: skip
+    assert {rank: end.exitcode for rank, end in gone(told).items()} == {0: 3, 1: 0, 2: 0}
+    assert not any(isinstance(record, messages.RunCall) for record in world.taken.get(1, []))
+
+
+@pytest.mark.timeout(60)  # it would be looked at for ever
+def test_a_rank_that_does_not_come_back_is_lost_when_grace_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is looked at meanwhile."""
+    world = World(monkeypatch, kind=KeptSupervisor)
+    world.run(lambda: begin(world, 1), lambda: world.ours.send(EndCall(1)))
+    assert {(name, round(at)) for _, name, at in world.signals} == {("SIGTERM", 105)}
+
+
+def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
+    (ours, theirs), before = Channel.pair(), len(os.listdir("/proc/self/fd"))
+    numbers = NumberRequests({0: ours})
+    questions = []
+    for _ in range(2):
+        numbers.ask(1)
+        question, [memfd] = theirs.receive()
+        questions.append(question)
+        os.close(memfd)
+    theirs.send(questions[0])
+    numbers.read([ours.fileno()])
+    assert numbers.pending
+    numbers.clear()
+    assert not numbers.pending
+    assert len(os.listdir("/proc/self/fd")) == before
+    for end in (ours, theirs):
+        end.close()

@@ -253,11 +253,18 @@ class Pipes:
         """As a rank's own."""
         return StampedFile(self._writers[rank, stream], functools.partial(board.stamp, rank, stream))
 
-    def finish(self) -> None:
-        for writer in self._writers.values():
-            os.close(writer)
+    def finish(self, *, held: bool = False) -> None:
+        """``held``: a process that nobody could end still holds the ranks' ends."""
+        if not held:
+            self._close()
         self.relay.finish()
         self.relay.close()
+        if held:
+            self._close()
+
+    def _close(self) -> None:
+        for writer in self._writers.values():
+            os.close(writer)
 
 
 def prefix(ranks: Sequence[int]) -> str:
@@ -269,12 +276,13 @@ def plan(size: int, policy: Policy, directory: Path | None = None) -> OutputPlan
     return OutputPlan(policies, prefix, None if directory is None else str(directory))
 
 
-def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], held: bool) -> None:
     pipes = Pipes(plan(2, Policy(kept=True), tmp_path), 2)
     pipes.write(0, 1, b"hello\n")
     pipes.write(1, 1, b"hello\nraw \xff")
     pipes.write(1, 2, b"\r 50%\r100%\n")
-    pipes.finish()
+    pipes.finish(held=held)
     shown = capfdbinary.readouterr()
     assert shown.out == b"[0,1] hello\n[1] raw \xff\n"
     assert shown.err == b"[1] 100%\n"
