@@ -238,6 +238,7 @@ def test_a_group_that_was_destroyed_is_no_reason(ranks: Ranks) -> None:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(1), group=group)
         dist.destroy_process_group(group)
+        dist.barrier()  # else one may fail while the other is still making it
         fail()
 
     with intact(ranks):

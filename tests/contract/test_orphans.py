@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.contract.families import start_family
-from tests.processes import wait_gone
+from tests.processes import children, wait_gone
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
@@ -51,3 +51,37 @@ def test_a_stopped_agent_and_a_daemon_end_with_the_caller(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", STOPPING, str(note)], cwd=ROOT, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     wait_gone([int(pid) for pid in note.read_text().split()])
+
+
+KILLED = """
+import os, signal, subprocess
+from mlaunch import launcher
+
+def train():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, flush=True)
+    signal.pause()
+
+launcher(train, 1, output="raw", grace_period=600)()
+"""
+
+
+@pytest.mark.slow
+def test_a_daemon_ends_though_the_agent_is_killed_after_the_caller() -> None:
+    """The fork server, which only waits for the agent by then, ends it."""
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        daemon = int(process.stdout.readline())
+        [server] = children(process.pid)
+        [agent] = children(server)
+        before = sockets(server)
+        process.kill()
+        process.wait(60)
+        while sockets(server) == before:  # it lets go of the launch's when it hears no more of its caller
+            os.sched_yield()
+        os.kill(agent, signal.SIGKILL)
+        wait_gone([server, agent, daemon])
+
+
+def sockets(pid: int) -> int:
+    return sum(os.readlink(fd).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir())

@@ -188,6 +188,9 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     with_restarts(attempt, "train()", 60.0, 2, lambda _why: None)
     assert (len(given), given[0]) == (3, 60.0)
     assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
+    machine = Machine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    spec = plan(Options(n_gpus=1, deadline=60.0), machine, "train()", {}, Attempt(1, 5.0))
+    assert (spec.deadline, spec.seconds) == (60.0, 5.0)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")

@@ -153,6 +153,35 @@ def test_a_fork_of_the_caller_that_outlives_it(start_method: str) -> None:
     process.stdout.close()
 
 
+FORKING_IN_C = """
+import ctypes, os, signal, sys
+from mlaunch import launcher
+from mlaunch.caller.warm import warm_server
+
+launcher(lambda: None, 1)()
+if ctypes.PyDLL(None).fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(warm_server.get(os.environ).pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_in_c_that_outlives_the_caller() -> None:
+    """It runs none of Python's hooks, and so keeps the fork server's socket open."""
+    command = [sys.executable, "-c", FORKING_IN_C]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        process.kill()
+        process.wait(60)
+        wait_gone([server])
+        process.stdin.close()  # and with it the fork
+        assert process.stdout.read() == b""
+
+
 def test_the_fork_servers_surroundings(run_script: Any) -> None:
     """It has the user's tunables of glibc beside its own, which no rank gets, and keeps no file system busy."""
     done = run_script(

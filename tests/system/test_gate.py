@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -11,6 +12,7 @@ import os
 import pickle
 import random
 import resource
+import signal
 import socket
 import threading
 import time
@@ -24,9 +26,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mlaunch.agent.peers import join_machines
 from mlaunch.base.errors import RankFailure
+from mlaunch.caller.options import Options
+from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.protocol import channel
 from mlaunch.protocol.machine_messages import Beat, Planned, Waiting
+from mlaunch.protocol.messages import Ready
 from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous import gate as gate_module
 from mlaunch.rendezvous import link_process, names, wire
@@ -35,6 +41,7 @@ from mlaunch.rendezvous.gate import Gate
 from mlaunch.rendezvous.link_process import LinkProcess
 from mlaunch.rendezvous.membership import Join, conflict, describe, failure_of_record, missing, shortened
 from mlaunch.rendezvous.store import GateConfig, StoreProcess
+from tests.system.network import free_port
 
 TOKEN = "hush"
 
@@ -580,25 +587,29 @@ async def until(condition: Callable[[], object]) -> None:
     await asyncio.wait_for(look(), 60)
 
 
-async def heard_of_a_failure(strangers: int) -> list[object]:
-    """What a link tells its agent of a launch that begins, fails and loses its master; some knock while it runs."""
+async def heard_of_a_failure(strangers: int = 0, here: int = 0, *, fails: bool = True) -> list[object]:
+    """What a link tells its agent of a launch that begins, fails and loses its master; some knock while it runs.
+
+    ``here``: the first rank on the link's machine, of two. ``fails``: before the master is lost.
+    """
     ours, theirs = channel.Channel.pair()
     heard: list[object] = []
     loop, gate = asyncio.get_running_loop(), Gate(0, "launch", TOKEN, 60.0)
     loop.add_reader(ours.fileno(), lambda: heard.append(ours.receive()[0]))
     async with serving(gate) as address:
         cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
-        machine = LinkProcess(cluster, join(0, 1, 2), theirs)
+        machine = LinkProcess(cluster, join(here, 1, 2), theirs)
         link = asyncio.ensure_future(machine.run(None))
         await until(lambda: gate._members)
-        [(reader, writer)] = await members(address[1], join(1, 1, 2))
+        [(reader, writer)] = await members(address[1], join(1 - here, 1, 2))
         await next_of(reader, "plan")
         for _ in range(strangers):
             async with wire.dialled(*address, "control", TOKEN):
                 pass
-        await wire.send(writer, {"failure": {"what": "was killed by SIGKILL"}})
-        await until(lambda: gate._failure)
-        gate._members[0].writer.close()
+        if fails:
+            await wire.send(writer, {"failure": {"what": "was killed by SIGKILL"}})
+            await until(lambda: gate._failure)
+        gate._members[here].writer.close()
         await asyncio.wait_for(link, 60)
         assert machine._writer is not None  # its process would end here
         machine._writer.close()
@@ -616,9 +627,17 @@ async def heard_of_a_failure(strangers: int) -> list[object]:
 
 def test_a_launch_that_failed_does_not_miss_its_master() -> None:
     """Who has told of the failure ends; that its connection is closed is no second failure."""
-    heard = asyncio.run(heard_of_a_failure(strangers=0))
+    heard = asyncio.run(heard_of_a_failure())
     assert [type(record) for record in heard] == [Planned, RankFailure]
     assert heard[1] == RankFailure(None, 0, "was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_master_that_is_lost_is_no_cause_on_its_own_machine(here: int) -> None:
+    """There it is the consequence of what has ended the gate."""
+    _, failure = asyncio.run(heard_of_a_failure(here=here, fails=False))
+    assert isinstance(failure, RankFailure)
+    assert (failure.what, failure.consequence) == ("was lost: its connection was closed", here == 0)
 
 
 def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,6 +666,27 @@ def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch)
             end.close()
 
     asyncio.run(look())
+
+
+def test_joining_takes_its_time_off_the_deadline() -> None:
+    cluster = Cluster("127.0.0.1", free_port(), TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+    machine = Machine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    spec = plan(Options(n_gpus=1, deadline=1000.0), machine, "train()", {}, Attempt(0, None))
+    (ours, theirs), parent = channel.Channel.pair(), os.pidfd_open(os.getpid())
+    with listen() as listener:
+        joined = join_machines(dataclasses.replace(spec, cluster=cluster), cluster, listener, ours, parent, ())
+    link, server = joined.peers._link, joined.server
+    assert link is not None
+    assert server is not None
+    server.kill()
+    server.reap()
+    os.kill(link.pid, signal.SIGKILL)
+    os.waitpid(link.pid, 0)
+    for end in (ours, theirs, link.channel):
+        end.close()
+    os.close(parent)
+    assert joined.spec.seconds is not None
+    assert 0.0 < joined.spec.seconds < 1000.0
 
 
 def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
