@@ -193,6 +193,19 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     assert (spec.deadline, spec.seconds) == (60.0, 5.0)
 
 
+def test_what_somebody_has_ended_is_not_started_again() -> None:
+    """On another machine, say."""
+    given: list[int] = []
+
+    def attempt(_left: float | None, restart_count: int) -> Any:
+        given.append(restart_count)
+        ended = RankFailure(None, 0, "was interrupted", subject="the call on host h1", final=True)
+        return SimpleNamespace(error=LaunchError("no such luck", [ended], {}, {}))
+
+    with_restarts(attempt, "train()", None, 2, lambda _why: None)
+    assert given == [0]
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
 def test_ctrl_c_tells_where_the_ranks_were() -> None:
     caller = os.getpid()

@@ -150,9 +150,12 @@ def stopping_the_next_interpreter() -> Iterator[list[int]]:
     thread.join()
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("the_next_call_works")
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str) -> None:
+def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is slow has more time than the deadline gives, but not one that is stopped."""
+    monkeypatch.setattr("mlaunch.caller.fork_server._IMPORT_TIMEOUT", 3600.0)
     call = launcher(lambda: 7, 1, env=OTHER, deadline=1, start_method=start_method)
     words = "had not imported torch when the deadline had passed .* and was killed"
     with stopping_the_next_interpreter() as stopped, pytest.raises(LaunchTimeout, match=words):
