@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +69,9 @@ def lost(ranks: Ranks) -> Iterator[None]:
     yield
     wait_gone(before)
     assert not held.alive
-    with pytest.raises(ValueError, match=r"held value \d+ belongs to other ranks than those of .*which are gone"):
+    words = r"held value \d+ belongs to other ranks than those of .*which are gone"
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=words):
+        warnings.simplefilter("error")  # the error has told of it
         ranks.run(lambda x: x, held)
     assert not set(ranks.run(os.getpid)) & set(before)
     assert ranks.run(total) == [2.0, 2.0]

@@ -219,6 +219,16 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     assert (tmp_path / "done.txt").read_text() == "all"
 
 
+def test_a_reader_that_has_left_before_the_plan_is_printed(tmp_path: Path) -> None:
+    """As ``mlaunch run --dry-run ... | true``: the interpreter, which flushes last, has nothing to complain of."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*MLAUNCH, "--dry-run", write(tmp_path, "")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def start_waiting(cwd: Path) -> tuple[subprocess.Popen[str], int]:
     """A command whose rank waits for ever, and the reading end of a pipe that the rank keeps open."""
     os.mkfifo(cwd / "fifo")
