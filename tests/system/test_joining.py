@@ -336,8 +336,9 @@ def test_variables_for_a_group_of_one_are_no_launcher(monkeypatch: pytest.Monkey
     assert mlaunch.launcher(lambda: 1, n_gpus=2)() == [1, 1]
 
 
-def test_one_task_of_srun_per_machine_starts_that_machines_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}.items():
+@pytest.mark.parametrize("tasks", ["1", "3"])
+def test_one_task_of_srun_per_machine_starts_that_machines_ranks(tasks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert mlaunch.launcher(lambda: 1, n_gpus=2, world_size=2)() == [1, 1]
 

@@ -30,7 +30,8 @@ from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
-from mlaunch.rank import function
+from mlaunch.rank import function, step
+from mlaunch.rank.step import Numbers
 
 BOTTOM = function.__file__
 
@@ -529,3 +530,17 @@ def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
     for end in (ours, theirs):
         end.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "agree"),
+    [
+        ([{"g": ((0, 1), 3)}, {"g": ((0, 1), 3)}], True),
+        ([{"g": ((0, 1), 3)}, {"g": ((0, 1), 4)}], False),
+        ([{"g": ((0, 1), 0)}, {}], False),  # which one of its members has not made
+        ([{"g": ((0,), 5)}, {}], True),
+        ([{"g": ((0, 1), None)}, {"g": ((0, 1), None)}], True),  # of a backend that does not number
+    ],
+)
+def test_who_is_in_step(told: list[Numbers], agree: bool) -> None:
+    assert step.agree(told) is agree
