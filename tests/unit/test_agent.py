@@ -498,11 +498,16 @@ def test_answers_of_more_ranks_than_one_record_carries(monkeypatch: pytest.Monke
 def test_a_call_that_begins_as_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its caller has not heard of that yet."""
     world = World(monkeypatch, kind=KeptSupervisor)
-    told = world.run(
-        lambda: world.end(0, 3), lambda: begin(world, 1), lambda: world.end(1), lambda: world.end(2)
-    )  # fmt: skip
+    heard: list[object] = []
+
+    def hear_and_end() -> None:
+        heard.extend(world.received(1))
+        world.end(1)
+
+    told = world.run(lambda: world.end(0, 3), lambda: begin(world, 1), hear_and_end, lambda: world.end(2))
     assert {rank: end.exitcode for rank, end in gone(told).items()} == {0: 3, 1: 0, 2: 0}
-    assert not any(isinstance(record, messages.RunCall) for record in world.taken.get(1, []))
+    assert messages.Release() in heard
+    assert not any(isinstance(record, messages.RunCall) for record in heard)
 
 
 @pytest.mark.timeout(60)  # it would be looked at for ever
