@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import os
@@ -80,9 +81,9 @@ class Channel:
             OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
         """
         try:
-            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT, _CLOSE_ON_EXEC)
+            data, fds, flags = self._take()
         except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
-            data, fds, flags, _ = socket.recv_fds(self._socket, RECORD_LIMIT, FD_LIMIT, _CLOSE_ON_EXEC)
+            data, fds, flags = self._take()
         if not data:
             raise EOFError("the other end of the channel is closed")
         if flags & (_LESS_CAME | _FDS_LACK):
@@ -91,7 +92,16 @@ class Channel:
             if flags & _LESS_CAME:
                 raise OSError(errno.EMSGSIZE, f"a record of more than {RECORD_LIMIT} bytes came, and was cut")
             raise OSError(errno.EMFILE, "no file descriptor is left to receive a rank's answer with (see ulimit -n)")
-        return pickle.loads(data), list(fds)
+        return pickle.loads(data), fds
+
+    def _take(self) -> tuple[bytes, list[int], int]:
+        """Does what ``socket.recv_fds`` does, which forgets the flags that it is given."""
+        fds = array.array("i")
+        room = socket.CMSG_LEN(FD_LIMIT * fds.itemsize)
+        data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, room, _CLOSE_ON_EXEC)
+        for _, _, found in beside:
+            fds.frombytes(found[: len(found) - len(found) % fds.itemsize])
+        return data, fds.tolist(), flags
 
     def peek(self) -> Any:
         """Returns the next record, without descriptors, and leaves it there. EOFError if the other end is gone."""
