@@ -92,11 +92,10 @@ class KeptSupervisor(Supervisor):
     # How a call ends
 
     def _pass_on(self, answer: Answer) -> None:
-        rank = self._by_local_rank[answer.local_rank]
-        if self._call.errand is not Errand.RUN:
-            rank.take(answer)
-            return
-        super()._pass_on(answer)
+        if self._call.errand is Errand.RUN:
+            super()._pass_on(answer)
+        else:
+            self._by_local_rank[answer.local_rank].take(answer)
 
     def _forward(self, rank: RankProcess, record: RankAnswered) -> None:
         """Keeps values until all are there, so that the launcher is woken once; but not beside a failure."""

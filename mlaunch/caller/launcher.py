@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames, misuse
-from mlaunch.caller import arguments, nesting, option_text
+from mlaunch.caller import arguments, interrupts, nesting, option_text
 from mlaunch.caller.options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
 
@@ -144,13 +144,14 @@ class launcher(Generic[P, R]):
             del ended  # see there
 
     def _ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
-        if self._options.ranks is not None or self._options.keep is not None:
-            from mlaunch.caller.kept.shared import call_on_kept  # here, so that importing the name stays cheap
-
-            return call_on_kept(self._options, self._function, args, kwargs)
-        from mlaunch.caller.call import call_on_ranks
-
-        return call_on_ranks(self._options, self._function, args, kwargs)
+        # Imported here, so that importing the name stays cheap; and before Python 3.12, a KeyboardInterrupt while a
+        # dataclass is made is raised as a RuntimeError.
+        with interrupts.deferred():
+            if self._options.ranks is not None or self._options.keep is not None:
+                from mlaunch.caller.kept.shared import call_on_kept as call
+            else:
+                from mlaunch.caller.call import call_on_ranks as call
+        return call(self._options, self._function, args, kwargs)
 
     @property
     def _wrapped_call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

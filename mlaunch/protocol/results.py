@@ -1,4 +1,4 @@
-"""What ranks say to their agent: answers through a queue, what they are doing through shared memory."""
+"""What ranks say to their agent and launcher: answers through queues, what they are doing through shared memory."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class ResultQueue(SimpleQueue[Answer]):
 
 
 class Results:
-    """Both, for one launch; made by its agent before the ranks are forked.
+    """The queues and the board of one launch; made by its agent before the ranks are forked.
 
-    ``stay``: the ranks do. Then there is a second queue, from which their launcher reads: short calls, one after the
-    other, need not wake the agent.
+    ``stay``: the ranks do. Then there is a second queue, from which their launcher reads, so that short calls need not
+    wake the agent.
     """
 
     def __init__(self, ranks: int, *, stay: bool = False) -> None:

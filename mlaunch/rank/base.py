@@ -125,7 +125,7 @@ class Rank:
         self._kept[fd] = linux.identity(fd)
 
     def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
-        """Writes what the call's memfd is to hold, then says so on the queue."""
+        """Sends an answer on its queue, with the content; a large one goes into the memfd before."""
         task = self._task or self._next_task()  # one that fails while it becomes a rank answers the first call
         if task is None:
             return

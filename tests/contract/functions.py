@@ -58,6 +58,15 @@ def total() -> float:
     return value.item()
 
 
+def caught(call: Callable[[], object]) -> BaseException:
+    """What a call raises, interrupts too."""
+    try:
+        found = call()
+    except BaseException as error:
+        return error
+    raise AssertionError(f"it returned {found}")
+
+
 def error_of(action: Callable[[], object]) -> str:
     """In a rank: what an action raises, as text."""
     try:

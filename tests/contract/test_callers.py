@@ -82,6 +82,24 @@ def test_a_caller_that_waits_for_any_child() -> None:
     assert (wait(60.0), wait(0.0)) == (0, 0)
 
 
+def test_an_interrupt_while_the_first_call_imports(run_script: Any) -> None:
+    """Before Python 3.12, one that is raised while a dataclass is made becomes a RuntimeError."""
+    done = run_script(
+        "import dataclasses, os, signal\n"
+        "from mlaunch import launcher\n"
+        "train = launcher(lambda: 1, 1)\n"
+        "def interrupted(*_):\n"
+        "    del dataclasses.Field.__set_name__\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "dataclasses.Field.__set_name__ = interrupted\n"
+        "try:\n"
+        "    train()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', train())\n"
+    )
+    assert done.stdout == "interrupted [1]\n", done.stderr
+
+
 def test_a_launch_from_a_signal_handler_during_the_first_is_refused(run_script: Any) -> None:
     done = run_script(
         "import os, signal, threading\n"

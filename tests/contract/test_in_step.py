@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
 from tests.conftest import ROOT
-from tests.contract.functions import total, wait_in_vain
+from tests.contract.functions import caught, total, wait_in_vain
 from tests.processes import alive, children, descendants, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
@@ -36,14 +36,6 @@ def ranks() -> Iterator[Ranks]:
 def spin() -> None:
     while True:
         os.sched_yield()
-
-
-def caught(call: Callable[[], object]) -> BaseException:
-    try:
-        found = call()
-    except BaseException as error:
-        return error
-    raise AssertionError(f"it returned {found}")
 
 
 def notes(error: BaseException) -> str:

@@ -381,6 +381,15 @@ def frames_of(error: BaseException) -> list[str]:
     return [code.co_name for code in shown if code.co_filename.startswith(OURS)]
 
 
+def test_files_of_ranks_that_print_nothing_are_closed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(int)
+    before = sorted(os.listdir("/proc/self/fd"))
+    train = launcher(int, n_gpus=2, log_dir=tmp_path).options(ranks=ranks)
+    assert [train() for _ in range(3)] == [[0, 0]] * 3
+    assert len(list(tmp_path.rglob("stdout.log"))) == 6
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_values_of_all_sizes_at_once(ranks: Ranks) -> None:
     """A small one comes from its rank itself, a large one by way of the agent."""
 

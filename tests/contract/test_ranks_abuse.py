@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import Ranks
-from tests.contract.functions import total
+from tests.contract.functions import caught, total
 from tests.processes import wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
@@ -168,7 +168,7 @@ def test_no_descriptor_is_left_for_what_ranks_answer(ranks: Ranks, *, waits: boo
     assert ranks.run(total) == [2.0, 2.0]
     with one_descriptor():
         large = bytes, 1 << 20
-        error = raised_by(lambda: ranks.run(*large)) if waits else ranks.submit(*large).exception(LIMIT)
+        error = caught(lambda: ranks.run(*large)) if waits else ranks.submit(*large).exception(LIMIT)
     assert isinstance(error, OSError)
     assert error.errno == errno.EMFILE
     assert "what they held is lost" in "".join(error.__notes__)
@@ -192,14 +192,6 @@ def one_descriptor() -> Iterator[None]:
         for fd in taken:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def raised_by(call: Callable[[], object]) -> BaseException:
-    try:
-        found = call()
-    except BaseException as error:
-        return error
-    raise AssertionError(f"it returned {found}")
 
 
 def test_a_handle_that_the_ranks_have_keeps_nobody_alive() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import sys
 import tracemalloc
@@ -342,6 +343,14 @@ def test_a_bar_of_a_rank_that_is_not_shown_is_not_drawn() -> None:
         pair.relay.carry()
         pair.finish()
     assert place.shown == ["", "[1]  50%"]
+
+
+def test_an_output_that_draws_is_not_reused() -> None:
+    drawing = dataclasses.replace(remembering(1), area=Place())
+    for first, second in itertools.product([drawing, remembering(1)], repeat=2):
+        pipes = Pipes(first, 1)
+        assert pipes.relay.output.serve(second) == (drawing not in (first, second))
+        pipes.finish()
 
 
 @pytest.mark.usefixtures("capfdbinary")

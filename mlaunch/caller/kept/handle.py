@@ -130,13 +130,13 @@ class KeptHandle(LaunchHandle):
         elif isinstance(record, RankStarted):
             self._ways[record.rank] = Channel.adopt(fds[0])
             fds = fds[1:]
-        self._look()
+        self._note_values()
         super()._show(record, fds)
 
     def _take_answers(self, ready: set[int]) -> None:
         if self._answers is not None and self._answers.fileno() in ready:
             self._read_answers()
-            self._look()
+            self._note_values()
 
     def _read_answers(self) -> None:
         """Takes in the values that ranks have sent without their agent."""
@@ -158,8 +158,8 @@ class KeptHandle(LaunchHandle):
         told = (answer.kind, answer.consequence, time.monotonic(), answer.stale, answer.data)
         self.outcome.take(RankAnswered(rank, self.history.started[rank].pid, *told), [])
 
-    def _look(self) -> None:
-        """Looks whether a call is over that nobody will call over."""
+    def _note_values(self) -> None:
+        """Notes whether all values of a call are there that is over with them."""
         if self._by_itself and len(self.outcome.values) == self.spec.world_size:
             self.over = True
 

@@ -48,7 +48,7 @@ class CallOutput:
         self._streams: list[Stream] = []
         self._fresh: list[tuple[float, Stream, bytes]] = []  # lines of this round, with the time of their writing
         self.status: Callable[[], list[str]] = list  # the lines above the bars
-        self.untouched = True  # nothing has come, and nothing was shown
+        self._touched = False  # something has come, or was shown
 
     def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> Stream:
         """Opens its file, if the plan wants one. ``board``: where the rank notes when it writes."""
@@ -58,6 +58,11 @@ class CallOutput:
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
         self._streams.append(Stream(rank, local_rank, number, policy, file, Times(board, local_rank, number)))
         return self._streams[-1]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing is left to show or to close."""
+        return self.plan.plain and not self._touched
 
     def serve(self, plan: OutputPlan) -> bool:
         """Serves another call, if that asks for the same and nothing has come; most calls print nothing."""
@@ -69,7 +74,7 @@ class CallOutput:
 
     def take(self, stream: Stream, data: bytes) -> None:
         """Takes what a rank has printed."""
-        self.untouched = False
+        self._touched = True
         if stream.file is not None:
             stream.file.write(data)
         if not self._splits(stream):
@@ -104,7 +109,6 @@ class CallOutput:
         self._show_waiting()
         if self._display.due is None or now < self._display.due:
             return
-        self.untouched = False
         if self.console.blocked is not None:
             self._display.postpone(now)
             return
@@ -149,7 +153,7 @@ class CallOutput:
         return self._number.label(self.plan.name) + self.plan.prefix(ranks)
 
     def _print(self, stream: int, data: bytes) -> None:
-        self.untouched = False
+        self._touched = True
         with self._display.lock:
             self.console.write(2, self._display.make_room().encode())
             self.console.write(stream, data)

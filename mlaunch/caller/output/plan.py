@@ -36,10 +36,15 @@ class OutputPlan:
     name: str = ""
     remember: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether it asks for neither files nor lines that change."""
+        return self.directory is None and self.area is None
+
     def like(self, other: OutputPlan) -> bool:
-        """Tells whether both ask for the same but for names, and have neither files nor lines that change."""
-        ours = (self.policies, self.directory, self.area, self.merge, self.remember)
-        return ours == (other.policies, None, None, other.merge, other.remember)
+        """Tells whether both are plain, and ask for the same but for names."""
+        ours = (self.policies, self.merge, self.remember)
+        return self.plain and other.plain and ours == (other.policies, other.merge, other.remember)
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """Returns the streams of a rank that are ours to carry."""
