@@ -71,11 +71,20 @@ def aside(fd: int) -> int:
 
 def identity(fd: int) -> tuple[int, int] | None:
     """Returns what a descriptor stands for; None if it is closed."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    return identities([fd])[fd]
+
+
+def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
+    """Returns the same of several; written out, since each answer of a rank asks for it."""
+    found: dict[int, tuple[int, int] | None] = {}
+    for fd in fds:
+        try:
+            status = os.fstat(fd)
+        except OSError:
+            found[fd] = None
+        else:
+            found[fd] = status.st_dev, status.st_ino
+    return found
 
 
 def open_standard_streams() -> None:

@@ -24,13 +24,24 @@ def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
     Only a plain function is asked, and only for its own parameters: what a decorator claims to take may be otherwise.
     """
-    if not isinstance(function, FunctionType) or hasattr(function, "__signature__"):
+    if (
+        not isinstance(function, FunctionType)
+        or hasattr(function, "__signature__")
+        or _clearly_fit(function, args, kwargs)
+    ):
         return
     signature = inspect.signature(function, follow_wrapped=False)
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
         raise misuse(TypeError(f"{function.__qualname__}() {_wrong(signature, args, kwargs)}")) from None
+
+
+def _clearly_fit(function: FunctionType, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether that takes no second look, which would cost a short call too much."""
+    code, optional = function.__code__, len(function.__defaults__ or ())
+    plain = not kwargs and code.co_kwonlyargcount == 0
+    return plain and code.co_argcount - optional <= len(args) <= code.co_argcount
 
 
 def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

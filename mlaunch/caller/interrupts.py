@@ -10,6 +10,8 @@ on. Were handlers exchanged instead, a KeyboardInterrupt just before the exchang
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
+import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 from mlaunch.base import linux
 
 _Handler = Callable[[int, FrameType | None], Any]
+_MARK = "_mlaunch_by_handler"
 _SIGNALS = (
     signal.SIGINT,
     signal.SIGALRM,
@@ -42,7 +45,7 @@ class _Deferral:
         """Takes the signals over; none, if a handler that is not taken over yet raises."""
         try:
             for number in self._handlers:
-                signal.signal(number, self.take)
+                _signal.signal(number, self.take)
             _deferrals.append(self)
         except BaseException:
             self._give_back(list(self._handlers.items()))
@@ -76,8 +79,8 @@ class _Deferral:
             return
         (number, handler), *others = handlers
         try:
-            if signal.getsignal(number) == self.take:  # else code of the user's has set another
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self.take:  # else code of the user's has set another
+                _signal.signal(number, handler)
         finally:
             self._give_back(others)
 
@@ -86,11 +89,29 @@ class _Deferral:
             while self._pending:
                 number, frame = self._pending.popitem()
                 self._handlers[number](number, frame)
-        except BaseException:
+        except BaseException as error:
             self._open = False  # it leaves the block that was open
+            BaseException.__setattr__(error, _MARK, True)  # a class may refuse by a __setattr__ of its own
             raise
 
 
+def by_handler(error: BaseException) -> bool:
+    """Tells whether a signal handler has raised it, so that what ran then has nothing to do with it."""
+    return bool(getattr(error, _MARK, False))
+
+
+class _MainThread:
+    """What ``threading.main_thread()`` tells, too, but not in a moment."""
+
+    def __init__(self) -> None:
+        self.ident = threading.main_thread().ident
+        os.register_at_fork(after_in_child=self._take_over)
+
+    def _take_over(self) -> None:
+        self.ident = threading.get_ident()
+
+
+_main = _MainThread()
 _deferrals: list[_Deferral] = []  # the innermost last: a __reduce__ may launch, too
 
 
@@ -105,9 +126,9 @@ class deferred:
 
     def __enter__(self) -> None:
         self._deferral: _Deferral | None = None
-        if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in _SIGNALS}
-            deferral = _Deferral({number: handler for number, handler in found.items() if callable(handler)})
+        if threading.get_ident() == _main.ident:
+            found = [(number, _signal.getsignal(number)) for number in _SIGNALS]
+            deferral = _Deferral({number: handler for number, handler in found if callable(handler)})
             deferral.begin()
             self._deferral = deferral
 
@@ -122,8 +143,8 @@ class allowed:
     """Handles signals as they come, while the block runs; also those that were deferred."""
 
     def __enter__(self) -> None:
-        here = threading.current_thread() is threading.main_thread()
-        self._deferral = _deferrals[-1] if here and _deferrals else None
+        here = bool(_deferrals) and threading.get_ident() == _main.ident
+        self._deferral = _deferrals[-1] if here else None
         if self._deferral is not None:
             self._deferral.open()
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.caller import interrupts
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.output.plan import OutputPlan
@@ -49,7 +50,7 @@ def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Chan
     except OSError:  # no file descriptor, no memory: not the call's fault
         raise
     except Exception as error:  # whatever a __reduce__ may raise
-        if call is None or is_misuse(error):
+        if call is None or is_misuse(error) or interrupts.by_handler(error):
             raise
         raise unpicklable_call(call, spec.name, error) from explain.below_the_pickler(error)
 

@@ -28,6 +28,7 @@ _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
+_TIME = struct.Struct("=d")
 _ANSWERED = struct.Struct("=I")
 _ANSWERED_AT = _TIMES_AT + _TIMES.size
 _STOP = struct.Struct("=I")
@@ -62,18 +63,19 @@ class Board:
         """Takes over the descriptor of a board."""
         self.fd = fd
         self._memory = mmap.mmap(fd, 0)
+        self._ranks = (len(self._memory) - _HEAD) // (_ROW + _CALL.size)
+        self._done_at = _HEAD + self._ranks * _ROW
 
     @classmethod
     def create(cls, ranks: int) -> Board:
         """Makes a new one."""
         fd = linux.above_standard(os.memfd_create("mlaunch-board", os.MFD_CLOEXEC))
-        os.ftruncate(fd, _HEAD + ranks * _ROW)
+        os.ftruncate(fd, _HEAD + ranks * (_ROW + _CALL.size))
         return cls(fd)
 
     def __setitem__(self, local_rank: int, phase: Phase) -> None:
-        index = _PHASES.index(phase)
-        row = _row(local_rank)
-        struct.pack_into("=d", self._memory, row + _TIMES_AT + 8 * index, time.monotonic())
+        index, row = _PHASES.index(phase), _HEAD + local_rank * _ROW  # written out, since it comes often
+        _TIME.pack_into(self._memory, row + _TIMES_AT + _TIME.size * index, time.monotonic())
         self._memory[row] = index
 
     def __getitem__(self, local_rank: int) -> Phase:
@@ -98,6 +100,14 @@ class Board:
         number: int = _ANSWERED.unpack_from(self._memory, _row(local_rank) + _ANSWERED_AT)[0]
         return number
 
+    def note_done(self, local_rank: int, number: int) -> None:
+        """Notes that the rank is about to send its answer to this call, to whomever."""
+        _CALL.pack_into(self._memory, self._done_at + local_rank * _CALL.size, number)
+
+    def all_done(self, number: int) -> bool:
+        """Tells whether all ranks have. One of them hears so that ask after a system call that follows their note."""
+        return self._memory[self._done_at :] == _CALL.pack(number) * self._ranks
+
     def stop(self, local_rank: int, number: int) -> None:
         """Notes that the rank is to end this call, if it has not begun it yet; written by the agent."""
         _STOP.pack_into(self._memory, _row(local_rank) + _STOP_AT, number)
@@ -110,6 +120,11 @@ class Board:
     def times(self, local_rank: int) -> tuple[float, ...]:
         """Tells when each phase began, as ``in_order`` reads it."""
         return _TIMES.unpack_from(self._memory, _row(local_rank) + _TIMES_AT)
+
+    def all_times(self) -> list[bytes]:
+        """Returns the same of all ranks, in order, to be read by ``read_times``."""
+        starts = range(_HEAD + _TIMES_AT, self._done_at, _ROW)
+        return [self._memory[start : start + _TIMES.size] for start in starts]
 
     def begin_loop(self, local_rank: int, total: int, description: str) -> None:
         row = _row(local_rank)
@@ -145,6 +160,11 @@ class Board:
     def close(self) -> None:
         self._memory.close()
         os.close(self.fd)
+
+
+def read_times(row: bytes) -> tuple[float, ...]:
+    """Returns a rank's times as ``in_order`` reads them."""
+    return _TIMES.unpack(row)
 
 
 def in_order(times: Sequence[float], since: float = 0.0) -> list[tuple[float, Phase]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
 import os
 import pickle
@@ -16,6 +15,7 @@ from mlaunch.base import linux
 RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
 TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
 FD_LIMIT = 8  # descriptors beside a record
+_ROOM = socket.CMSG_LEN(FD_LIMIT * array.array("i").itemsize)
 _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_TRUNC, socket.MSG_CTRUNC))
 
 
@@ -67,11 +67,13 @@ class Channel:
 
     def try_send_pickled(self, record: bytes, fds: Sequence[int] = ()) -> None:
         """Sends what ``pickled`` has made of a record, which several channels may get."""
-        with contextlib.suppress(OSError):
+        try:
             if fds:
                 socket.send_fds(self._socket, [record], fds)
             else:
                 self._socket.send(record)
+        except OSError:
+            return
 
     def receive(self) -> tuple[Any, list[int]]:
         """Returns the next record and its file descriptors, which the receiver owns.
@@ -96,9 +98,10 @@ class Channel:
 
     def _take(self) -> tuple[bytes, list[int], int]:
         """Does what ``socket.recv_fds`` does, which forgets the flags that it is given."""
+        data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, _ROOM, _CLOSE_ON_EXEC)
+        if not beside:
+            return data, [], flags
         fds = array.array("i")
-        room = socket.CMSG_LEN(FD_LIMIT * fds.itemsize)
-        data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, room, _CLOSE_ON_EXEC)
         for _, _, found in beside:
             fds.frombytes(found[: len(found) - len(found) % fds.itemsize])
         return data, fds.tolist(), flags

@@ -1,8 +1,8 @@
 """The records of ranks that stay.
 
 launcher -> agent   NextCall, EndCall, EndRanks
-launcher -> rank    RunCall                         (instead of NextCall, where no deadline is to be kept)
-rank -> launcher    Answer                          (to such a call, if it is a small value)
+launcher -> rank    DirectCall                      (instead of NextCall, where no deadline is to be kept)
+rank -> launcher    DirectAnswer                    (to such a call, if it is a small value)
 agent -> launcher   CallOver
 agent <-> rank      TellNumbers                     (a channel of its own, which a thread of the rank answers)
 """
@@ -12,6 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlaunch.protocol.messages import RankAnswered
+
+# Plain tuples: to find a class for each record would cost processes that wake for a short call too much.
+
+# The call's number, and the call; if it is empty, that is in the attached memfd.
+DirectCall = tuple[int, bytes]
+# The local rank, the call's number, the modules as in Answer, and the value.
+DirectAnswer = tuple[int, int, str, bytes]
 
 
 @dataclass(frozen=True)

@@ -111,15 +111,13 @@ class Errand(enum.Enum):
 @dataclass(frozen=True)
 class RunCall:
     """Asks a rank to run a call: the one in ``data``; if that is empty, in the attached memfd (``attached``); else the
-    one that the rank has in memory. A second memfd is for answers, as that of AnswerFile. ``from_launcher``: a launcher
-    sends it by itself, and gets a small value without the agent.
+    one that the rank has in memory. A second memfd is for answers, as that of AnswerFile.
     """
 
     number: int
     errand: Errand = Errand.RUN
     data: bytes = b""
     attached: bool = False
-    from_launcher: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, 
 
 _ALIGNMENT = 64
 _ENTRY = struct.Struct("<QQ")  # offset, size
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # that are the same in each process
 _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 
@@ -98,6 +99,8 @@ def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
+    if type(value) in PLAIN and len(data := pickle.dumps(value, 5)) <= most:
+        return data
     memfd = fd if callable(fd) else lambda: fd
     return _write(_Spool(memfd, most), value, pickle_by_name if to_caller else pickle_by_value)
 

@@ -8,8 +8,6 @@ import importlib
 import pickle
 import sys
 import types
-from collections import ChainMap
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,7 +47,7 @@ class Parts:
 def pickle_by_name(file: Sink, value: object) -> Parts:
     """Pickles to a reader that has the classes of ``__main__``; what cannot go by name goes by value."""
     try:
-        return _pickle_with(_ByNamePickler, copyreg.dispatch_table, file, value)
+        return _pickle_with(_ByNamePickler, dict(copyreg.dispatch_table), file, value)
     except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
         file.seek(0)
         file.truncate()
@@ -57,7 +55,10 @@ def pickle_by_name(file: Sink, value: object) -> Parts:
 
 
 def pickle_by_value(file: Sink, value: object) -> Parts:
-    table = ChainMap({_CACHED: _reduce_cached}, cloudpickle.Pickler.dispatch_table)
+    table = {}
+    for part in reversed(cloudpickle.Pickler.dispatch_table.maps):
+        table.update(part)
+    table[_CACHED] = _reduce_cached
     return _pickle_with(_ByValuePickler, table, file, value)
 
 
@@ -88,11 +89,11 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _pickle_with(base: type[pickle.Pickler], table: MutableMapping[Any, Any], file: Sink, value: object) -> Parts:
+def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object) -> Parts:
+    """``table``: a plain dict, since pickle asks it for each object."""
     parts = Parts()
     pickler = base.__new__(base)
-    reducers: ChainMap[Any, Any] = ChainMap(tensors.reducers(parts.alive), table)
-    pickler.dispatch_table = reducers  # a pickler reads it when it is initialised
+    pickler.dispatch_table = table | tensors.reducers(parts.alive)  # a pickler reads it when it is initialised
     pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)  # type: ignore[misc]
     pickler.dump(value)
     return parts

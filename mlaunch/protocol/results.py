@@ -11,16 +11,20 @@ import struct
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
+from typing import TypeVar
 
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages import Answer
+from mlaunch.protocol.kept_messages import DirectAnswer
+from mlaunch.protocol.messages import Answer, Kind
+
+R = TypeVar("R")
 
 ANSWER_LIMIT = 2048  # bytes of a value inside an answer
 _LENGTH = struct.Struct("!i")  # as multiprocessing's connections have it
 _CHUNK = 65536  # bytes: a pipe holds no more
 
 
-class ResultQueue(SimpleQueue[Answer]):
+class ResultQueue(SimpleQueue[R]):
     """A multiprocessing queue of answers that a rank killed in the middle of sending cannot harm.
 
     An answer is one write of far less than PIPE_BUF bytes, which the kernel takes whole or not at all. So no lock is
@@ -37,6 +41,7 @@ class ResultQueue(SimpleQueue[Answer]):
         """``reader``: the end of another process's queue, from which this one is to read; None: make a queue."""
         if reader is None:
             self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+            self._writer_fd = self._writer.fileno()
         else:
             self._reader = reader
         self._rest = b""  # of what was read: the beginning of an answer
@@ -50,16 +55,16 @@ class ResultQueue(SimpleQueue[Answer]):
         return self._reader.fileno()
 
     def writer_fileno(self) -> int:
-        return self._writer.fileno()
+        return self._writer_fd
 
-    def put(self, obj: Answer) -> None:
+    def put(self, obj: R) -> None:
         """Sends an answer, pickled as it is: it holds nothing that multiprocessing pickles in ways of its own."""
         data = pickle.dumps(obj)
-        os.write(self._writer.fileno(), _LENGTH.pack(len(data)) + data)
+        os.write(self._writer_fd, _LENGTH.pack(len(data)) + data)
 
-    def drain(self) -> list[Answer]:
+    def drain(self) -> list[R]:
         """Returns what has arrived, without waiting. EOFError: nothing will, since all writers are gone."""
-        answers: list[Answer] = []
+        answers: list[R] = []
         read = _CHUNK
         while read == _CHUNK and self._waiting.poll(0):
             data = os.read(self._reader.fileno(), _CHUNK)
@@ -70,7 +75,7 @@ class ResultQueue(SimpleQueue[Answer]):
             answers += self._take()
         return answers
 
-    def _take(self) -> Iterator[Answer]:
+    def _take(self) -> Iterator[R]:
         """Yields the answers that have come whole."""
         at = 0
         while at + _LENGTH.size <= len(self._rest):
@@ -95,13 +100,37 @@ class Results:
     """
 
     def __init__(self, ranks: int, *, stay: bool = False) -> None:
-        self.queue = ResultQueue()
-        self.to_launcher = ResultQueue() if stay else None
+        self.queue: ResultQueue[Answer] = ResultQueue()
+        self.to_launcher: ResultQueue[DirectAnswer] | None = ResultQueue() if stay else None
         self.board = Board.create(ranks)
+        self._all_there = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if stay else -1
+
+    def ways(self) -> list[int]:
+        """Returns the descriptors that a rank answers on."""
+        launchers = [] if self.to_launcher is None else [self.to_launcher.writer_fileno(), self._all_there]
+        return [self.queue.writer_fileno(), *launchers]
+
+    def answer(self, answer: Answer, *, direct: bool) -> None:
+        """Sends an answer; to a ``direct`` call a small value goes to the launcher.
+
+        That is woken once, when all are there: by the last rank, however this one answers.
+        """
+        rank, number = answer.local_rank, answer.number
+        if not direct or self.to_launcher is None:
+            self.queue.put(answer)
+            return
+        self.board.note_done(rank, number)
+        if answer.kind is Kind.VALUE and answer.data:
+            self.board.note_answer(rank, number)
+            self.to_launcher.put((rank, number, answer.stale, answer.data))
+        else:
+            self.queue.put(answer)
+        if self.board.all_done(number):
+            os.eventfd_write(self._all_there, 1)
 
     def offered(self) -> list[int]:
-        """Returns what the launcher gets: the board, and the end from which it reads, if there is one."""
-        return [self.board.fd, *([self.to_launcher.fileno()] if self.to_launcher is not None else [])]
+        """Returns what the launcher gets: the board; of ranks that stay the end from which it reads, what wakes it."""
+        return [self.board.fd, *([self.to_launcher.fileno(), self._all_there] if self.to_launcher is not None else [])]
 
     def close_offered(self) -> None:
         """Leaves that end to the launcher."""

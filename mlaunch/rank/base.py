@@ -7,7 +7,7 @@ import multiprocessing.process
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.protocol import payload, stack_dump
@@ -15,7 +15,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Answer, AnswerFile, Errand, Kind, Phase, RunCall
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.results import ANSWER_LIMIT, ResultQueue, Results
+from mlaunch.protocol.results import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, process, progress, remote_error
 
@@ -35,14 +35,13 @@ class RankArgs:
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One call as a rank holds it. ``call`` None: the rank has it in memory."""
 
     number: int
     call: Payload | None
     errand: Errand = Errand.RUN
-    from_launcher: bool = False
+    from_launcher: bool = False  # which gets a small value without the agent
 
 
 class Rank:
@@ -52,23 +51,17 @@ class Rank:
         self._args = args
         self._spec = args.spec
         self._pid = os.getpid()
+        self._who = f"rank {args.spec.rank(args.local_rank)} of {args.spec.name}"
         self._device = args.spec.device_type
+        self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
-        ways = [args.results.queue.writer_fileno(), args.channel.fileno()]
-        if args.results.to_launcher is not None:
-            ways.append(args.results.to_launcher.writer_fileno())
-        self._kept = {fd: linux.identity(fd) for fd in ways}  # what it answers on
+        self._kept = linux.identities([args.channel.fileno(), *args.results.ways()])  # what it answers on
         os.register_at_fork(after_in_child=self._disown)
 
     def live(self) -> int:
         """Lives a rank's life; returns the exit code."""
         raise NotImplementedError
-
-    @property
-    def _is_fork(self) -> bool:
-        """Whether this is not the rank but a process that it forked, which came back through its code."""
-        return os.getpid() != self._pid
 
     def _enter(self, phase: Phase) -> None:
         if not self._is_fork:  # whose phase is its own business
@@ -99,13 +92,17 @@ class Rank:
     def _next_task(self) -> Task | None:
         """Waits for the next call; None if the agent has released this rank."""
         record, fds = self._hear()
+        if isinstance(record, tuple):
+            number, data = record
+            self._task = Task(number, Payload(data, *fds), from_launcher=True)
+            return self._task
         if not isinstance(record, RunCall):
             return None
         call_fd = fds.pop(0) if record.attached else -1
         if fds:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
-        self._task = Task(record.number, call, record.errand, record.from_launcher)
+        self._task = Task(record.number, call, record.errand)
         return self._task
 
     def _hear(self) -> tuple[object, list[int]]:
@@ -132,22 +129,13 @@ class Rank:
         data = payload.write(self._memfd, content, to_caller=kind is Kind.VALUE, most=ANSWER_LIMIT)
         self._check_descriptors()
         self._seal()
-        self._way_of(task, kind, data).put(
-            Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)
-        )
+        answer = Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)
+        self._args.results.answer(answer, direct=task.from_launcher)
 
     def _memfd(self) -> int:
         """Returns where to write what is too large for the queue."""
         self._check_descriptors()
         return self._answer_fd
-
-    def _way_of(self, task: Task, kind: Kind, data: bytes) -> ResultQueue:
-        """Returns where an answer goes: to the launcher, if it is a small value for a call of its own, or the agent."""
-        ours = self._args.results
-        if not task.from_launcher or kind is not Kind.VALUE or not data or ours.to_launcher is None:
-            return ours.queue
-        ours.board.note_answer(self._args.local_rank, task.number)
-        return ours.to_launcher
 
     def _seal(self) -> None:
         """Is called when the answer is complete: from here on nothing may keep it from being given, once."""
@@ -158,6 +146,7 @@ class Rank:
 
     def _disown(self) -> None:
         """Takes what a rank answers with from a fork of it, which would share even the place that it writes to."""
+        self._is_fork = True
         null = os.open(os.devnull, os.O_RDWR)
         for fd, kept in self._kept.items():
             if linux.identity(fd) == kept:
@@ -166,13 +155,12 @@ class Rank:
 
     def _check_descriptors(self) -> None:
         """Ends a process that must not answer: a fork of the rank, or a rank whose descriptors are no longer ours."""
-        who = f"rank {self._spec.rank(self._args.local_rank)} of {self._spec.name}"
-        if self._is_fork:
-            _end(f"process {os.getpid()}, a fork of {who}, has returned from the function as if it were the rank; "
-                 f"it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
-        if any(linux.identity(fd) != kept for fd, kept in self._kept.items()):
+        if self._is_fork or os.getpid() != self._pid:
+            _end(f"process {os.getpid()}, a fork of {self._who}, has returned from the function as if it were the "
+                 f"rank; it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
+        if linux.identities(self._kept) != self._kept:
             self._enter(Phase.SEVERED)
-            _end(f"{who} cannot answer: its function closed file descriptors that belong to mlaunch "
+            _end(f"{self._who} cannot answer: its function closed file descriptors that belong to mlaunch "
                  f"(os.closerange?); close only those that it opened")  # fmt: skip
 
     def _report(self, error: BaseException, *, kind: Kind = Kind.ERROR) -> None:

@@ -21,6 +21,7 @@ from mlaunch.base import rlimits, seeding
 from mlaunch.protocol import calls, explain, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
+from mlaunch.protocol.payload import Payload
 from mlaunch.rank import current, device, environment, group, main_module, process, text_bars
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.stamped import StampedFile
@@ -35,6 +36,8 @@ _until_exit: list[object] = []
 
 class FunctionRank(Rank):
     """Its life is a loop over calls; today's launches send one."""
+
+    _AFTERWARDS = Phase.RETURNED  # where it waits for what comes next
 
     def __init__(self, args: RankArgs) -> None:
         super().__init__(args)
@@ -102,7 +105,7 @@ class FunctionRank(Rank):
         self._enter(Phase.RUNNING)
         self._send(self._outcome_of(call, function(*call.args, **call.kwargs)))
         del function, call  # and with them what memory they hold, which the others may need
-        self._enter(Phase.RETURNED)
+        self._enter(self._AFTERWARDS)
 
     def _outcome_of(self, _call: Call, value: object) -> object:
         """Returns what is to be answered, for what the function has returned."""
@@ -114,13 +117,17 @@ class FunctionRank(Rank):
             if inherited is None:
                 raise RuntimeError("a call came without its function")
             return calls.resolve(inherited.function), inherited
-        call = task.call.read()
+        call = self._read(task.call)
         function = calls.resolve(call.function)
         main_module.install_main(function, self._spec.context)
         return function, call
 
+    def _read(self, content: Payload) -> Call:
+        call: Call = content.read()
+        return call
+
     def _send(self, value: object) -> None:
-        if self._bound is not None:
+        if self._bound is not None and self._device != "cpu":
             device.synchronize(self._bound)
         self._enter(Phase.ANSWERING)
         if self._spec.rank0_only and self._spec.rank(self._args.local_rank) != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
 import contextlib
 import os
 import signal
@@ -12,10 +13,11 @@ from types import FrameType
 from typing import Any
 
 from mlaunch.base import seeding
-from mlaunch.protocol import payload
+from mlaunch.protocol import calls, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Errand, Kind, Phase
+from mlaunch.protocol.payload import Payload
 from mlaunch.rank import held, process, stale, step
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError
@@ -26,6 +28,8 @@ _STALE_LIMIT = 1000  # characters: an answer is one small write
 
 class KeptRank(FunctionRank):
     """After a failed or interrupted call it is asked whether it is still in step with the others."""
+
+    _AFTERWARDS = Phase.IDLE
 
     def __init__(self, args: RankArgs) -> None:
         super().__init__(args)
@@ -79,12 +83,12 @@ class KeptRank(FunctionRank):
             self._answer(Kind.VALUE, None)
         else:
             self._run_call(task)
-            self._enter(Phase.IDLE)
         process.fill_streams()  # the call may have closed them
 
     def _run_call(self, task: Task) -> None:
         step.begin_call(task.number)
-        signal.signal(signal.SIGINT, self._call_back)  # again: a call before may have set another handler
+        if _signal.getsignal(signal.SIGINT) != self._call_back:  # a call before has set another one
+            signal.signal(signal.SIGINT, self._call_back)
         self._was_called_back = False
         try:
             try:
@@ -100,6 +104,7 @@ class KeptRank(FunctionRank):
             if self._is_fork:
                 raise
             self._tell(error, self._kind_of(error), consequence=self._was_called_back)
+            self._enter(self._AFTERWARDS)
             _let_go(error)
 
     def _kind_of(self, error: BaseException) -> Kind:
@@ -124,10 +129,14 @@ class KeptRank(FunctionRank):
         function, call = super()._receive(task)
         if task.call is not None:
             task.call.close()
-        held.table.free(call.freed)
+        if call.freed:
+            held.table.free(call.freed)
         if call.seed is not None:
             seeding.apply(seeding.of_rank(call.seed, self._spec.rank(self._args.local_rank)))
         return function, call
+
+    def _read(self, content: Payload) -> Call:
+        return calls.from_plain(content.read())
 
     def _outcome_of(self, call: Call, value: object) -> object:
         return value if call.held is None else held.table.hold(call.held, value)

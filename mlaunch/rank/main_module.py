@@ -13,6 +13,8 @@ import cloudpickle.cloudpickle
 
 from mlaunch.protocol.spec import Context
 
+_bare: list[object] = []  # the latest function and what it got, if it brought nothing along
+
 
 def install_main(function: Callable[..., Any], context: Context) -> None:
     """Makes ``__main__`` of this rank look like the caller's, as far as function and arguments brought it along.
@@ -20,11 +22,15 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     So that plain pickle (torch.save, all_gather_object) finds the classes that the caller's script defined, values
     can go back to the caller by name, and multiprocessing finds the script.
     """
-    main = types.ModuleType("__main__")
-    namespace = getattr(inspect.unwrap(function), "__globals__", {})
-    if namespace.get("__name__") == "__main__":
-        main.__dict__.update(namespace)
     arrived = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    if _bare == [function, sys.modules.get("__main__")] and not arrived:
+        return
+    namespace = getattr(inspect.unwrap(function), "__globals__", {})
+    from_main = namespace.get("__name__") == "__main__"
+    main = types.ModuleType("__main__")
+    _bare[:] = [function, main] if not from_main and not arrived else []
+    if from_main:
+        main.__dict__.update(namespace)
     for kind in list(arrived.values()):
         if kind.__module__ == "__main__" and "." not in kind.__qualname__:
             setattr(main, kind.__name__, kind)

@@ -7,9 +7,10 @@ of all members agree, everybody has entered what the others have.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +38,19 @@ class _Present:
 _present = _Present()
 
 
-def _groups() -> dict[str, dist.ProcessGroup]:
-    """Returns the groups that this process belongs to, in the order in which they were made."""
+@functools.cache
+def _world() -> Any:
+    """Returns what knows the groups; kept, since an import statement takes longer than all that a call asks it."""
     from torch.distributed import distributed_c10d
 
-    names = distributed_c10d._world.pg_names
-    return {names[group]: group for group in list(distributed_c10d._world.pg_map)}
+    return distributed_c10d._world
+
+
+def _groups() -> dict[str, dist.ProcessGroup]:
+    """Returns the groups that this process belongs to, in the order in which they were made."""
+    world = _world()
+    names = world.pg_names
+    return {names[group]: group for group in list(world.pg_map)}
 
 
 def _number(group: dist.ProcessGroup) -> int | None:

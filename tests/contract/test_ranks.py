@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
+import mlaunch.rank.progress
 from mlaunch import Ranks, launcher, progress
 from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.kept.session import Session
 from mlaunch.caller.status import status_lines
+from mlaunch.protocol.messages import Phase
 from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
 from tests.processes import alive, wait_gone
@@ -470,11 +472,28 @@ def test_a_progress_bar_belongs_to_its_call(ranks: Ranks) -> None:
         for _ in mlaunch.progress(range(3), "epochs"):
             pass
 
-    ranks.run(count)
+    at_a_terminal = {"deadline": 60.0}  # as there, more than the values is heard of the call
+    launcher(count, ranks=ranks, **at_a_terminal)()
     handle = ranks._set.session.handle
     assert any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
-    ranks.run(total)
+    launcher(total, ranks=ranks, **at_a_terminal)()
     assert not any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_last_of_a_large_and_a_small_value(ranks: Ranks, last: int) -> None:
+    """The small one wakes the caller, the large one its agent, whichever comes last."""
+
+    def answer(last: int) -> bytes:
+        rank, here = dist.get_rank(), mlaunch.rank.progress.slot
+        total()  # by now both have begun
+        while rank == last and here is not None and here.board[1 - rank] is not Phase.IDLE:
+            os.sched_yield()
+        return bytes(1 + rank * 100_000)
+
+    assert [len(value) for value in ranks.run(answer, last)] == [1, 100_001]
+    assert ranks.run(total) == [2.0, 2.0]
+    assert [one.returned for one in ranks.history[0].ranks] > [1, 100_001]
 
 
 def test_a_memory_that_is_not_known_is_not_said(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import Ranks
+from mlaunch import Ranks, launcher
 from tests.contract.functions import caught, total
 from tests.processes import wait_gone
 
@@ -222,3 +222,34 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
 
     with the_same(ranks), pytest.raises(ValueError, match="no such luck"):
         ranks.run(work)
+
+
+# Signal handlers
+
+
+class Late(Exception):
+    """What the handler of an alarm raises."""
+
+
+def late(*_: object) -> None:
+    raise Late
+
+
+class Alarming:
+    """Its pickling takes until the alarm comes."""
+
+    def __reduce__(self) -> str:
+        signal.raise_signal(signal.SIGALRM)
+        return "never"
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_alarm_while_arguments_are_pickled_is_no_fault_of_theirs(ranks: Ranks, stays: bool) -> None:
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        with pytest.raises(Late):
+            launcher(len, 2, ranks=ranks if stays else None)(Alarming())
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with the_same(ranks):
+        pass

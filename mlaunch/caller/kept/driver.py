@@ -8,65 +8,90 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from mlaunch.base import linux
 from mlaunch.caller import interrupts
 
-_SHORT = 0.05  # seconds
+
+class Awaited(Protocol):
+    """What is waited for. ``wait`` is for those who do not drive."""
+
+    over: bool
+
+    def wait(self) -> None: ...
 
 
-class Driven(Protocol):
-    """What is driven. ``step`` takes in what has come; it takes the lock by itself."""
+Call = TypeVar("Call", bound=Awaited, contravariant=True)
+
+
+class Driven(Protocol[Call]):
+    """What is driven. ``step`` takes in what has come, ``hear_values`` too while that is all; they take the lock."""
 
     lock: threading.RLock
     ended: threading.Event
+    idle_timeout: float | None
 
     @property
     def idle(self) -> bool: ...
 
+    def watch(self, fd: int) -> None: ...
+
     def step(self) -> None: ...
+
+    def hear_values(self, call: Call) -> None: ...
 
     def fileno(self) -> int: ...
 
     def timeout(self) -> float | None: ...
 
 
-class Driver:
+class Driver(Generic[Call]):
     """Steps when there is something to do: in the thread of who waits, or in one of its own."""
 
-    def __init__(self, driven: Driven) -> None:
+    def __init__(self, driven: Driven[Call]) -> None:
         self._driven = driven
-        self._free = threading.Condition(driven.lock)
-        self._leader: threading.Thread | None = None
-        self._parked = False  # the thread waits to be told that nobody drives
-        self._waking = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
+        self._leader: int | None = None  # a thread
+        self._closing = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        driven.watch(self._wake)
+        self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._watched = select.epoll()  # by the thread; what is driven only while nobody else does
+        self._watched.register(self._end, select.EPOLLIN)
+        self._watched.register(driven.fileno(), select.EPOLLIN)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
 
-    def drive(self, over: threading.Event) -> None:
-        """Steps until the event is set, if nobody else does; else waits for it. Can be interrupted."""
-        me = threading.current_thread()
+    def drive(self, call: Call) -> None:
+        """Steps until the call is over, if nobody else does; else waits for it. Can be interrupted."""
+        me = threading.get_ident()
         with self._driven.lock:
             before = self._leader
             leads = before in {None, me} and not self._driven.ended.is_set()
             if leads:
-                self._leader = me
+                self._lead(me)
         if not leads:
             with interrupts.allowed():
-                over.wait()
+                call.wait()
             return
         try:
-            while not over.is_set():
-                interrupts.wait_readable(self._fds(), self._driven.timeout())
+            self._driven.hear_values(call)
+            while not call.over:
+                interrupts.wait_readable([self._driven.fileno()], self._driven.timeout())
                 self._step()
         finally:
             with self._driven.lock:
-                self._leader = before
-                if self._parked or not self._driven.idle:
-                    self._free.notify_all()
+                self._lead(before)
+                if not self._driven.idle:
+                    self.notify()
+
+    def _lead(self, thread: int | None) -> None:
+        """Has a thread drive, or nobody but ours; called under the lock."""
+        self._leader = thread
+        if not self._driven.ended.is_set():  # else ours has left, or is about to
+            self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
 
     def drive_to_end(self) -> None:
         """Waits until what is driven has ended. Can be interrupted."""
@@ -74,17 +99,21 @@ class Driver:
             with interrupts.allowed():
                 self._thread.join()
         while not self._driven.ended.is_set():  # in a callback of a future's, which that thread runs
-            linux.wait_readable(self._fds(), self._driven.timeout())
+            linux.wait_readable([self._driven.fileno()], self._driven.timeout())
             self._step()
 
     def notify(self) -> None:
         """Has whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
-        with self._waking:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+        self._write(self._wake)
 
-    def _fds(self) -> list[int]:
-        return [self._wake, self._driven.fileno()]
+    def end(self) -> None:
+        """Has the thread look whether what is driven has ended."""
+        self._write(self._end)
+
+    def _write(self, fd: int) -> None:
+        with self._closing:
+            if not self._watched.closed:
+                os.eventfd_write(fd, 1)
 
     def _step(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -93,27 +122,23 @@ class Driver:
 
     def _follow(self) -> None:
         """Drives while nobody else does; the thread's life."""
-        while fds := self._to_watch():
-            linux.wait_readable(fds, self._driven.timeout())
+        while not self._driven.ended.is_set():
+            self._watched.poll(self._timeout())
             with self._driven.lock:
-                drives = self._leader is None
+                drives = self._leader is None and not self._driven.ended.is_set()
             if drives:
                 self._step()
                 with self._driven.lock:
                     if self._leader is not None:  # it came meanwhile, and may wait for what this step has done
                         self.notify()
-        with self._waking:
-            wake, self._wake = self._wake, -1
-            os.close(wake)
+        with self._closing:
+            self._watched.close()
+            os.close(self._wake)
+            os.close(self._end)
 
-    def _to_watch(self) -> list[int]:
-        """Waits while somebody else drives; returns nothing at the end.
-
-        Short calls come one after the other, and it would cost each of them two switches of threads to hand over. So
-        the thread looks again after a moment, and has itself told only where a call takes longer.
-        """
+    def _timeout(self) -> float | None:
+        """Returns the seconds until the thread is to look again; it is not told when somebody ceases to drive."""
         with self._driven.lock:
-            while self._leader is not None and not self._driven.ended.is_set():
-                self._parked = not self._free.wait(None if self._parked else _SHORT)
-            self._parked = False
-            return [] if self._driven.ended.is_set() else self._fds()
+            if self._driven.ended.is_set():
+                return 0.0
+            return self._driven.timeout() if self._leader is None else self._driven.idle_timeout

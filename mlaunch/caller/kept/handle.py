@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
+from mlaunch.caller import interrupts
 from mlaunch.caller.handle import LaunchHandle
+from mlaunch.caller.kept.direct import DirectWays
 from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.limits import Limits
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.settle import Ended, settle
 from mlaunch.caller.status import status_lines
-from mlaunch.protocol.channel import Channel, pickled
-from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages import Answer, Cancel, RankAnswered, RanksStarting, RankStarted, RunCall
-from mlaunch.protocol.results import ResultQueue
+from mlaunch.protocol.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
+from mlaunch.protocol.messages import Cancel, Kind, RankAnswered, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
 
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
@@ -32,9 +31,12 @@ class KeptHandle(LaunchHandle):
     _is_settled: bool = False  # the last call, and no other output has begun
     over: bool = False  # the call that was begun last
     _number: int = 0  # its number
+    ahead: bool = False  # of it nothing is noted yet but the values that have come
     _by_itself: bool = False  # it is over when all values are there; else when the agent says so
-    _ways: dict[int, Channel] = field(default_factory=dict)  # to the ranks
-    _answers: ResultQueue | None = None  # from them
+    _call: KeptCall | None = None  # it, while it is ahead
+    _begun: float = 0.0  # when it began, in monotonic seconds
+    _told: dict[int, DirectAnswer] = field(default_factory=dict)  # its values, by local rank, while it is ahead
+    _direct: DirectWays = field(default_factory=DirectWays)
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
 
@@ -46,39 +48,89 @@ class KeptHandle(LaunchHandle):
 
     def begin(self, call: KeptCall) -> None:
         """Sends the call. OSError if the agent is gone."""
-        self._turn(call.plan, call.spec)
-        self.over, self._number = False, call.number
-        self._by_itself = call.spec.deadline is None and len(self._ways) == self.spec.world_size
-        data, fds = call.content.data, call.content.fds()
-        if not self._by_itself or self.history.board is None:
-            self.agent.send(NextCall(call.number, call.spec.deadline, data), fds)
-            return
-        self.history.board.call = call.number
-        record = pickled(RunCall(call.number, data=data, attached=bool(fds), from_launcher=True))
-        for way in self._ways.values():
-            way.try_send_pickled(record, fds)
+        board, content = self.history.board, call.content
+        self.over, self._number, self._begun = False, call.number, time.monotonic()
+        self._by_itself = call.spec.deadline is None and len(self._direct) == self.spec.world_size
+        self.ahead = self._by_itself and self.relay.output.serves(call.plan)
+        if self.ahead:
+            self._call, self._told = call, {}
+        else:
+            self._turn(call.plan, call.spec)
+        if self._by_itself and board is not None:
+            self._direct.send(board, call.number, content)
+        else:
+            self.agent.send(NextCall(call.number, call.spec.deadline, content.data), content.fds())
 
-    def finish(self) -> Ended:
-        """Settles the call that is over; the ranks wait for the next one."""
-        self._finish_output()
-        ended = settle(self.outcome, self.report())
-        self.outcome.close()
+    def finish(self) -> tuple[Ended, str]:
+        """Settles the call that is over; the ranks wait for the next one. Also returns what is stale in them."""
+        ended = self._finish_ahead()
+        if ended is not None:
+            stale = self._told[0][2]
+        else:
+            self._turn_to_present()
+            self._finish_output()
+            ended, stale = settle(self.outcome, self.report()), self.outcome.stale
+            self.outcome.close()
         self._is_settled = True
-        return ended
+        return ended, stale
+
+    # Ahead: most calls are short, and nothing happens but that all values come
+
+    def wait_ahead(self) -> list[int]:
+        """Waits until something has come; returns the descriptors that can be read."""
+        with interrupts.allowed():
+            return self.relay.wait()
+
+    def hear_ahead(self, ready: list[int]) -> bool:
+        """Takes in values; False if something else has come, or somebody else has taken them in."""
+        if not self.ahead or ready != [self._direct.fd]:
+            return False
+        for answer in self._direct.drain():
+            if answer[1] == self._number:
+                self._told[answer[0]] = answer
+        self.over = len(self._told) == self.spec.world_size
+        return True
+
+    def _finish_ahead(self) -> Ended | None:
+        """Settles a call of which only values have come; None if there is more to it."""
+        if not self.ahead or self._call is None or self.relay.wait(0.0):
+            return None
+        try:
+            values = [pickle.loads(self._told[rank][3]) for rank in range(self.spec.world_size)]
+        except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
+            return None
+        sizes = [len(self._told[rank][3]) for rank in range(self.spec.world_size)]
+        report = self.history.report_of_values(self._call.spec, sizes, self._begun, self.relay.output.tails())
+        self.ahead, self._call = False, None
+        return Ended(report, values, None)
+
+    def _turn_to_present(self) -> None:
+        """Begins in full what was begun ahead."""
+        if self.ahead and self._call is not None:
+            self.ahead = False
+            self._turn(self._call.plan, self._call.spec)
+            for answer in self._told.values():
+                self._take_answer(answer)
+            self._note_values()
+            self._call = None
 
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the last word of the launch."""
+        self._turn_to_present()
         self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
         return super().step()
 
-    def end_call(self, call: KeptCall) -> None:
-        """Asks to end it as Ctrl-C does."""
+    def end_call(self, call: KeptCall, interrupt: BaseException) -> None:
+        """Asks to end it, as Ctrl-C does, because of an interrupt."""
+        self._turn_to_present()
+        self.outcome.interrupt = interrupt
         self._by_itself = False
         self._limits.begin_cancel(force=False)
         self.agent.try_send(EndCall(call.number))
 
     def end_ranks(self) -> None:
         """Asks the ranks to leave."""
+        self._turn_to_present()
         self._turn_to_none()  # now, since it would begin to count anew
         self.ending = self.outcome.leaving = True
         self._limits.begin_cancel(force=False)
@@ -86,6 +138,7 @@ class KeptHandle(LaunchHandle):
 
     def cancel(self, *, force: bool) -> None:
         """Ends the launch, whatever its ranks do."""
+        self._turn_to_present()
         self.ending = True
         self._limits.begin_cancel(force=force)
         self.agent.try_send(Cancel(force))
@@ -99,6 +152,7 @@ class KeptHandle(LaunchHandle):
     def _turn_to_none(self) -> None:
         """Begins what belongs to no call, if that has not begun."""
         if self._is_settled:
+            self._begun = time.monotonic()
             self._turn(self.idle_plan, self.idle_spec)
             self.relay.output.stand_aside()
 
@@ -106,8 +160,8 @@ class KeptHandle(LaunchHandle):
         """Begins what belongs to one call, or to none."""
         self._is_settled = False
         self.outcome.close()
-        self.spec, self.history = spec, copy.copy(self.history)  # of which the report of the last call is made
-        self.history.begun = self.history.ready = time.monotonic()
+        self.spec = spec
+        self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the last one's is read
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
         self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
         self.outcome = Outcome(spec, plan.directory)
@@ -125,38 +179,36 @@ class KeptHandle(LaunchHandle):
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
         elif isinstance(record, RanksStarting):
-            self._answers = ResultQueue(Connection(fds[1], writable=False))
-            self.relay.watch(fds[1])
+            self._direct.take_answers(fds[1], fds[2])
+            self.relay.watch(fds[2])
         elif isinstance(record, RankStarted):
-            self._ways[record.rank] = Channel.adopt(fds[0])
+            self._direct.take_rank(record.rank, fds[0])
             fds = fds[1:]
         self._note_values()
         super()._show(record, fds)
 
     def _take_answers(self, ready: set[int]) -> None:
-        if self._answers is not None and self._answers.fileno() in ready:
+        if self._direct.fd in ready:
             self._read_answers()
             self._note_values()
 
     def _read_answers(self) -> None:
         """Takes in the values that ranks have sent without their agent."""
-        if self._answers is None:
-            return
         try:
-            answers = self._answers.drain()
+            answers = self._direct.drain()
         except EOFError:  # the ranks are gone, and their agent
-            self.relay.unwatch(self._answers.fileno())
-            self._answers.close_reader()
-            self._answers = None
+            self.relay.unwatch(self._direct.fd)
+            self._direct.close_answers()
             return
         for answer in answers:
-            if answer.number == self._number:
+            if answer[1] == self._number:
                 self._take_answer(answer)
 
-    def _take_answer(self, answer: Answer) -> None:
-        rank = self.spec.rank(answer.local_rank)
-        told = (answer.kind, answer.consequence, time.monotonic(), answer.stale, answer.data)
-        self.outcome.take(RankAnswered(rank, self.history.started[rank].pid, *told), [])
+    def _take_answer(self, answer: DirectAnswer) -> None:
+        local_rank, _, stale, data = answer
+        rank = self.spec.rank(local_rank)
+        pid = self.history.started[rank].pid
+        self.outcome.take(RankAnswered(rank, pid, Kind.VALUE, False, time.monotonic(), stale, data), [])
 
     def _note_values(self) -> None:
         """Notes whether all values of a call are there that is over with them."""
@@ -165,10 +217,7 @@ class KeptHandle(LaunchHandle):
 
     def close(self) -> None:
         super().close()
-        for way in self._ways.values():
-            way.close()
-        if self._answers is not None:
-            self._answers.close_reader()
+        self._direct.close()
 
     def _end_output(self, until: float) -> None:
         self.relay.finish_call(until)

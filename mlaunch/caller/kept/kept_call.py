@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.start import unpicklable_call
-from mlaunch.protocol import destination, explain, payload
+from mlaunch.protocol import calls, destination, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.destination import Destination
 from mlaunch.protocol.payload import Payload
@@ -40,53 +41,90 @@ class RanksFuture(Future[Any]):
         return None if self.make_report is None else self.make_report()
 
 
+def _held_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False)
 class KeptCall:
-    """``number``: of this caller's calls on these ranks; ``spec``: with this call's name and deadline."""
+    """``number``: of this caller's calls on these ranks; ``spec``: with this call's name and deadline.
+
+    ``over``: it is settled or cancelled, and that was told. ``stale`` is as the future's.
+    """
 
     number: int
     spec: LaunchSpec
     content: Payload
     plan: OutputPlan
-    future: RanksFuture = field(default_factory=RanksFuture)
+    future: RanksFuture | None = None  # somebody has, or will
     ended: Ended | None = None
-    over: threading.Event = field(default_factory=threading.Event)  # it is settled or cancelled, and that was told
+    stale: str = ""
+    over: bool = False
+    _running: threading.Lock = field(default_factory=_held_lock)
+
+    def begin(self) -> bool:
+        """Tells whether to begin it; False if its future was cancelled."""
+        return self.future is None or self.future.set_running_or_notify_cancel()
 
     def settle(self, ended: Ended) -> None:
         """Keeps how it ended; ``tell`` then tells."""
-        self.ended, self.future.make_report = ended, ended.report
+        self.ended = ended
+        if self.future is not None:
+            self.future.make_report, self.future.stale = ended.report, self.stale
         self.close()
 
     def tell(self) -> None:
         """Lets those know who wait for a settled call; it may run code of theirs."""
-        try:
-            if self.ended is not None and self.ended.error is not None:
-                self.future.set_exception(self.ended.error)
-            elif self.ended is not None:
-                self.future.set_result(self.ended.values)
-        except BaseException:  # sys.exit in a callback: whoever drives has to drive on
-            _log.exception("a callback of the future of %s raised", self.spec.name)
-        self.over.set()
+        if self.future is not None and self.ended is not None:
+            try:
+                _resolve(self.future, self.ended)
+            except BaseException:  # sys.exit in a callback: whoever drives has to drive on
+                _log.exception("a callback of the future of %s raised", self.spec.name)
+        self._end()
 
     def cancel(self) -> None:
         """Cancels one that has not begun; it may run code of who waits."""
-        self.future.cancel()
+        if self.future is not None:
+            self.future.cancel()
         self.close()
-        self.over.set()
+        self._end()
+
+    def wait(self) -> None:
+        """Waits until it is over, which another thread sees to."""
+        with self._running:
+            pass
 
     def close(self) -> None:
         content, self.content = self.content, Payload()
         content.close()
 
+    def _end(self) -> None:
+        self.over = True
+        self._running.release()
+
+
+def _resolve(future: RanksFuture, ended: Ended) -> None:
+    if ended.error is not None:
+        future.set_exception(ended.error)
+    else:
+        future.set_result(ended.values)
+
 
 def pickle_call(to: Destination, name: str, call: Call) -> Payload:
     """Pickles the call. TypeError that names what cannot be pickled."""
+    plain = calls.to_plain(call)
+    if type(plain[0]) is tuple and payload.PLAIN.issuperset(map(type, (*call.args, *call.kwargs.values()))):
+        data = pickle.dumps(plain, 5)
+        if len(data) <= _CALL_LIMIT:
+            return Payload(data)
     with destination.towards(to), interrupts.allowed():  # it runs code of the user's, and may take long
         try:
-            return payload.pack(call, "call", most=_CALL_LIMIT)
+            return payload.pack(plain, "call", most=_CALL_LIMIT)
         except OSError:
             raise
         except Exception as error:  # whatever a __reduce__ may raise
-            if is_misuse(error):  # a handle that does not belong there
+            if is_misuse(error) or interrupts.by_handler(error):  # a handle that does not belong there, an alarm
                 raise
             raise unpicklable_call(call, name, error) from explain.below_the_pickler(error)

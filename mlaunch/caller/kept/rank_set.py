@@ -57,14 +57,14 @@ class RankSet:
         """Returns a number that no call and no held value of these ranks has."""
         return next(self._numbers)
 
-    def submit(self, options: Options, call: Call) -> KeptCall:
+    def submit(self, options: Options, call: Call) -> RanksFuture:
         """Queues a call; of the options count those that are a call's own."""
-        session, made = None, None
+        session, made, future = None, None, RanksFuture()
         try:
             with interrupts.deferred():
-                session, made = self._submit(options, call)
+                session, made = self._submit(options, call, future)
                 session.leave_to_thread()
-            return made
+            return future
         except BaseException as interrupt:  # nobody will have the future
             if session is not None and made is not None:
                 session.interrupt(made, interrupt)
@@ -73,12 +73,12 @@ class RankSet:
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
         """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
         with interrupts.deferred():  # one for all of it: between the two nobody would end the call
-            session, made = self._submit(options, call)
+            session, made = self._submit(options, call, None)
             ended = session.run(made)
-        self.note(made.future)
+        self._note(ended.report, made.stale)
         return session.launch_id, ended
 
-    def _submit(self, options: Options, call: Call) -> tuple[Session, KeptCall]:
+    def _submit(self, options: Options, call: Call, future: RanksFuture | None) -> tuple[Session, KeptCall]:
         if not isinstance(call.function, calls.Reference):
             arguments.check(call.function, call.args, call.kwargs)
         flush_streams()  # what was printed before the call stands before what the ranks print
@@ -86,6 +86,7 @@ class RankSet:
             while True:
                 session = self._open_again()
                 made = self._make(session, options, call)
+                made.future = future
                 try:
                     session.submit(made)
                     return session, made
@@ -97,10 +98,14 @@ class RankSet:
 
     def note(self, future: Future[Any]) -> None:
         """Keeps the report of a call that is over, and warns of old code in the ranks."""
-        if not isinstance(future, RanksFuture) or future.make_report is None:
+        if isinstance(future, RanksFuture) and future.make_report is not None:
+            self._note(future.make_report, future.stale)
+
+    def _note(self, report: Callable[[], LaunchReport], stale: str) -> None:
+        self.reports.append(report)
+        if not stale:
             return
-        self.reports.append(future.make_report)
-        new = [name for name in future.stale.split(",") if name and name not in self.told_stale]
+        new = [name for name in stale.split(",") if name not in self.told_stale]
         self.told_stale.update(new)
         if new:
             warn_caller(

@@ -87,13 +87,13 @@ class Ranks:
         function, args = _unwrapped(function, args)
         ours = self._set
         try:
-            call = ours.submit(ours.options, Call(function, args, kwargs))
+            future = ours.submit(ours.options, Call(function, args, kwargs))
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
             raise error.with_traceback(None) from error.__cause__
-        call.future.add_done_callback(ours.note)  # not the call: it holds the future
-        return call.future
+        future.add_done_callback(ours.note)  # not the call: it holds the future
+        return future
 
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
         """Runs the function on every rank and leaves there what it returns; returns the handle of these objects."""

@@ -65,9 +65,9 @@ class Session:
     def run(self, call: KeptCall) -> Ended:
         """Drives a submitted call to its end; an interrupt ends it, and is how it ended."""
         interrupt: BaseException | None = None
-        while not call.over.is_set():
+        while not call.over:
             try:
-                self._driver.drive(call.over)
+                self._driver.drive(call)
             except BaseException as error:  # Ctrl-C, or what another signal handler raised
                 self.interrupt(call, error, again=interrupt is not None)
                 interrupt = interrupt or error
@@ -81,7 +81,7 @@ class Session:
             return
         try:
             while wait and (last := self._last()) is not None:
-                self._driver.drive(last.over)
+                self._driver.drive(last)
             self._begin_to_end()
             self._driver.drive_to_end()
         except BaseException:  # Ctrl-C, while they take their time
@@ -109,6 +109,10 @@ class Session:
 
     # Steps
 
+    def watch(self, fd: int) -> None:
+        """Has ``fileno`` tell of another descriptor, too."""
+        self.handle.relay.watch(fd)
+
     def fileno(self) -> int:
         return self.handle.fileno()
 
@@ -127,9 +131,24 @@ class Session:
                     self._take_step()
                 except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
                     self._break(error)
-        while self._settled:  # without the lock, since it runs code of theirs
-            call = self._settled.popleft()
-            call.tell()
+        self._tell_settled()
+
+    def hear_values(self, call: KeptCall) -> None:
+        """Takes in the values of this call and those before it, as long as nothing else comes; it waits for them."""
+        while self.handle.ahead and not call.over:
+            ready = self.handle.wait_ahead()
+            with self.lock:
+                if not self.handle.hear_ahead(ready):
+                    return
+                if self.handle.over:
+                    self._finish_present()
+                    self._advance()
+            self._tell_settled()
+
+    def _tell_settled(self) -> None:
+        """Tells those who wait; without the lock, since it runs code of theirs."""
+        while self._settled:
+            self._settled.popleft().tell()
 
     def _take_step(self) -> None:
         if not self.handle.step():
@@ -162,7 +181,7 @@ class Session:
         """Begins the next call if none runs."""
         while self._present is None and self._queue and not self.ended.is_set() and not self.handle.ending:
             call = self._queue.popleft()
-            if not call.future.set_running_or_notify_cancel():
+            if not call.begin():
                 call.cancel()
                 continue
             self._present = call
@@ -175,13 +194,12 @@ class Session:
 
     def _finish_present(self) -> None:
         call, self._present = self._present, None
-        stale = self.handle.outcome.stale
-        ended = self.handle.finish()
+        ended, stale = self.handle.finish()
         self._idle_since = time.monotonic()
         if call is not None:
             if ended.error is not None:
                 add_staying(ended.error)
-            call.future.stale = stale
+            call.stale = stale
             call.settle(ended)
             self._settled.append(call)
 
@@ -200,7 +218,7 @@ class Session:
             self._settled.append(self._present)
         self._present = None
         for call in self._queue:
-            if call.future.set_running_or_notify_cancel():
+            if call.begin():
                 call.settle(Ended(ended.report, [], lost(call.spec.name, self.why_lost)))
                 self._settled.append(call)
         self._queue.clear()
@@ -208,7 +226,7 @@ class Session:
         if self._own_server:
             self.handle.server.close()
         self.ended.set()
-        self._driver.notify()
+        self._driver.end()
 
     def _fate_of_server(self) -> str:
         server = self.handle.server
@@ -223,8 +241,7 @@ class Session:
             elif call is self._present and again:
                 self.handle.cancel(force=True)
             elif call is self._present:
-                self.handle.outcome.interrupt = interrupt
-                self.handle.end_call(call)
+                self.handle.end_call(call, interrupt)
         self._driver.notify()
 
     def _last(self) -> KeptCall | None:

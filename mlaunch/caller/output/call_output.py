@@ -48,6 +48,7 @@ class CallOutput:
         self._streams: list[Stream] = []
         self._fresh: list[tuple[float, Stream, bytes]] = []  # lines of this round, with the time of their writing
         self.status: Callable[[], list[str]] = list  # the lines above the bars
+        self._like: OutputPlan | None = None  # another plan that it can serve
         self._touched = False  # something has come, or was shown
 
     def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> Stream:
@@ -66,11 +67,18 @@ class CallOutput:
 
     def serve(self, plan: OutputPlan) -> bool:
         """Serves another call, if that asks for the same and nothing has come; most calls print nothing."""
-        reused = self.untouched and plan.like(self.plan)
+        reused = self.serves(plan)
         if reused:
             self._number.give_back()
             self._number, self.plan = Number(), plan
         return reused
+
+    def serves(self, plan: OutputPlan) -> bool:
+        """Tells whether it can serve another call."""
+        if self._touched or (plan is not self._like and not plan.like(self.plan)):
+            return False
+        self._like = plan
+        return True
 
     def take(self, stream: Stream, data: bytes) -> None:
         """Takes what a rank has printed."""

@@ -62,6 +62,10 @@ class Relay:
         due = self.output.due()
         return None if due is None else max(0.0, due - self._clock())
 
+    def wait(self, timeout: float | None = None) -> list[int]:
+        """Waits until something can be read, carrying nothing; returns what. ``timeout`` in seconds, None: none."""
+        return [fd for fd, _ in self._poll.poll(timeout)]
+
     def carry(self) -> set[int]:
         """Carries what has come, without waiting; returns the watched descriptors that can be read."""
         ready = {fd for fd, _ in self._poll.poll(0)}

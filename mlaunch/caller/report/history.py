@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from mlaunch.base.errors import describe_exit
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span
-from mlaunch.protocol.board import Board, in_order
+from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages import Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -25,11 +27,26 @@ _NAMES = {
     Phase.ANSWERING: "send",
     Phase.FAILING: "send",
     Phase.RETURNED: "wait",
+    Phase.IDLE: "wait",
     Phase.LEAVING: "stop",
 }
 
 
 _WARM = 0.05  # seconds: a fork server that was warm has imported nothing
+
+
+class _Once:
+    """Makes a report when it is first asked for. functools.cache would cost a short call too much."""
+
+    def __init__(self, make: Callable[[], LaunchReport]) -> None:
+        self._make: Callable[[], LaunchReport] | None = make
+        self._made: LaunchReport | None = None
+
+    def __call__(self) -> LaunchReport:
+        make = self._make
+        if self._made is None and make is not None:
+            self._made, self._make = make(), None
+        return cast("LaunchReport", self._made)
 
 
 @dataclass
@@ -71,9 +88,26 @@ class History:
             )
             for rank, started in sorted(self.started.items())
         ]
-        return functools.cache(
-            functools.partial(self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now)
-        )
+        return _Once(functools.partial(self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now))
+
+    def report_of_values(
+        self, spec: LaunchSpec, sizes: Sequence[int], begun: float, printed: Mapping[int, bytes] | None
+    ) -> Callable[[], LaunchReport]:
+        """Does the same for a call on ranks that stay, all of which have returned; fast, since most are not read.
+
+        ``sizes``: of their values, in bytes. ``begun``: when it began, in monotonic seconds.
+        """
+        times, now = self.board.all_times() if self.board is not None else [], time.monotonic()
+
+        def make() -> LaunchReport:
+            rows = [
+                _Row(self.started[rank], None, "returned", size, row)
+                for rank, (size, row) in enumerate(zip(sizes, map(read_times, times), strict=True))
+            ]
+            history = dataclasses.replace(self, begun=begun, ready=begun)
+            return history._report(spec, None, printed, rows=rows, now=now)
+
+        return _Once(make)
 
     def _report(
         self,
