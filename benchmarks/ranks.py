@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import statistics
@@ -22,6 +23,7 @@ from mlaunch import Ranks, launcher
 from mlaunch.caller.warm import warm_server
 
 _SIZE = 4
+_ROW_LENGTH = 20  # calls, one after the other
 _CALLS = 10_000
 _GRACE = 1.0  # seconds
 
@@ -59,10 +61,19 @@ def _empty(rounds: int) -> list[Row]:
         for measure in names.values():
             with contextlib.suppress(Exception):  # which the measurement will tell
                 measure()
-        medians = alternate(names, rounds * 20)
+        alone = alternate(names, rounds * 20)
+        in_a_row = alternate({name: functools.partial(_in_a_row, measure) for name, measure in names.items()}, rounds)
     bounds = {"mlaunch Ranks": ("", "<= 2 ms"), "a warm launch": ("mlaunch Ranks", ">= 15")}
     bounds |= {name: ("mlaunch Ranks", ">= 1") for name in stayers.ALL}
-    return compare(f"an empty call on {_SIZE} ranks", medians, bounds, "s")
+    case = f"an empty call on {_SIZE} ranks"
+    return [
+        *compare(f"{case}, after other work", alone, bounds, "s"),
+        *compare(f"{case}, {_ROW_LENGTH} in a row", in_a_row, bounds, "s"),
+    ]
+
+
+def _in_a_row(measure: Callable[[], float]) -> float:
+    return statistics.median(measure() for _ in range(_ROW_LENGTH))
 
 
 @contextlib.contextmanager
