@@ -18,6 +18,7 @@ from mlaunch.agent.stack_requests import StackRequests, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.prepared import Details, with_details
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
 
@@ -72,6 +73,10 @@ class Inspection:
         self._listen_at = None
         with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
             self._listener = registry.listen(self._spec.context.environ, self._spec.launch_id)
+
+    def learn(self, details: Details) -> None:
+        """Takes in what call a prepared launch has got."""
+        self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:
         if self._listener is not None:

@@ -14,6 +14,7 @@ from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept import KeptSupervisor
 from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
+from mlaunch.agent.prepared import PreparedSupervisor, as_prepared, lower_priority
 from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
@@ -39,7 +40,7 @@ class Order:
     """What the fork server hands to an agent: the launch's file descriptors, and its own, which the agent closes."""
 
     spec_fd: int
-    call_fd: int
+    call_fd: int  # -1: the launch is to be prepared
     launcher_fd: int
     stdout: int
     stderr: int
@@ -58,7 +59,8 @@ def run_agent(order: Order) -> NoReturn:
         linux.wake_with(order.parent)
         order.foreign.close_in_child()
         _take_over_streams(order)
-        with error_file.with_directory(payload.read(order.spec_fd)) as spec:
+        spec = payload.read(order.spec_fd)
+        with error_file.with_directory(as_prepared(spec) if order.call_fd < 0 else spec) as spec:
             _supervise(order, spec, launcher)
         code = 0
     except NoLaunchError:
@@ -85,11 +87,12 @@ def _silence_input() -> None:
 
 def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
     os.close(order.spec_fd)
+    priority = lower_priority() if spec.prepared else None
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()
     parent = os.pidfd_open(order.parent)
     listener = _listen(spec, launcher)
-    owned = OwnedFds(parent, order.launcher_fd, order.call_fd)
+    owned = OwnedFds(parent, order.launcher_fd, *([] if spec.prepared else [order.call_fd]))
     joined = Joined(spec, None, Peers())
     if spec.cluster is not None:
         joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
@@ -105,19 +108,25 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
         _host_store(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
-    kind = KeptSupervisor if spec.stays else Supervisor
-    supervisor = kind(
-        Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
-    )
-    if not spec.stays:
-        supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
-    os.close(order.call_fd)
+    scene = Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
+    supervisor = _begin(order, spec, scene, priority)
     try:
         supervisor.run()
     finally:
         inspection.close()
     if _may_say_so(spec) and not linux.wait_readable([parent], 0.0):  # else the launcher has that to hear
         launcher.try_send(Finished())
+
+
+def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | None) -> Supervisor:
+    """Returns the supervisor, which has begun the call if that is there already."""
+    if spec.prepared:
+        return PreparedSupervisor(scene, priority)
+    supervisor = KeptSupervisor(scene) if spec.stays else Supervisor(scene)
+    if not spec.stays:
+        supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
+    os.close(order.call_fd)
+    return supervisor
 
 
 def _may_say_so(spec: LaunchSpec) -> bool:

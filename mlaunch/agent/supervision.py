@@ -11,6 +11,7 @@ from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.system import System
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Errand
+from mlaunch.protocol.prepared import Details
 from mlaunch.protocol.results import Results
 from mlaunch.rendezvous.store import StoreProcess
 
@@ -39,4 +40,5 @@ class OngoingCall:
     due: float | None  # when the deadline passes, on the supervisor's clock; None: it does not, or it has
     released: bool = False  # all have answered, so the ranks may go on
     errand: Errand = Errand.RUN
+    details: Details | None = None  # for ranks that were prepared
     from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us

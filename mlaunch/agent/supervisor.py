@@ -32,6 +32,7 @@ from mlaunch.protocol.messages import (
     RunCall,
     ServerGone,
 )
+from mlaunch.protocol.prepared import Details
 from mlaunch.rendezvous.store import StoreProcess
 
 
@@ -58,14 +59,16 @@ class Supervisor:
         )  # fmt: skip
         self._stopping.on_begin = self._begin_stopping
 
-    def begin_call(self, call_fd: int | None, deadline: float | None, left: float | None) -> None:
+    def begin_call(
+        self, call_fd: int | None, deadline: float | None, left: float | None, details: Details | None = None
+    ) -> None:
         """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
         due = None if left is None else self._clock() + left
-        self._begin(OngoingCall(self._call.number + 1, deadline, due), call_fd=call_fd)
+        self._begin(OngoingCall(self._call.number + 1, deadline, due, details=details), call_fd=call_fd)
 
     def _begin(self, call: OngoingCall, data: bytes = b"", call_fd: int | None = None) -> None:
         self._call = call
-        record = pickled(RunCall(call.number, call.errand, data, attached=call_fd is not None))
+        record = pickled(RunCall(call.number, call.errand, data, call_fd is not None, call.details))
         for rank in self._by_local_rank:
             rank.begin_call(record, [] if call_fd is None else [call_fd])
 

@@ -94,6 +94,16 @@ def open_standard_streams() -> None:
     os.close(fd)
 
 
+def memory_is_short() -> bool:
+    """Tells whether the machine has less than a tenth of its memory left; not where it does not say."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines()[:3]:
+            name, _, rest = line.partition(":")
+            found[name] = int(rest.split()[0])
+    return 10 * found.get("MemAvailable", 1) < found.get("MemTotal", 0)
+
+
 def print_by_lines() -> None:
     """Has C code write each line as it prints it, even into a pipe."""
     _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _IOLBF, 0)

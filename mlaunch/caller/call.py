@@ -14,18 +14,22 @@ from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts, start_server
 from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
 from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
-from mlaunch.caller.start import ServerGoneError, start_launch
+from mlaunch.caller.start import ServerGoneError, start_launch, start_or_take
 from mlaunch.caller.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
+
+# A warm server that is killed just before the call still looks alive, and so does a prepared launch.
+_TRIES = 3
 
 
 def call_on_ranks(
@@ -52,24 +56,22 @@ def call_on_ranks(
 
 
 def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
-    ended = _try(options, call, name, number)
-    # A warm server that is killed just before the call still looks alive; nothing has run, so a new one is asked.
-    if ended is None and options.start_method == "forkserver":
+    for _ in range(_TRIES):
         ended = _try(options, call, name, number)
-    if ended is None:
-        raise LaunchError(f"the fork server was killed before it could start {name}, and another one as well")
-    return ended
+        if ended is not None:
+            return ended
+    raise LaunchError(f"the fork server was killed before it could start {name}, and another one as well")
 
 
 def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | None:
-    """Returns how one attempt ended; None if the fork server was gone before it had started anything."""
+    """Returns how one attempt ended; None if nothing was started: a warm server, or a prepared launch, was gone."""
     history = History()
     environ = {**os.environ, **(options.env or {})}
     server = server_for(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
         spec = planned(options, Machine(server.ready(number.time_left), server.count_devices), name, environ, number)
         history.ready = time.monotonic()
-        handle = start_launch(server, spec, _as_sent(options, call), output_plan(options, spec), history)
+        handle = _start(options, server, spec, call, history)
         try:
             ended = handle.wait()
             return None if handle.never_began and options.start_method == "forkserver" else ended
@@ -82,6 +84,13 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
     finally:
         if options.start_method != "forkserver":
             server.close()
+
+
+def _start(options: Options, server: ForkServer, spec: LaunchSpec, call: Call, history: History) -> LaunchHandle:
+    sent, output = _as_sent(options, call), output_plan(options, spec)
+    if options.start_method == "forkserver" and sent is not None:
+        return start_or_take(server, spec, sent, output, history)
+    return start_launch(server, spec, sent, output, history)
 
 
 def planned(options: Options, machine: Machine, name: str, environ: Mapping[str, str], number: Attempt) -> LaunchSpec:

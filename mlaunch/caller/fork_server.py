@@ -17,6 +17,7 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Cancel, CountDevices, DeviceCount, NotReady, Ready, Retire, StartLaunch
+from mlaunch.protocol.prepared import Prepare
 from mlaunch.protocol.spec import LaunchSpec
 
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
@@ -129,29 +130,36 @@ class ForkServer:
             raise LaunchError(f"counting the accelerators failed: {answer.error}")
         return answer.count
 
-    def launch(self, spec: LaunchSpec, call: Call | None) -> Channel:
-        """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory."""
+    def launch(self, spec: LaunchSpec, call: Call | None, following: Channel | None = None) -> Channel:
+        """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
+
+        ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not.
+        """
         with _standard_streams() as streams:
-            return self._ask(StartLaunch(), [("spec", spec), ("call", call)], streams)
+            beside = streams if following is None else [*streams, following.fileno()]
+            return self._ask(StartLaunch(), [("spec", spec), ("call", call)], beside)
+
+    def prepare(self, following: Channel) -> None:
+        """Has a launch like the last one prepared. ``following``: its end of the channel. OSError if it is gone."""
+        with self._lock:
+            self._control.send(Prepare(), [following.fileno()])
+
+    def adopt(self, launch: Channel) -> None:
+        """Counts a prepared launch among those that run."""
+        self._launches.add(launch)
 
     def _ask(self, record: object, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()) -> Channel:
-        memfds: list[int] = []
         ours, theirs = Channel.pair()
         _open_channels.add(ours)
         self._launches.add(ours)
         try:
-            for name, value in values:
-                memfds.append(payload.create(name))
-                with interrupts.allowed():  # it runs code of the user's, and may take long
-                    payload.write(memfds[-1], value)
-            with self._lock:
+            with in_memfds(values) as memfds, self._lock:
                 self._control.send(record, [*memfds, theirs.fileno(), *extra])
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-            close_all(memfds)
         return ours
 
     def retire(self) -> None:
@@ -180,6 +188,28 @@ def _standard_streams():  # type: ignore[no-untyped-def]
         yield [fd if _is_open(fd) else null for fd in (1, 2)]
     finally:
         os.close(null)
+
+
+class in_memfds:
+    """Gives memfds with values, by name, to a block. No context manager of contextlib's; see ``interrupts``."""
+
+    def __init__(self, values: Sequence[tuple[str, object]]) -> None:
+        self._values = values
+        self._memfds: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        try:
+            for name, value in self._values:
+                self._memfds.append(payload.create(name))
+                with interrupts.allowed():  # it runs code of the user's, and may take long
+                    payload.write(self._memfds[-1], value)
+        except BaseException:
+            close_all(self._memfds)
+            raise
+        return self._memfds
+
+    def __exit__(self, *_: object) -> None:
+        close_all(self._memfds)
 
 
 def _is_open(fd: int) -> bool:

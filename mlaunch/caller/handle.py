@@ -23,6 +23,7 @@ from mlaunch.protocol import error_file, registry
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Waiting
 from mlaunch.protocol.messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
+from mlaunch.protocol.prepared import CallBegun
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -50,9 +51,11 @@ class LaunchHandle:
     outcome: Outcome = field(init=False)
     waiting: str = ""  # for other machines
     ending: bool = False  # it is being cancelled
-    never_began: bool = False  # the fork server was gone, by itself, before it had forked the agent
+    prepared: bool = False  # before the call
+    never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or a prepared agent
 
     def __post_init__(self) -> None:
+        self._has_begun = False
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
@@ -153,18 +156,20 @@ class LaunchHandle:
         try:
             record, fds = self.agent.receive()
         except EOFError:
-            self.never_began = self._limits.agent is None and not self.outcome.broken and not self.ending
+            self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
             self.outcome.broken = self.outcome.broken or self.server.describe_end()
             self._tidy_up()
             return False
         if isinstance(record, AgentStarted):
             (self._limits.agent,) = fds
             self.relay.watch(fds[0])
+        self._has_begun = self._has_begun or isinstance(record, CallBegun if self.prepared else AgentStarted)
         self.history.take(record, fds)
         self.outcome.take(record, fds)
         if isinstance(record, Reaped) and record.exitcode != 0:
             self._tidy_up()
         if isinstance(record, (Finished, Reaped)):
+            self.never_began = self.prepared and not self._has_begun and not self.ending
             return False
         self._show(record, fds)
         return True

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
-from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.fork_server import ForkServer, in_memfds
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.prepared import preparation
 from mlaunch.caller.report.history import History
 from mlaunch.protocol import explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.prepared import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -32,8 +35,47 @@ def start_launch(
         TypeError: The function or an argument cannot be pickled.
     """
     spec = with_pipes(spec, output)
-    agent = send_launch(server, spec, call)
+    return _handle(server, spec, send_launch(server, spec, call), output, history)
+
+
+def start_or_take(
+    server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
+) -> LaunchHandle:
+    """Does the same with a server that stays: takes the launch that it has prepared, if it can serve this call.
+
+    In any case the next one is to be prepared.
+    """
+    spec = with_pipes(spec, output)
+    agent = preparation.take(server, spec)
+    following = preparation.expect(server, spec)
+    try:
+        if agent is None:
+            return _handle(server, spec, send_launch(server, spec, call, following), output, history)
+        _send_call(server, agent, spec, call)
+        if following is not None:
+            with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
+                server.prepare(following)
+    finally:
+        if following is not None:
+            following.close()
+    handle = _handle(server, spec, agent, output, history)
+    handle.prepared = True
+    return handle
+
+
+def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: OutputPlan, history: History) -> LaunchHandle:
     return LaunchHandle(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
+
+
+def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call) -> None:
+    """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
+    try:
+        with _naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
+            agent.try_send(BeginCall(details_of(spec)), memfds)
+    except BaseException:
+        agent.close()
+        raise
+    server.adopt(agent)
 
 
 def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
@@ -41,18 +83,29 @@ def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
     return dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
 
 
-def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None) -> Channel:
+def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None, following: Channel | None = None) -> Channel:
     """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
-        return server.launch(spec, call)
+        with _naming_culprits(spec, call):
+            return server.launch(spec, call, following)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
-    except OSError:  # no file descriptor, no memory: not the call's fault
-        raise
-    except Exception as error:  # whatever a __reduce__ may raise
-        if call is None or is_misuse(error) or interrupts.by_handler(error):
-            raise
-        raise unpicklable_call(call, spec.name, error) from explain.below_the_pickler(error)
+
+
+class _naming_culprits:
+    """Says what of a call cannot be pickled, if that is why a block fails."""
+
+    def __init__(self, spec: LaunchSpec, call: Call | None) -> None:
+        self._name, self._call = spec.name, call
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
+            return
+        if self._call is None or is_misuse(error) or interrupts.by_handler(error):
+            return
+        raise unpicklable_call(self._call, self._name, error) from explain.below_the_pickler(error)
 
 
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:

@@ -19,13 +19,15 @@ from typing import NoReturn
 
 from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
-from mlaunch.base.fds import OwnedFds, close_all
+from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import last_bytes
 from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.huge_pages import use_huge_pages
+from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, AgentStarted, CountDevices, NotReady, Reaped, Retire, StartLaunch
+from mlaunch.protocol.prepared import Prepare
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = (
@@ -82,6 +84,7 @@ class _ForkServer:
     retiring: bool = False
     launched: int = 0  # launches that have ended
     settled: bool = False
+    next: NextLaunch = field(default_factory=NextLaunch)
 
     def run(self) -> None:
         try:
@@ -93,7 +96,7 @@ class _ForkServer:
         while self.children or not self.retiring:
             ready = set(linux.wait_readable([caller, self.control.fileno(), *self.children], self._timeout()))
             if not ready:
-                self._settle()
+                self._use_pause(caller)
             for pidfd in ready & set(self.children):
                 self._finish(pidfd)
             if caller in ready:
@@ -121,9 +124,16 @@ class _ForkServer:
         return True
 
     def _timeout(self) -> float | None:
-        """Seconds until we may settle; None once that is done, or nothing was launched yet."""
+        """Seconds until we may settle, or prepare a launch; None once that is done, or nothing was launched yet."""
         idle = self.launched > 0 and not self.children
-        return _IDLE if idle and not self.settled and self.call is None else None
+        busy = not self.settled or self.next.wanted
+        return _IDLE if idle and busy and self.call is None else None
+
+    def _use_pause(self, caller: int) -> None:
+        if not self.settled:
+            self._settle()
+        else:
+            self._prepare_next(caller)
 
     def _settle(self) -> None:
         """Makes later launches faster, for a tenth of a second that a script of one launch need not spend."""
@@ -138,25 +148,43 @@ class _ForkServer:
         except EOFError:
             return False
         if isinstance(record, StartLaunch):
-            self._launch(fds, caller)
+            self._start(fds, caller)
+        elif isinstance(record, Prepare):
+            self.next.want(fds[0])
         elif isinstance(record, CountDevices):
             self._count(fds)
         elif isinstance(record, Retire):
             self.retiring = True
         return True
 
-    def _launch(self, fds: list[int], caller: int) -> None:
+    def _start(self, fds: list[int], caller: int) -> None:
+        spec_fd, call_fd, launcher_fd, out, err, *wanted = fds
+        self.next.forget()
+        self._launch((spec_fd, call_fd, launcher_fd, out, err), caller)
+        os.close(call_fd)
+        self.next.remember((spec_fd, out, err))
+        if wanted:
+            self.next.want(wanted[0])
+        else:
+            self.next.forget()
+
+    def _prepare_next(self, caller: int) -> None:
+        """Prepares the next launch. The lowest priority is its own business."""
+        spec_fd, launcher_fd, out, err = self.next.take()
+        self._launch((spec_fd, -1, launcher_fd, out, err), caller)
+
+    def _launch(self, fds: tuple[int, int, int, int, int], caller: int) -> None:
+        """Forks the agent of a launch. Of the descriptors it keeps the socket alone."""
         from mlaunch.agent import main
 
         spec_fd, call_fd, launcher_fd, out, err = fds
         parent = os.getpid()
         pid = self._fork(launcher_fd)
         if pid == 0:
-            foreign = self._owned(caller)
+            foreign = self._owned(caller, spare=fds)
             main.run_agent(main.Order(spec_fd, call_fd, launcher_fd, out, err, parent, foreign, self.call))
         if pid is not None:
             self._keep(pid, launcher_fd, is_agent=True)
-        close_all((spec_fd, call_fd, out, err))
 
     def _count(self, fds: list[int]) -> None:
         environ_fd, answer_fd = fds
@@ -183,11 +211,12 @@ class _ForkServer:
         pidfd, channel = os.pidfd_open(pid), Channel.adopt(channel_fd)
         self.children[pidfd] = _Child(pid, channel, is_agent)
         if is_agent:
-            channel.try_send(AgentStarted(), [pidfd])
+            channel.try_send(AgentStarted(pid), [pidfd])
 
-    def _owned(self, caller: int) -> OwnedFds:
+    def _owned(self, caller: int, spare: Sequence[int] = ()) -> OwnedFds:
         channels = [self.control, *(child.channel for child in self.children.values())]
-        return OwnedFds(caller, *self.children, *(channel.fileno() for channel in channels))
+        ours = {caller, *self.children, *self.next.fds(), *(channel.fileno() for channel in channels)}
+        return OwnedFds(*ours - set(spare))
 
     def _finish(self, pidfd: int) -> None:
         """Reaps a child and whatever it left, then says its last word."""

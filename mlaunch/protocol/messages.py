@@ -19,6 +19,8 @@ import enum
 import signal
 from dataclasses import dataclass
 
+from mlaunch.protocol.prepared import Details
+
 CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
 
 
@@ -53,12 +55,17 @@ class DeviceCount:
 
 @dataclass(frozen=True)
 class StartLaunch:
-    """Starts a launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""
+    """Starts a launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr.
+
+    If there is one more, it is the socket of the next launch, which is to be prepared (see prepared.py).
+    """
 
 
 @dataclass(frozen=True)
 class AgentStarted:
     """The launch's agent was forked. Attached: its pidfd, with which the launcher can end it if it does not answer."""
+
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ class RunCall:
     errand: Errand = Errand.RUN
     data: bytes = b""
     attached: bool = False
+    details: Details | None = None  # for ranks that were prepared
 
 
 @dataclass(frozen=True)

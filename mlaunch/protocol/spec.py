@@ -100,6 +100,7 @@ class LaunchSpec:
     cluster: Cluster | None = None  # None: a launch on this machine alone
     node_rank: int = 0  # of this machine, by its ranks
     num_nodes: int = 1
+    prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
     stays: bool = False  # the ranks stay between calls, which are sent one after the other
     count_machines: bool = False  # rank_start and world_size are guesses, until all machines have told their sizes
     interface: str = "lo"  # on which the ranks talk; "": not known

@@ -15,6 +15,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Answer, AnswerFile, Errand, Kind, Phase, RunCall
 from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.prepared import Details, with_details
 from mlaunch.protocol.results import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, process, progress, remote_error
@@ -103,7 +104,15 @@ class Rank:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
         self._task = Task(record.number, call, record.errand)
+        if record.details is not None:
+            self._learn(record.details)
         return self._task
+
+    def _learn(self, details: Details) -> None:
+        """Takes in, as a rank that was prepared, what its launch is about."""
+        self._spec = with_details(self._spec, details)
+        self._who = f"rank {self._spec.rank(self._args.local_rank)} of {self._spec.name}"
+        sys.argv[:] = details.argv
 
     def _hear(self) -> tuple[object, list[int]]:
         """Waits for the next record that is not about where to write."""

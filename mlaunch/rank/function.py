@@ -22,6 +22,7 @@ from mlaunch.protocol import calls, explain, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.prepared import Details
 from mlaunch.rank import current, device, environment, group, main_module, process, text_bars
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.stamped import StampedFile
@@ -42,12 +43,14 @@ class FunctionRank(Rank):
     def __init__(self, args: RankArgs) -> None:
         super().__init__(args)
         self._bound: torch.device | None = None
+        self._is_early = False  # its first call has come already
 
     def live(self) -> int:
         """Becomes a rank, answers calls until it is released, leaves. Returns the exit code."""
         try:
             self._become_rank()
-            while (task := self._next_task()) is not None:
+            while (task := self._task if self._is_early else self._next_task()) is not None:
+                self._is_early = False
                 self._run_task(task)
             self._leave()
         except SystemExit as leaving:
@@ -65,7 +68,7 @@ class FunctionRank(Rank):
         return code
 
     def _end_failed(self, error: BaseException) -> int:
-        if self._is_fork:
+        if self._is_fork or (self._spec.prepared and self._task is None):  # nobody has asked for anything
             traceback.print_exception(type(error), error, error.__traceback__)
             return 1
         self._report(error, kind=Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR)
@@ -81,18 +84,41 @@ class FunctionRank(Rank):
         process.reset_process(open_stream=self._open_stream, own_handlers_alone=args.inherited is None)
         text_bars.install()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
-        rank = spec.rank(args.local_rank)
-        # Several launches may have one token: what ranks of one have signed counts for nothing in another.
-        this_rank.this_rank = this_rank.ThisRank(spec.name, rank, f"{spec.secret}/{spec.launch_id}")
-        if spec.seed is not None:
-            seeding.apply(seeding.of_rank(spec.seed, rank))
-        elif args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
+        self._say_who()
+        if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
             torch.default_generator.seed()
+        self._apply_seed()
+        if spec.prepared and spec.device_type != "cpu":  # the memory of a device is the user's until he asks
+            self._wait_early()
         self._enter(Phase.BINDING)
         self._bound = current.bound = device.bind(spec, args.local_rank)
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
+        if spec.prepared and not self._is_early:
+            self._enter(Phase.IDLE)
+
+    def _say_who(self) -> None:
+        # Several launches may have one token: what ranks of one have signed counts for nothing in another.
+        spec = self._spec
+        secret = f"{spec.secret}/{spec.launch_id}"
+        this_rank.this_rank = this_rank.ThisRank(spec.name, spec.rank(self._args.local_rank), secret)
+
+    def _apply_seed(self) -> None:
+        if self._spec.seed is not None:
+            seeding.apply(seeding.of_rank(self._spec.seed, self._spec.rank(self._args.local_rank)))
+
+    def _learn(self, details: Details) -> None:
+        super()._learn(details)
+        self._say_who()
+        self._apply_seed()
+
+    def _wait_early(self) -> None:
+        """Waits for the first call; without one, this process is not needed."""
+        self._enter(Phase.IDLE)
+        self._is_early = True
+        if self._next_task() is None:
+            raise SystemExit(0)
 
     def _open_stream(self, fd: int) -> StampedFile:
         return StampedFile(fd, functools.partial(self._args.results.board.stamp, self._args.local_rank, fd))

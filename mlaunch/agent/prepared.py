@@ -1,0 +1,108 @@
+"""The supervisor of ranks that were prepared: it waits for their call, and ends them if none comes or one of them ends.
+
+Until then they cost little: they have the lowest priority, if this process may raise it again, and they leave when
+memory gets short. A launcher that takes no notice of their end has asked them for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import resource
+import secrets
+import uuid
+
+from mlaunch.agent.supervision import Supervision
+from mlaunch.agent.supervisor import Supervisor
+from mlaunch.base import linux
+from mlaunch.base.fds import close_all
+from mlaunch.protocol.prepared import BeginCall, CallBegun
+from mlaunch.protocol.spec import LaunchSpec
+
+WAIT_LIMIT = 60.0  # seconds without a call
+_LOOK_DELAY = 5.0  # seconds between looks at the memory
+_LOWEST = 19
+
+
+def as_prepared(spec: LaunchSpec) -> LaunchSpec:
+    """Returns a launch like the last one, with what is its own."""
+    return dataclasses.replace(
+        spec,
+        launch_id=uuid.uuid4().hex[:12],
+        secret=secrets.token_hex(16),
+        name="(prepared for the next call)",
+        deadline=None,
+        time_left=None,
+        seed=None,
+        prepared=True,
+    )
+
+
+def lower_priority() -> int | None:
+    """Gives this process the lowest; returns what it had, None if that could not be given back."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NICE)
+    if os.geteuid() != 0 and (allowed != resource.RLIM_INFINITY and allowed < 20 - before):
+        return None
+    os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
+    return before
+
+
+class PreparedSupervisor(Supervisor):
+    """Once it has passed the call on, it is as any other. ``priority``: what the ranks get then; None: they have it."""
+
+    def __init__(self, scene: Supervision, priority: int | None) -> None:
+        super().__init__(scene)
+        self._priority = priority
+        self._waits = True
+        self._leave_at = self._clock() + WAIT_LIMIT
+        self._look_at = self._clock() + _LOOK_DELAY
+
+    def _obey(self, record: object, fds: list[int]) -> bool:
+        if not isinstance(record, BeginCall):
+            return False
+        if self._waits and not self._stopping.begun and self._all_ready():
+            self._begin_prepared(record, fds[0])
+        else:
+            self._stopping.without_asking(force=True)
+        close_all(fds)
+        return True
+
+    def _all_ready(self) -> bool:
+        """Tells whether no rank has ended, or was stopped by somebody; nobody has looked for a while."""
+        ended = len(self._ranks) < len(self._by_local_rank) or linux.wait_readable(list(self._ranks), 0.0)
+        return not ended and not any(linux.is_stopped(rank.pid) for rank in self._by_local_rank)
+
+    def _begin_prepared(self, record: BeginCall, call_fd: int) -> None:
+        self._waits = False
+        self._raise_priority()
+        self._launcher.try_send(CallBegun())
+        if self._inspection is not None:
+            self._inspection.learn(record.details)
+        left = record.details.deadline if record.details.time_left is None else record.details.time_left
+        self.begin_call(call_fd, record.details.deadline, left, record.details)
+
+    def _raise_priority(self) -> None:
+        if self._priority is None:
+            return
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, self._priority)
+            for rank in self._by_local_rank:
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PGRP, rank.pid, self._priority)  # all its threads
+
+    def _must_stay(self) -> bool:
+        return self._waits
+
+    def _timeout(self) -> float | None:
+        ours = max(0.0, self._look_at - self._clock()) if self._waits else None
+        return min((one for one in (super()._timeout(), ours) if one is not None), default=None)
+
+    def _take_steps(self) -> None:
+        now = self._clock()
+        if self._waits and not self._stopping.begun and now >= self._look_at:
+            self._look_at = min(now + _LOOK_DELAY, max(now, self._leave_at))
+            if now >= self._leave_at or linux.memory_is_short():
+                self._stopping.without_asking(force=True)
+        super()._take_steps()

@@ -1,0 +1,56 @@
+"""The launch that the fork server is to prepare: one like the last, over a socket that the launcher has given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mlaunch.base.fds import close_all
+
+
+class NextLaunch:
+    """Owns the descriptors that it is given."""
+
+    def __init__(self) -> None:
+        self._like: Sequence[int] = ()  # of the last launch: spec memfd, stdout, stderr
+        self._socket = -1
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is one to prepare."""
+        return self._socket >= 0
+
+    def fds(self) -> list[int]:
+        """Returns the descriptors, which are no other process's business."""
+        return [*self._like, *([self._socket] if self.wanted else [])]
+
+    def remember(self, like: Sequence[int]) -> None:
+        """Takes what the last launch was made of."""
+        self.forget()
+        self._like = like
+
+    def want(self, socket: int) -> None:
+        """Takes the socket of the launch that is to be prepared; closes it if none can be."""
+        self.drop()
+        if self._like:
+            self._socket = socket
+        else:
+            os.close(socket)
+
+    def take(self) -> tuple[int, int, int, int]:
+        """Returns spec memfd, socket, stdout and stderr; gives only the socket away."""
+        socket, self._socket = self._socket, -1
+        spec, out, err = self._like
+        return spec, socket, out, err
+
+    def drop(self) -> None:
+        """Prepares none after all, which the launcher sees by the socket's end."""
+        if self.wanted:
+            os.close(self._socket)
+        self._socket = -1
+
+    def forget(self) -> None:
+        """Closes everything."""
+        self.drop()
+        close_all(self._like)
+        self._like = ()

@@ -1,0 +1,234 @@
+"""Launches that are prepared for the next call: who takes them, who does not, and what becomes of them otherwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlaunch import LaunchError, launcher
+from mlaunch.agent.inspection import STATUS
+from mlaunch.agent.stack_requests import state_of
+from mlaunch.base import linux
+from mlaunch.caller.prepared import preparation
+from mlaunch.caller.warm import warm_server
+from mlaunch.cli.inspect import ask
+from mlaunch.protocol.messages import Phase
+from tests.contract.functions import total
+from tests.processes import children, descendants, wait_gone
+
+LIMIT = 60.0  # seconds, of every wait
+PREPARED = "(prepared for the next call)"
+
+
+@pytest.fixture(autouse=True)
+def prepare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has launches prepared, and none left behind."""
+    monkeypatch.delenv("MLAUNCH_PREPARE")
+    yield
+    preparation.drop()
+    wait_gone([pid for pid in descendants(os.getpid()) if pid != warm_server.get(os.environ).pid], LIMIT)
+
+
+def agents() -> list[int]:
+    return children(warm_server.get(os.environ).pid)
+
+
+def prepared() -> dict[str, Any]:
+    """Waits until the next launch waits for its call; returns what ``mlaunch ps`` knows of it."""
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until:
+        for launch in ask(STATUS):
+            ready = all(rank["state"] == Phase.IDLE.value for rank in launch["ranks"])
+            if launch["function"] == PREPARED and launch["agent"] in agents() and ready:
+                return launch
+        os.sched_yield()
+    raise TimeoutError("nothing was prepared")
+
+
+def pids_of(launch: dict[str, Any]) -> list[int]:
+    return [rank["pid"] for rank in launch["ranks"]]
+
+
+def who() -> tuple[int, tuple[str, ...], float]:
+    return os.getpid(), tuple(sys.argv), torch.rand(1).item()
+
+
+def pids(call: launcher[[], tuple[int, tuple[str, ...], float]]) -> list[int]:
+    return [pid for pid, _, _ in call()]
+
+
+def test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processes() -> None:
+    call = launcher(who, 2)
+    seen = pids(call)
+    for _ in range(3):
+        ranks = pids_of(prepared())
+        assert pids(call) == ranks
+        seen += ranks
+    assert len(set(seen)) == len(seen)
+
+
+def test_it_serves_other_functions_arguments_seeds_deadlines_and_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher(total, 2)()
+    ranks = pids_of(prepared())
+    monkeypatch.setattr(sys, "argv", ["other.py", "--fast"])
+    found = launcher(who, 2, seed=7, deadline=LIMIT)()
+    assert [pid for pid, _, _ in found] == ranks
+    assert {argv for _, argv, _ in found} == {("other.py", "--fast")}
+    assert [random for _, _, random in found] == [random for _, _, random in launcher(who, 2, seed=7)()]
+    prepared()
+    assert launcher(lambda x, *, y: x + y, 2, results="rank0")(1, y=2) == [3, None]
+
+
+def in_other_surroundings(what: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
+    if what == "environment":
+        patch.setenv("OTHER", "1")
+    elif what == "directory":
+        patch.chdir(folder)
+    elif what == "path":
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+    elif what == "turned off":
+        patch.setenv("MLAUNCH_PREPARE", "0")
+
+
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "size": {"n_gpus": 1},
+    "grace period": {"grace_period": 2.0},
+    "env": {"env": {"OTHER": "1"}},
+}
+
+
+@pytest.mark.parametrize("what", ["environment", "directory", "path", "turned off", *OTHER_OPTIONS])
+def test_a_launch_of_another_shape_drops_it(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launcher(total, 2)()
+    launch = prepared()
+    in_other_surroundings(what, monkeypatch, tmp_path)
+    found = [pid for pid, _, _ in launcher(who, **{"n_gpus": 2, **OTHER_OPTIONS.get(what, {})})()]
+    assert not set(found) & set(pids_of(launch))
+    wait_gone([launch["agent"], *pids_of(launch)])
+
+
+def test_a_fork_server_of_ones_own_takes_nothing() -> None:
+    launcher(total, 2)()
+    launch = prepared()
+    assert not set(pids(launcher(who, 2, start_method="fork"))) & set(pids_of(launch))
+    assert pids(launcher(who, 2)) == pids_of(launch)
+
+
+def test_what_is_seen_of_it(capfd: pytest.CaptureFixture[str]) -> None:
+    launcher(total, 2)()
+    launch = prepared()
+    ours = [launch["agent"], *pids_of(launch)]
+    assert not set(children(os.getpid())) & set(ours)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} <= {19, os.getpriority(os.PRIO_PROCESS, 0)}
+    priorities = launcher(
+        lambda: {os.getpriority(os.PRIO_PROCESS, int(one)) for one in os.listdir("/proc/self/task")}, 2
+    )()
+    assert priorities == [{os.getpriority(os.PRIO_PROCESS, 0)}] * 2
+    report = launcher.last
+    prepared()
+    call = launcher(total, 2)
+    call()
+    assert call.last is not None
+    assert not {"rendezvous", "import"} & {span.phase for rank in call.last.ranks for span in rank.spans}
+    assert capfd.readouterr() == ("", "")
+    del report
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["agent", "rank", "fork server"])
+def test_one_of_it_that_dies_or_is_stopped_while_it_waits_is_noticed_by_no_call(
+    number: signal.Signals, victim: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher(total, 2)()
+    launch, server = prepared(), warm_server.get(os.environ).pid
+    pid = {"agent": launch["agent"], "rank": pids_of(launch)[1], "fork server": server}[victim]
+    os.kill(pid, number)
+    if number is signal.SIGKILL:
+        wait_gone([pid])
+    while number is signal.SIGSTOP and state_of(pid) != "T":
+        os.sched_yield()
+    call = launcher(who, 2)
+    try:
+        assert not set(pids(call)) & set(pids_of(launch))
+    finally:
+        if number is signal.SIGSTOP and linux.is_stopped(pid):
+            os.kill(pid, signal.SIGCONT)
+    wait_gone([launch["agent"], *pids_of(launch)])
+    assert launcher(total, 2)() == [2.0, 2.0]
+    assert "error" not in capfd.readouterr().err.lower()
+
+
+def test_a_failure_of_a_prepared_launch_is_a_launchs() -> None:
+    def fail() -> None:
+        if int(os.environ["RANK"]) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+
+    launcher(total, 2)()
+    launch = prepared()
+    with pytest.raises(LaunchError, match=r"fail\(\)") as caught:
+        launcher(fail, 2)()
+    assert caught.value.failures[0].pid == pids_of(launch)[1]
+    wait_gone([launch["agent"], *pids_of(launch)])
+
+
+def test_interrupts_of_a_call_on_what_was_prepared() -> None:
+    def press() -> None:
+        os.kill(int(os.environ["CALLER"]), signal.SIGINT)
+        signal.pause()
+
+    os.environ["CALLER"] = str(os.getpid())
+    try:
+        launcher(total, 2)()
+        ranks = pids_of(prepared())
+        with pytest.raises(KeyboardInterrupt):
+            launcher(press, 2)()
+        wait_gone(ranks)
+        assert launcher(total, 2)() == [2.0, 2.0]
+    finally:
+        del os.environ["CALLER"]
+
+
+def test_an_argument_that_cannot_be_pickled() -> None:
+    launcher(total, 2)()
+    launch = prepared()
+    with pytest.raises(TypeError, match="argument 0 of len"):
+        launcher(len, 2)(threading.Lock())  # type: ignore[arg-type]
+    wait_gone(pids_of(launch))
+    assert launcher(total, 2)() == [2.0, 2.0]
+
+
+def test_calls_in_threads() -> None:
+    launcher(total, 2)()
+    prepared()
+    results: list[list[float]] = []
+    threads = [threading.Thread(target=lambda: results.append(launcher(total, 2)())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert results == [[2.0, 2.0]] * 4
+
+
+def test_the_end_of_a_caller_that_has_one_prepared(run_script: Any) -> None:
+    done = run_script(
+        "import os, sys\n"
+        "sys.path.insert(0, '.')\n"
+        "from mlaunch import launcher\n"
+        "from tests.contract.test_prepared import pids_of, prepared, total\n"
+        "launcher(total, 2)()\n"
+        "launch = prepared()\n"
+        "print(launch['agent'], *pids_of(launch), flush=True)\n"
+        "if len(sys.argv) > 1: os.kill(os.getpid(), 9)\n"
+    )
+    wait_gone([int(pid) for pid in done.stdout.split()])
+    assert len(done.stdout.split()) == 3, done.stderr
