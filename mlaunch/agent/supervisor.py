@@ -54,9 +54,8 @@ class Supervisor:
         self._call = OngoingCall(-1, None, None)
         self._first: RankFailure | None = None  # our first failure, for the peers
         self._farewell_at: float | None = None  # when we no longer wait for the peers to hear of it
-        self._stopping = Stopping(
-            self._ranks, scene.results.board, scene.launcher, scene.grace_period, scene.system
-        )  # fmt: skip
+        board, grace_period = scene.results.board, scene.grace_period
+        self._stopping = Stopping(self._ranks, board, scene.launcher, grace_period, scene.system)
         self._stopping.on_begin = self._begin_stopping
 
     def begin_call(

@@ -55,10 +55,7 @@ class DeviceCount:
 
 @dataclass(frozen=True)
 class StartLaunch:
-    """Starts a launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr.
-
-    If there is one more, it is the socket of the next launch, which is to be prepared (see prepared.py).
-    """
+    """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +114,7 @@ class Errand(enum.Enum):
 
 @dataclass(frozen=True)
 class RunCall:
-    """Asks a rank to run a call: the one in ``data``; if that is empty, in the attached memfd (``attached``); else the
-    one that the rank has in memory. A second memfd is for answers, as that of AnswerFile.
-    """
+    """Asks a rank to run a call: that in ``data``, or the attached memfd (``attached``), or in memory. See AnswerFile."""
 
     number: int
     errand: Errand = Errand.RUN
