@@ -114,7 +114,7 @@ class Errand(enum.Enum):
 
 @dataclass(frozen=True)
 class RunCall:
-    """Asks a rank to run a call: that in ``data``, or the attached memfd (``attached``), or in memory. See AnswerFile."""
+    """Asks a rank to run a call: that in ``data``, the attached memfd (``attached``) or in memory. See AnswerFile."""
 
     number: int
     errand: Errand = Errand.RUN

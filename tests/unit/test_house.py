@@ -18,7 +18,7 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm"} | {
-    f"mlaunch.agent.{name}" for name in ("kept", "main", "peers", "supervision", "supervisor")
+    f"mlaunch.agent.{name}" for name in ("kept", "main", "peers", "prepared", "supervision", "supervisor")
 }
 NEEDS_TORCH |= {f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")}
 NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store", "store_client", "waiting")}
