@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mlaunch.rendezvous.barrier import Barrier
+from mlaunch.rendezvous.barrier import Barrier, Turn
 
 
 class StoreClient:
@@ -21,9 +21,17 @@ class StoreClient:
 
     def meet(self, key: str, size: int) -> None:
         """Returns once ``size`` ranks have called it with this key; raises as the store does after ``timeout``."""
+        self.end(self.begin(key, size))
+
+    def begin(self, key: str, size: int) -> Turn:
+        """Comes to a meeting, and does not wait for the others; ``end`` does."""
         barrier = Barrier(self.store, key, size)
         turn = barrier.enter()
         barrier.arrive(turn)
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """Waits for the others."""
         self.store.wait([turn.end])
 
     def arrive(self, rank: int) -> None:

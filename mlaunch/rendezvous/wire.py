@@ -23,10 +23,9 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
-HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
 
 _NONCE = re.compile("[0-9a-f]{1,64}")
 
@@ -137,26 +136,3 @@ async def dialled(host: str, port: int, role: str, token: str | None) -> AsyncIt
         yield reader, writer
     finally:
         writer.close()
-
-
-async def splice(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int, *, greeting: Any = None
-) -> None:
-    """Passes bytes both ways between a connection and one to ``host``, until either ends. ``greeting`` comes first."""
-    there = await asyncio.open_connection(host, port)
-    try:
-        if greeting is not None:
-            await greeting(*there)
-        pumps = [asyncio.ensure_future(_pump(reader, there[1])), asyncio.ensure_future(_pump(there[0], writer))]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-    finally:
-        there[1].close()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
