@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from mlaunch.base.errors import RankFailure
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Planned
 from mlaunch.protocol.spec import Cluster
@@ -118,6 +119,11 @@ class _CountingLink(LinkProcess):
         self.seen.attempts += 1
         return await super()._connect()
 
+    def stop_reading(self) -> None:
+        """Makes it a machine that is silent in both directions, as one that hangs."""
+        if self._writer is not None:
+            self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
     def received(self) -> int:
         """Returns the bytes that came from the gate."""
         if self._writer is None:
@@ -137,12 +143,20 @@ async def _links(end: Any, size: Size, address: tuple[str, int], numbers: range)
     seen, loop = Seen(), asyncio.get_running_loop()
     cluster = Cluster(*address, TOKEN, join_timeout=_LIMIT, heartbeat_timeout=60.0)
     machines = {number: _machine(cluster, size, number, seen) for number in numbers}
+    agents = {number: _Agent(agent) for number, (_, _, agent) in machines.items()}
     end.send("ready")
     await loop.run_in_executor(None, end.recv)
     tasks = [asyncio.ensure_future(link.run(listener)) for link, listener, _ in machines.values()]
-    await asyncio.gather(*(_planned(agent) for _, _, agent in machines.values()))
+    await asyncio.gather(*(agent.planned.wait() for agent in agents.values()))
     seen.bytes = sum(link.received() for link, _, _ in machines.values())
     end.send(seen)
+    fails, deaf = await loop.run_in_executor(None, end.recv)
+    for number in deaf:
+        machines[number][0].stop_reading()
+    if fails in agents:
+        agents[fails].channel.send(RankFailure(fails, 1, "raised ValueError: no such luck", traceback="x" * 4_000))
+    await asyncio.gather(*(agent.failed.wait() for number, agent in agents.items() if number not in {fails, *deaf}))
+    end.send("heard")
     await asyncio.gather(*tasks)
 
 
@@ -157,16 +171,20 @@ def _machine(cluster: Cluster, size: Size, number: int, seen: Seen) -> tuple[_Co
     return link, listener, agent
 
 
-async def _planned(agent: Channel) -> None:
-    """Returns when a link has told its agent of the plan."""
-    loop, there = asyncio.get_running_loop(), asyncio.Event()
+class _Agent:
+    """What a link tells its agent."""
 
-    def hear() -> None:
-        if isinstance(agent.receive()[0], Planned):
-            there.set()
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.planned, self.failed = asyncio.Event(), asyncio.Event()
+        asyncio.get_running_loop().add_reader(channel.fileno(), self._hear)
 
-    loop.add_reader(agent.fileno(), hear)
-    await there.wait()
+    def _hear(self) -> None:
+        record, _ = self.channel.receive()
+        if isinstance(record, Planned):
+            self.planned.set()
+        elif isinstance(record, RankFailure):
+            self.failed.set()
 
 
 # Ranks
@@ -204,6 +222,7 @@ class Joined:
     bytes: int = 0
     descriptors: float = 0.0
     mib: float = 0.0
+    failure: float = 0.0  # seconds until the last machine had heard of the first failure
 
 
 def _dealt(things: Sequence[int]) -> list[Sequence[int]]:
@@ -239,6 +258,23 @@ def join_through_links(size: Size) -> Joined:
         held = (descriptors(server.pid) - before[1]) / size.machines
         return Joined(joined, met, sum(one.attempts for one in seen), sum(one.bytes for one in seen), held,
                       private_mib(server.pid) - before[0])  # fmt: skip
+
+
+def fail(size: Size, deaf: int = 0) -> Joined:
+    """All machines join, and the last one fails, while some do not read."""
+    numbers = [range(index, size.machines, PROCESSES) for index in range(PROCESSES)]
+    with gate() as (_, address), started(links, [(size, address, own) for own in numbers]) as machines:
+        start = time.perf_counter()
+        for end in machines:
+            end.send("go")
+        seen: list[Seen] = [end.recv() for end in machines]
+        joined, start = time.perf_counter() - start, time.perf_counter()
+        for end, own in zip(machines, numbers, strict=True):
+            end.send((size.machines - 1, [number for number in range(deaf) if number in own]))
+        for end in machines:
+            end.recv()
+        failed = time.perf_counter() - start
+    return Joined(joined, 0.0, sum(one.attempts for one in seen), sum(one.bytes for one in seen), failure=failed)
 
 
 def join_directly(world_size: int) -> Joined:
