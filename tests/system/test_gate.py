@@ -181,6 +181,35 @@ def test_many_machines_join_and_hear_of_a_failure(gate: Served) -> None:
     assert [failure for _, failure in results].count(119) == MACHINES - 1
 
 
+def test_a_launch_of_many_machines_is_told_in_few_bytes(gate: Served) -> None:
+    """And a machine that does not read keeps nobody from hearing of a failure."""
+    machines = 200
+
+    async def machine(index: int, deaf: asyncio.Event) -> int:
+        reader, writer = await enter(gate.port)
+        await wire.send(writer, {"join": join(index, 1, machines, host="h" * 200).as_record()})
+        told = 0
+        while "plan" not in (record := await asyncio.wait_for(wire.read(reader), 60)):
+            told += len(wire.encode(record))
+        if index == 0:
+            await deaf.wait()
+        elif index == 1:
+            await wire.send(writer, {"failure": {"what": "raised ValueError: boom", "traceback": "x" * 15_000}})
+        else:
+            assert (await next_of(reader, "failure"))["what"] == "raised ValueError: boom"
+        writer.close()
+        return told + len(wire.encode(record))
+
+    async def everyone() -> int:
+        deaf = asyncio.Event()
+        silent = asyncio.ensure_future(machine(0, deaf))
+        told = await asyncio.gather(*(machine(index, deaf) for index in range(1, machines)))
+        deaf.set()
+        return sum(told) + await silent
+
+    assert asyncio.run(everyone()) < 4_000 * machines
+
+
 def test_who_comes_after_a_failure_is_not_refused(gate: Served) -> None:
     """It is a machine that was lost and is back: its link tries again until the next attempt begins."""
 
