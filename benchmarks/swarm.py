@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -58,8 +59,9 @@ class Seen:
     ports: dict[int, int] = field(default_factory=dict)  # machine -> where its link listens
 
 
-def open_files() -> None:
-    """Allows this process as many descriptors as it may have."""
+def prepare() -> None:
+    """Allows this process as many descriptors as it may have. Its collector is off, as in what a fork server forks."""
+    gc.disable()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -67,7 +69,7 @@ def open_files() -> None:
 @contextlib.contextmanager
 def gate() -> Iterator[tuple[StoreProcess, tuple[str, int]]]:
     """Runs the process of gate and store; yields it and the gate's address."""
-    open_files()
+    prepare()
     with listen() as public:
         server = StoreProcess(GateConfig(public, "launch", TOKEN, 60.0))
         address = public.getsockname()
@@ -105,6 +107,12 @@ def private_mib(pid: int) -> float:
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
 
 
+def worked(pid: int) -> float:
+    """Returns the seconds that a process has had a core."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -135,7 +143,7 @@ class _CountingLink(LinkProcess):
 
 def links(end: Any, share: tuple[Size, tuple[str, int], range]) -> None:
     """Runs the links of some machines. Tells what they have seen when all have their plan."""
-    open_files()
+    prepare()
     asyncio.run(_links(end, *share))
 
 
@@ -192,7 +200,7 @@ class _Agent:
 
 def ranks(end: Any, share: tuple[int, dict[int, int]]) -> None:
     """Brings some ranks, by number and port, to the store, where they meet twice. Tells when they have."""
-    open_files()
+    prepare()
     names.look_up_in_files_only()
     world_size, clients = share[0], []
     end.send("ready")
@@ -206,7 +214,7 @@ def ranks(end: Any, share: tuple[int, dict[int, int]]) -> None:
 
         clients = list(pool.map(come, ports))
         for key in ("first", "second"):
-            turns = list(pool.map(lambda client, key=key: client.begin(key, world_size), clients))  # type: ignore[misc]
+            turns = list(pool.map(lambda client, key=key: client.begin(key, world_size), clients))
             list(pool.map(lambda client, turn: client.end(turn), clients, turns))
     end.send("met")
     end.recv()
@@ -223,6 +231,7 @@ class Joined:
     descriptors: float = 0.0
     mib: float = 0.0
     failure: float = 0.0  # seconds until the last machine had heard of the first failure
+    gate: tuple[float, float] = (0.0, 0.0)  # seconds of a core that the gate took, for the machines and after them
 
 
 def _dealt(things: Sequence[int]) -> list[Sequence[int]]:
@@ -241,44 +250,49 @@ def _meet(clients: list[Any], ports: dict[int, int]) -> float:
 def join_through_links(size: Size) -> Joined:
     """All machines join at the gate, then all ranks meet twice through their links."""
     numbers = [range(index, size.machines, PROCESSES) for index in range(PROCESSES)]
-    shares = [(size.world_size, {})] * PROCESSES
+    shares: list[tuple[int, dict[int, int]]] = [(size.world_size, {})] * PROCESSES
     with (
         gate() as (server, address),
         started(links, [(size, address, own) for own in numbers]) as machines,
         started(ranks, shares) as clients,
     ):
-        before = private_mib(server.pid), descriptors(server.pid)
+        before, work = (private_mib(server.pid), descriptors(server.pid)), [worked(server.pid)]
         start = time.perf_counter()
         for end in machines:
             end.send("go")
         seen: list[Seen] = [end.recv() for end in machines]
         joined = time.perf_counter() - start
+        work.append(worked(server.pid))
         where = {number: port for one in seen for number, port in one.ports.items()}
         met = _meet(clients, {rank: where[rank // size.ranks] for rank in range(size.world_size)})
         held = (descriptors(server.pid) - before[1]) / size.machines
+        share = work[1] - work[0], worked(server.pid) - work[1]
         return Joined(joined, met, sum(one.attempts for one in seen), sum(one.bytes for one in seen), held,
-                      private_mib(server.pid) - before[0])  # fmt: skip
+                      private_mib(server.pid) - before[0], gate=share)  # fmt: skip
 
 
 def fail(size: Size, deaf: int = 0) -> Joined:
     """All machines join, and the last one fails, while some do not read."""
     numbers = [range(index, size.machines, PROCESSES) for index in range(PROCESSES)]
-    with gate() as (_, address), started(links, [(size, address, own) for own in numbers]) as machines:
-        start = time.perf_counter()
+    with gate() as (server, address), started(links, [(size, address, own) for own in numbers]) as machines:
+        start, work = time.perf_counter(), [worked(server.pid)]
         for end in machines:
             end.send("go")
         seen: list[Seen] = [end.recv() for end in machines]
+        work.append(worked(server.pid))
         joined, start = time.perf_counter() - start, time.perf_counter()
         for end, own in zip(machines, numbers, strict=True):
             end.send((size.machines - 1, [number for number in range(deaf) if number in own]))
         for end in machines:
             end.recv()
-        failed = time.perf_counter() - start
-    return Joined(joined, 0.0, sum(one.attempts for one in seen), sum(one.bytes for one in seen), failure=failed)
+        failed, share = time.perf_counter() - start, (work[1] - work[0], worked(server.pid) - work[1])
+    return Joined(
+        joined, 0.0, sum(one.attempts for one in seen), sum(one.bytes for one in seen), failure=failed, gate=share
+    )
 
 
 def join_directly(world_size: int) -> Joined:
     """All ranks meet twice at torch's store itself, on loopback, which knows no machines and no token."""
-    open_files()
+    prepare()
     with Server() as server, started(ranks, [(world_size, {})] * PROCESSES) as clients:
         return Joined(0.0, _meet(clients, dict.fromkeys(range(world_size), server.py_server_port)))
