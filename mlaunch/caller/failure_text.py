@@ -47,9 +47,18 @@ def _consequences(others: Sequence[RankFailure]) -> list[str]:
         is_rank = other.rank is not None and not other.subject
         alike.setdefault(("" if is_rank else other.who, _shortened(other.what)), []).append(other)
     shown = list(alike.items())[:_CONSEQUENCES_SHOWN]
-    lines = [f"{who or name_some_ranks([other.rank or 0 for other in those])} {what}" for (who, what), those in shown]
+    lines = [
+        f"{who} {what}" if who else _of_ranks([other.rank or 0 for other in those], what)
+        for (who, what), those in shown
+    ]
     left = len(others) - sum(len(those) for _, those in shown)
     return [*lines, f"and {left} more (see .failures)"] if left else lines
+
+
+def _of_ranks(ranks: Sequence[int], what: str) -> str:
+    verb, _, rest = what.partition(" ")
+    verb = "were" if verb == "was" and len(ranks) > 1 else verb
+    return f"{name_some_ranks(ranks)} {verb} {rest}".rstrip()
 
 
 def meanwhile(lines: Sequence[str]) -> list[str]:

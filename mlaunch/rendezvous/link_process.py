@@ -21,6 +21,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.protocol.spec import Agreed, Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of
@@ -248,5 +249,7 @@ class LinkProcess:
     async def _carry(self, listener: socket.socket) -> None:
         """Carries the ranks' traffic with the store."""
         async with self._dialled("store") as streams:
-            with contextlib.suppress(OSError):  # of which its ranks hear, and the control connection tells why
+            with contextlib.suppress(OSError):
                 await RankStreams().serve(listener, streams)
+        await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
+        raise ConnectionError("its connection was closed")

@@ -691,6 +691,40 @@ def test_a_launch_that_failed_does_not_miss_its_master() -> None:
     assert heard[1] == RankFailure(None, 0, "was killed by SIGKILL")
 
 
+def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
+    """The machine's ranks could reach nobody, and would wait for their timeout."""
+
+    class Forgetful(Gate):
+        async def _admit(self, *streams: Any) -> str:
+            role = await super()._admit(*streams)
+            if role == "store":
+                raise ConnectionError("forgotten")
+            return role
+
+    async def run() -> RankFailure:
+        ours, theirs = channel.Channel.pair()
+        heard: asyncio.Queue[object] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.fileno(), lambda: heard.put_nowait(ours.receive()[0]))
+        async with serving(Forgetful("launch", TOKEN, 60.0)) as address:
+            cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+            machine = LinkProcess(cluster, join(0, 1, 1), theirs)
+            link = asyncio.ensure_future(machine.run(listen()))
+            while not isinstance(record := await asyncio.wait_for(heard.get(), 60), RankFailure):
+                pass
+            assert machine._writer is not None  # its process would end here
+            machine._writer.close()
+            await asyncio.wait([link], timeout=60)
+        for end in (ours, theirs):
+            loop.remove_reader(end.fileno())
+            end.close()
+        return record
+
+    failure = asyncio.run(run())
+    assert failure.who.startswith("the way to the store on host ")
+    assert failure.what == "broke: its connection was closed"
+
+
 @pytest.mark.parametrize("here", [0, 1])
 def test_a_master_that_is_lost_is_no_cause_on_its_own_machine(here: int) -> None:
     """There it is the consequence of what has ended the gate."""

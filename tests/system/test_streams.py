@@ -89,6 +89,20 @@ def test_streams_are_numbered_as_they_first_speak() -> None:
     assert asyncio.run(speak()) == [(0, b"2"), (1, b"0"), (2, b"1"), (1, b"")]
 
 
+def test_nothing_is_kept_of_ranks_that_have_left() -> None:
+    async def come_and_leave() -> None:
+        async with link() as (carried, port, _, __):
+            ends = [await rank(port) for _ in range(20)]
+            for _, end in ends:
+                end.write(b"x")
+            await until(lambda: len(carried._ends) == 20)
+            for _, end in ends:
+                end.close()
+            await until(lambda: not carried._ends and not carried._connected)
+
+    asyncio.run(come_and_leave())
+
+
 def test_ranks_lose_their_connections_with_the_gate() -> None:
     async def lose() -> bytes:
         async with link() as (carried, port, _, writer):
