@@ -57,21 +57,20 @@ def machines() -> str:
         parts.append(f'<rect x="{x}" y="10" width="350" height="410" rx="10" fill="none" stroke="#999"/>')
         parts.append(text(x + 175, 34, title, size=15, fill="#555"))
     parts += box(40, 60, 130, "agent", "stops its ranks")
-    parts += box(40, 160, 130, "link", "joins, heartbeats")
-    parts += box(210, 110, 130, "gate", "the public port", fill="#fdf3e1")
-    parts += box(210, 220, 130, "store", "on loopback")
+    parts += box(40, 160, 130, "link", "joins, heartbeats", "loopback for ranks")
+    parts += box(210, 110, 130, "gate", "the public port", "and the store", fill="#fdf3e1")
     parts += box(590, 60, 130, "agent", "stops its ranks")
     parts += box(420, 160, 130, "link", "joins, heartbeats", "loopback for ranks")
     for x, rank in ((40, 0), (210, 1), (430, 2), (590, 3)):
         parts += box(x, 340, 120, f"rank {rank}", fill="#e9f6ea")
-    parts += [arrow(105, 160, 105, 112), arrow(170, 186, 210, 150), arrow(275, 162, 275, 220)]
+    parts += [arrow(105, 160, 105, 112), arrow(170, 180, 210, 140), arrow(170, 200, 210, 160, dashed=True)]
     parts += [arrow(420, 186, 340, 140), text(408, 64, "solid: control,", anchor="start")]
     parts += [
-        text(408, 81, "dashed: the ranks' store", anchor="start"),
-        text(408, 98, "connections, spliced", anchor="start"),
+        text(408, 81, "dashed: all ranks'", anchor="start"),
+        text(408, 98, "traffic with the store", anchor="start"),
     ]
     parts += [arrow(420, 200, 340, 155, dashed=True), arrow(550, 180, 600, 112)]
-    parts += [arrow(100, 340, 230, 272), arrow(270, 340, 275, 272)]
+    parts += [arrow(100, 340, 100, 230), arrow(260, 340, 130, 230)]
     parts += [arrow(490, 340, 480, 230), arrow(650, 340, 520, 230)]
     parts.append(text(380, 410, "collectives: NCCL or gloo, from rank to rank", fill="#777"))
     parts.append(arrow(160, 365, 210, 365))

@@ -131,8 +131,8 @@ def join_machines(
     """
     server, start = None, time.monotonic()
     if spec.rank_start == 0:
-        server = _serve_as_master(spec, cluster, listener, launcher, held)
-    link = Link(cluster, _introduction(spec), listener if server is None else None, held)
+        server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
+    link = Link(cluster, _introduction(spec), listener, held)
     plan = _wait_for_plan(link, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
     joined = dataclasses.replace(
@@ -159,10 +159,8 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
     )
 
 
-def _serve_as_master(
-    spec: LaunchSpec, cluster: Cluster, listener: socket.socket, launcher: Channel, held: Iterable[int]
-) -> StoreProcess:
-    """Starts the store on ``listener`` and, where the others find it, the gate."""
+def _serve_as_master(spec: LaunchSpec, cluster: Cluster, launcher: Channel, held: Iterable[int]) -> StoreProcess:
+    """Starts the gate, where the others find it, and with it the store."""
     try:
         public = listen_as_master(cluster.master_ip, cluster.port)
     except OSError as error:
@@ -172,7 +170,7 @@ def _serve_as_master(
         raise NoLaunchError from error
     with public:
         gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout)
-        return StoreProcess(listener, gate=gate, close_in_child=held)
+        return StoreProcess(gate, close_in_child=held)
 
 
 def _advice(spec: LaunchSpec) -> str:

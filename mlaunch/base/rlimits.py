@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
 
@@ -25,3 +26,10 @@ def name_limit(error: BaseException) -> None:
     most = "" if hard in {soft, resource.RLIM_INFINITY} else f", up to {hard}"
     error.strerror = f"{error.strerror}: the limit is {soft} {what}; raise it with {command}{most}"
     error.args = (error.errno, error.strerror)  # by which it is pickled
+
+
+def allow_files() -> None:
+    """Lets this process open as many files as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

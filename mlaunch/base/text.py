@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_SHOWN = 20  # runs of ranks
 
 
 def in_bytes(size: float) -> str:
@@ -45,15 +47,27 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ', ')}"
 
 
+def name_some_ranks(ranks: Sequence[int]) -> str:
+    """Says the same; of very many, the first, and how many more there are."""
+    runs = _runs(ranks)
+    shown = sum(map(len, runs[:_SHOWN]))
+    more = f" and {len(ranks) - shown} more" if len(runs) > _SHOWN else ""
+    return name_ranks(list(chain(*runs[:_SHOWN]))) + more
+
+
 def ranges(ranks: Iterable[int], between: str) -> str:
     """Says "0-2, 4", with what stands ``between``."""
+    return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(ranks))
+
+
+def _runs(ranks: Iterable[int]) -> list[list[int]]:
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return runs
 
 
 def first_bytes(text: str, limit: int) -> str:

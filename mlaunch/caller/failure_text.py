@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.frames import is_library
-from mlaunch.base.text import name_ranks
+from mlaunch.base.text import name_some_ranks
 from mlaunch.caller import notebook
 from mlaunch.protocol.messages import Phase, RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
@@ -36,11 +36,29 @@ class FailureText:
         if cause.traceback:
             lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
         if others:
-            lines += ["", "after which:"]
-            lines += [f"  {other.who} {_shortened(other.what)}" for other in others[:_CONSEQUENCES_SHOWN]]
-        if len(others) > _CONSEQUENCES_SHOWN:
-            lines.append(f"  and {len(others) - _CONSEQUENCES_SHOWN} more (see .failures)")
+            lines += ["", "after which:", *(f"  {line}" for line in _consequences(others))]
         return "\n".join([*lines, *meanwhile(self.meanwhile)])
+
+
+def _consequences(others: Sequence[RankFailure]) -> list[str]:
+    """Returns a line for each failure, one for those of ranks that are alike, in the order of the first of each."""
+    alike: dict[tuple[str, str], list[RankFailure]] = {}
+    for other in others:
+        is_rank = other.rank is not None and not other.subject
+        alike.setdefault(("" if is_rank else other.who, _shortened(other.what)), []).append(other)
+    shown = list(alike.items())[:_CONSEQUENCES_SHOWN]
+    lines = [
+        f"{who} {what}" if who else _of_ranks([other.rank or 0 for other in those], what)
+        for (who, what), those in shown
+    ]
+    left = len(others) - sum(len(those) for _, those in shown)
+    return [*lines, f"and {left} more (see .failures)"] if left else lines
+
+
+def _of_ranks(ranks: Sequence[int], what: str) -> str:
+    verb, _, rest = what.partition(" ")
+    verb = "were" if verb == "was" and len(ranks) > 1 else verb
+    return f"{name_some_ranks(ranks)} {verb} {rest}".rstrip()
 
 
 def meanwhile(lines: Sequence[str]) -> list[str]:
@@ -64,7 +82,7 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
     for dump in dumps:
         groups.setdefault(_in_words(dump), []).append(dump.rank)
     ordered = sorted(groups.items(), key=lambda group: min(group[1]))
-    return [f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {words}" for words, ranks in ordered]
+    return [f"{name_some_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {words}" for words, ranks in ordered]
 
 
 def _in_words(dump: RankStacks) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.inspection import ALL_STACKS, STACKS, STATUS
-from mlaunch.base.text import in_two_units, name_ranks
+from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.failure_text import in_words
 from mlaunch.protocol import registry
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _ANSWER_TIMEOUT = 5.0  # seconds for a launch to answer
 _ID_SHOWN = 8
+_MOST_ROWS = 16  # of ranks that ps shows each by itself
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
 
 
@@ -101,11 +102,32 @@ def _title(launch: Mapping[str, Any]) -> str:
 
 
 def _entry(launch: Mapping[str, Any]) -> str:
-    rows = [("RANK", "PID", "DEVICE", "STATE")]
-    rows += [(str(rank["rank"]), str(rank["pid"]), rank["device"], rank["state"]) for rank in launch["ranks"]]
+    rows = [
+        ("RANK", "PID", "DEVICE", "STATE"),
+        *(_each if len(launch["ranks"]) <= _MOST_ROWS else _alike)(launch["ranks"]),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
     return "\n".join([_title(launch), *(f"  {line}".rstrip() for line in lines)])
+
+
+def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    return [(str(rank["rank"]), str(rank["pid"]), rank["device"], rank["state"]) for rank in ranks]
+
+
+def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Returns a row for all ranks that do the same on the same kind of device; --json tells of each."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        groups.setdefault((rank["device"].partition(":")[0], rank["state"]), []).append(rank)
+    rows = []
+    for (kind, state), members in groups.items():
+        if len(members) == 1:
+            rows += _each(members)
+        else:
+            numbers = name_some_ranks([rank["rank"] for rank in members]).partition(" ")[2]
+            rows.append((numbers, f"{len(members)} pids", kind, state))
+    return rows
 
 
 def _grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
@@ -117,7 +139,7 @@ def _grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
     for (state, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
         where = f", {in_words(frames)}" if frames else ""
         stack = [f'    File "{file}", line {line}, in {name}' for file, line, name in reversed(frames)]
-        blocks.append("\n".join([f"  {name_ranks(members)}: {state}{where}", *stack]))
+        blocks.append("\n".join([f"  {name_some_ranks(members)}: {state}{where}", *stack]))
     return "\n".join(blocks)
 
 

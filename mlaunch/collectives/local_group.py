@@ -6,7 +6,6 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -70,12 +69,21 @@ def make(per_machine: int | None) -> None:
     """Makes each machine's group. Collective."""
     if _current() is not None:
         return
-    ranks = _by_place() if per_machine is None else _by_number(per_machine)
-    enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch leaves it untyped
-    made, _ = enumerate_groups(ranks)
+    groups = _by_place() if per_machine is None else _by_number(per_machine)
+    made = form(next(ranks for ranks in groups if dist.get_rank() in ranks))
     # gloo lets a rank go while others still greet it; one that ended then would break their group.
-    exchange.gather_everywhere(None, None, "create_local_process_group()")
+    exchange.gather_everywhere(None, made, "create_local_process_group()")
+
+
+def form(ranks: list[int]) -> dist.ProcessGroup:
+    """Makes the group of these ranks, who share a machine; none of them may end before all have it.
+
+    Collective for them alone, while the ranks of all other machines do the same: a group that is split from the world's
+    (NCCL) takes all ranks, each with its own machine's.
+    """
+    made = world.subgroup(ranks, None)
     _made[:] = [_Made(world.group(), made)]
+    return made
 
 
 def together(ranks: list[int]) -> bool:

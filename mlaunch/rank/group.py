@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlaunch.base.text import name_ranks
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device
 from mlaunch.rendezvous import names
@@ -64,16 +63,14 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership) -> 
     client.arrive(member.rank)
     try:
         join_world(client.store, member)
-        # gloo lets a rank go while others still greet it; one that then returned at once would break their group.
-        client.meet("mlaunch/joined", spec.world_size)
         if spec.num_nodes > 1:
             from mlaunch.collectives import local_group
 
-            local_group.make(None)
+            local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
+        # gloo lets a rank go while others still greet it; one that then returned at once would break their groups.
+        client.meet("mlaunch/joined", spec.world_size)
     except RuntimeError as error:
-        missing = client.missing(spec.world_size) if "timeout" in str(error).lower() else []
+        missing = client.missing(spec.world_size) if "timeout" in str(error).lower() else ""
         if not missing:
             raise
-        raise TimeoutError(
-            f"{name_ranks(missing)} did not come to the process group within {spec.timeout:g} s"
-        ) from error
+        raise TimeoutError(f"{missing} did not come to the process group within {spec.timeout:g} s") from error

@@ -1,8 +1,8 @@
 """The one public port of a launch over several machines, on the machine of rank 0.
 
 Every machine's link holds a control connection to the gate: it joins, and is told the plan, a refusal, the first
-failure anywhere, the end of all. Both sides send heartbeats, so a machine that vanished is missed. Connections of the
-role "store" are spliced, after the same handshake, to the store, which listens on loopback alone.
+failure anywhere, the end of all. Both sides send heartbeats, so a machine that vanished is missed. A second connection,
+of the role "store", carries the traffic of all its ranks with the launch's store, which is in this process.
 
     joining --all ranks there--> running --all have said done--> over
        |  refusal                   |  first failure
@@ -19,16 +19,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlaunch.protocol.messages import CAUSE_DELAY
-from mlaunch.rendezvous import membership, values, wire
+from mlaunch.rendezvous import membership, streams, values, wire
+from mlaunch.rendezvous.door import PATIENCE, Door, Guest
 from mlaunch.rendezvous.membership import Join
+from mlaunch.rendezvous.roster import Roster
+from mlaunch.rendezvous.store_keys import StoreKeys
 
-_STRANGERS = 512  # connections at a time that have not proved themselves
 _COMPLAINTS, _COMPLAINT = 5, 200  # lines about strangers, and characters of each
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
+_WORD_DELAY = 0.1, 0.002  # seconds before who waits is told of who has come: at least, and for each who is told
 BEATS = 5  # heartbeats within the time after which a machine counts as lost
 
 
-@dataclass
+@dataclass(eq=False)
 class _Member:
     join: Join
     writer: asyncio.StreamWriter
@@ -37,49 +40,56 @@ class _Member:
 
 
 class Gate:
-    """Serves one launch. ``store``: the port of the store on loopback."""
+    """Serves one launch."""
 
-    def __init__(self, store: int, launch_id: str, token: str | None, heartbeat_timeout: float) -> None:
-        self._store = store
+    def __init__(self, launch_id: str, token: str | None, heartbeat_timeout: float) -> None:
         self._launch_id = launch_id
         self._token = token
         self._heartbeat_timeout = heartbeat_timeout
-        self._members: list[_Member] = []
-        self._strangers = 0
+        self._keys = StoreKeys()
+        self._members: dict[_Member, None] = {}
+        self._awaited: set[_Member] = set()  # those that are neither done nor gone
+        self._roster = Roster()
+        self._word: asyncio.TimerHandle | None = None  # to those who wait
         self._complaints = 0
         self._begun = False
         self._refusal = ""
         self._failure: dict[str, Any] | None = None
         self._values: dict[int, tuple[int | None, str]] = {}  # rank -> memfd, signature
+        self._world_size = 0
         self._ended = False
-        self._server: asyncio.Server | None = None
+        self._door: Door | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves for as long as the process lives; who ends the launch kills it."""
-        self._server = await asyncio.start_server(self._receive, sock=listener, limit=wire.LINE_LIMIT)
+        self._door = Door(listener, self._receive)
         beat = self._heartbeat_timeout / BEATS
         while True:
             await asyncio.sleep(beat)
-            await self._tell_all({"beat": 1})
+            self._tell({"beat": 1})
 
-    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, guest: Guest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # What a stranger sends is bounded in number, size and time; whatever goes wrong with it ends it alone.
         try:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
-                role = await self._admit(reader, writer)
+                role = await asyncio.wait_for(self._admit(reader, writer), guest.patience)
+                guest.known()
                 if role == "store":
-                    await wire.splice(reader, writer, "127.0.0.1", self._store)
+                    await streams.serve_store(self._keys, reader, writer)
                 elif role == "control":
                     await self._attend(reader, writer)
                 elif role == "put" and self._token is not None:
-                    await self._take_value(reader, self._token)
+                    await self._take_values(reader, self._token)
                 elif role == "get":
-                    await self._give_value(reader, writer)
+                    await self._give_values(reader, writer)
         except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
             self._complain(error)
         finally:
             writer.close()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        return await wire.admit(reader, writer, self._token)
 
     def _complain(self, error: Exception) -> None:
         """Says in a line that a connection was closed for an error of ours; soon no more, lest strangers fill a log."""
@@ -88,19 +98,10 @@ class Gate:
             what = f"{type(error).__name__} {str(error)[:_COMPLAINT]!a}"
             print(f"mlaunch: the gate closed a connection: {what}", file=sys.stderr, flush=True)
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        if self._strangers >= _STRANGERS:
-            raise ConnectionError("too many connections that say nothing")
-        self._strangers += 1
-        try:
-            return await asyncio.wait_for(wire.admit(reader, writer, self._token), wire.HANDSHAKE_TIMEOUT)
-        finally:
-            self._strangers -= 1
-
     # One machine
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        record = await asyncio.wait_for(wire.read(reader), wire.HANDSHAKE_TIMEOUT)
+        record = await asyncio.wait_for(wire.read(reader), PATIENCE)
         member = _Member(Join.of_record(record.get("join")), writer)
         if not await self._accept(member):
             return
@@ -124,31 +125,47 @@ class Gate:
             text = f"the launch at this port has begun, without {member.join.who}: a second launch needs another port"
             await wire.send(member.writer, {"refused": text})
             return False
-        joined = [other.join for other in self._members]
-        self._refusal = self._refusal or membership.conflict(joined, member.join)
-        self._members.append(member)
+        self._refusal = self._refusal or self._roster.conflict(member.join)
+        self._members[member] = None
+        self._awaited.add(member)
         if self._refusal:
             self._start(self._tell_master_last({"refused": self._refusal}))
-        elif membership.missing([*joined, member.join]):
-            await self._tell_all({"waiting": membership.describe([*joined, member.join])})
-        else:
+            return True
+        self._roster.add(member.join)
+        if self._roster.complete:
             self._begin()
+        else:
+            self._tell_soon()
         return True
+
+    def _tell_soon(self) -> None:
+        """Tells those who wait who has come, and whoever comes until then; the more they are, the later."""
+        if self._word is None:
+            least, each = _WORD_DELAY
+            delay = max(least, each * len(self._members))
+            self._word = asyncio.get_running_loop().call_later(delay, self._tell_who_is_there)
+
+    def _tell_who_is_there(self) -> None:
+        self._word = None
+        if self._members and not self._begun and not self._refusal:
+            self._tell({"waiting": self._roster.describe()})
 
     def _begin(self) -> None:
         self._begun = True
-        self._members.sort(key=lambda member: member.join.place)
-        joins = membership.placed([member.join for member in self._members])
+        ordered = sorted(self._members, key=lambda member: member.join.place)
+        joins = membership.placed([member.join for member in ordered])
         plan = {
             "launch_id": self._launch_id,
             "attempt": max(join.attempt for join in joins),  # one that comes back begins with 0
             "num_nodes": len(joins),
             "world_size": joins[0].world_size,
         }
-        for index, (join, role) in enumerate(zip(joins, membership.role_ranks(joins), strict=True)):
+        self._world_size = joins[0].world_size
+        roles = membership.role_ranks(joins)
+        for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
             own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
-            self._members[index].join = join
-            self._members[index].writer.write(wire.encode({"plan": {**plan, **own}}))
+            member.join = join
+            member.writer.write(wire.encode({"plan": {**plan, **own}}))
 
     async def _hear(self, member: _Member, record: wire.Record) -> None:
         if isinstance(record.get("failure"), dict):
@@ -156,13 +173,16 @@ class Gate:
             self._start(self._fail(asdict(failure), source=member))
         elif "done" in record:
             member.done = True
+            self._awaited.discard(member)
             self._end_if_over()
 
     async def _lose(self, member: _Member, why: str) -> None:
+        self._awaited.discard(member)
         if not self._begun:
-            self._members.remove(member)  # it may come back
-            if self._members and not self._refusal:
-                await self._tell_all({"waiting": membership.describe([other.join for other in self._members])})
+            del self._members[member]  # it may come back
+            if not self._refusal:
+                self._roster.remove(member.join)
+                self._tell_soon()
         elif not member.done:
             lost = {"subject": member.join.who, "host": member.join.host, "what": f"was lost: {why}"}
             await self._fail(lost, source=member)
@@ -170,15 +190,18 @@ class Gate:
 
     # Values
 
-    async def _take_value(self, reader: asyncio.StreamReader, token: str) -> None:
-        rank, memfd, signature = await values.receive(reader, token, self._launch_id)
-        self._values[rank] = memfd, signature
-        if self._members and len(self._values) == self._members[0].join.world_size:
-            await self._tell_all({"values": 1})
+    async def _take_values(self, reader: asyncio.StreamReader, token: str) -> None:
+        while not reader.at_eof():
+            rank, memfd, signature = await values.receive(reader, token, self._launch_id)
+            self._values[rank] = memfd, signature
+            if len(self._values) == self._world_size:
+                self._tell({"values": 1})
 
-    async def _give_value(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = (await asyncio.wait_for(wire.read(reader), wire.HANDSHAKE_TIMEOUT)).get("rank")
-        if isinstance(rank, int) and rank in self._values:
+    async def _give_values(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            rank = (await asyncio.wait_for(wire.read(reader), PATIENCE)).get("rank")
+            if not isinstance(rank, int) or rank not in self._values:
+                return
             memfd, signature = self._values[rank]
             await values.send(writer, rank, memfd, signature)
 
@@ -193,17 +216,17 @@ class Gate:
             await asyncio.sleep(CAUSE_DELAY)
         if self._failure is None:
             self._failure = failure
-            await self._tell_all({"failure": failure}, besides=source)
+            self._tell({"failure": failure}, besides=source)
 
     def _end_if_over(self) -> None:
-        if not self._ended and all(member.done or member.gone.is_set() for member in self._members):
+        if not self._ended and not self._awaited:
             self._ended = True
             self._start(self._end())
 
     async def _end(self) -> None:
         """Closes the port before anyone is told, since a next launch may use it at once."""
-        if self._server is not None:
-            self._server.close()
+        if self._door is not None:
+            self._door.close()
         await self._tell_master_last({"over": 1})
 
     async def _tell_master_last(self, record: wire.Record) -> None:
@@ -212,17 +235,17 @@ class Gate:
         if master is None:  # refused, and gone before it was told
             return
         others = [member.gone.wait() for member in self._members if member is not master]
-        await self._tell_all(record, besides=master)
+        self._tell(record, besides=master)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*others), _CLOSE_TIMEOUT)
         with contextlib.suppress(OSError):
             await wire.send(master.writer, record)
 
-    async def _tell_all(self, record: wire.Record, besides: _Member | None = None) -> None:
+    def _tell(self, record: wire.Record, besides: _Member | None = None) -> None:
+        line = wire.encode(record)
         for member in self._members:
             if member is not besides and not member.gone.is_set():
-                member.writer.write(wire.encode(record))  # without waiting for a slow one
-        await asyncio.sleep(0)
+                member.writer.write(line)  # without waiting for a slow one
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 from typing import NoReturn
 
-from mlaunch.base import linux
+from mlaunch.base import linux, rlimits
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous.membership import Join
@@ -17,11 +17,11 @@ from mlaunch.rendezvous.membership import Join
 class Link:
     """A forked process that ends with this one, and a channel to it.
 
-    ``listener``: where it listens for this machine's ranks; None on the machine that has the store.
+    ``listener``: where it listens for this machine's ranks.
     """
 
     def __init__(
-        self, cluster: Cluster, join: Join, listener: socket.socket | None, close_in_child: Iterable[int] = ()
+        self, cluster: Cluster, join: Join, listener: socket.socket, close_in_child: Iterable[int] = ()
     ) -> None:
         self.channel, theirs = Channel.pair()
         parent = os.getpid()
@@ -33,12 +33,13 @@ class Link:
 
 
 def _run(
-    cluster: Cluster, join: Join, agent: Channel, listener: socket.socket | None, parent: int, close: Iterable[int]
+    cluster: Cluster, join: Join, agent: Channel, listener: socket.socket, parent: int, close: Iterable[int]
 ) -> NoReturn:
     try:
         linux.die_with(parent)
         for fd in close:
             os.close(fd)
+        rlimits.allow_files()
         import asyncio
 
         from mlaunch.rendezvous.link_process import LinkProcess

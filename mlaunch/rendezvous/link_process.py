@@ -1,8 +1,8 @@
 """One machine's end of the connection to the other machines of a launch, in a process beside the agent.
 
 It joins at the gate, retrying until it may not any more; passes on what agent and gate have to tell each other; sends
-heartbeats, however busy the ranks keep the machine; and listens on loopback for the ranks of a machine that does not
-have the store itself, dialling the gate for each of their connections.
+heartbeats, however busy the ranks keep the machine; and listens on loopback for the machine's ranks, whose traffic with
+the store it carries to the gate on one connection.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.protocol.spec import Agreed, Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate import BEATS
 from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
+from mlaunch.rendezvous.streams import RankStreams
 
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
 _REMINDER_DELAY = 30.0  # seconds between words that say the same
+_HANDSHAKE_TIMEOUT = 60.0  # seconds: others may be before us, and a gate that says nothing is given up for good
 _LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
 
@@ -62,7 +65,7 @@ class LinkProcess:
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
             if listener is not None:
-                await asyncio.start_server(self._serve_rank, sock=listener)
+                self._begin(self._carry(listener), "the way to the store")
             await asyncio.gather(self._beat(), self._hear_gate_to_the_end())
         except asyncio.TimeoutError:
             limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
@@ -99,7 +102,7 @@ class LinkProcess:
         )
         self._writer = writer
         self._master = str(writer.get_extra_info("peername")[0])
-        await asyncio.wait_for(wire.introduce(reader, writer, "control", self._cluster.token), wire.HANDSHAKE_TIMEOUT)
+        await asyncio.wait_for(wire.introduce(reader, writer, "control", self._cluster.token), _HANDSHAKE_TIMEOUT)
         await wire.send(writer, {"join": self._join.as_record()})
         return reader
 
@@ -197,8 +200,8 @@ class LinkProcess:
         elif isinstance(record, Done):
             self._post({"done": 1})
 
-    def _begin(self, exchange: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(self._see_through(exchange))
+    def _begin(self, exchange: Coroutine[Any, Any, None], what: str = "the exchange of values") -> None:
+        task = asyncio.ensure_future(self._see_through(exchange, what))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -206,22 +209,22 @@ class LinkProcess:
 
     async def _share(self) -> None:
         """Brings our ranks' values to the gate."""
-        for rank, memfd in self._ours.items():
-            async with self._dialled("put") as (_, writer):
+        async with self._dialled("put") as (_, writer):
+            for rank, memfd in self._ours.items():
                 await values.send(writer, rank, memfd, values.Signature(self._token, self._launch_id, rank))
 
     async def _fetch(self, ranks: list[int]) -> None:
         """Gets the others' values for the agent; then this machine is done."""
-        for rank in ranks:
-            async with self._dialled("get") as (reader, writer):
+        async with self._dialled("get") as (reader, writer):
+            for rank in ranks:
                 await wire.send(writer, {"rank": rank})
                 _, memfd, _ = await values.receive(reader, self._token, self._launch_id)
-            self._agent.try_send(Value(rank), [] if memfd is None else [memfd])
-            if memfd is not None:
-                os.close(memfd)
+                self._agent.try_send(Value(rank), [] if memfd is None else [memfd])
+                if memfd is not None:
+                    os.close(memfd)
         self._post({"done": 1})
 
-    async def _see_through(self, exchange: Coroutine[Any, Any, None]) -> None:
+    async def _see_through(self, exchange: Coroutine[Any, Any, None], what: str) -> None:
         """Makes an exchange that breaks the launch's failure."""
         try:
             await exchange
@@ -229,7 +232,7 @@ class LinkProcess:
             if self._failed:  # which is why
                 return
             self._failed, host = True, socket.gethostname()
-            subject = f"the exchange of values on host {host}"
+            subject = f"{what} on host {host}"
             failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=subject)
             self._post({"failure": asdict(failure)})
             self._agent.try_send(failure)
@@ -243,12 +246,10 @@ class LinkProcess:
         if self._writer is not None:
             self._writer.write(wire.encode(record))
 
-    async def _serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def greet(gate_reader: asyncio.StreamReader, gate_writer: asyncio.StreamWriter) -> None:
-            await wire.introduce(gate_reader, gate_writer, "store", self._cluster.token)
-
-        try:
-            with contextlib.suppress(OSError, wire.RefusedError):
-                await wire.splice(reader, writer, self._master, self._cluster.port, greeting=greet)
-        finally:
-            writer.close()
+    async def _carry(self, listener: socket.socket) -> None:
+        """Carries the ranks' traffic with the store."""
+        async with self._dialled("store") as streams:
+            with contextlib.suppress(OSError):
+                await RankStreams().serve(listener, streams)
+        await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
+        raise ConnectionError("its connection was closed")

@@ -9,12 +9,10 @@ from itertools import accumulate
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.text import first_bytes, last_bytes, name_ranks, ranges
+from mlaunch.base.text import first_bytes, last_bytes, name_ranks
 
 _LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what is not listed here:
 _SHORT = 100
-_NAMED = 20  # machines in a sentence
-_SENTENCE = 16_000  # bytes of it
 _MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
 # What other machines hear of a failure, in bytes of UTF-8: altogether less than half of a record between processes, and
 # as JSON, where each may become six, less than a line of the control protocol.
@@ -45,7 +43,7 @@ class Join:
     @property
     def place(self) -> tuple[int, int]:
         """By which the machines of a launch are ordered."""
-        return self.machine, self.rank_start
+        return (self.machine, 0) if self.machines else (0, self.rank_start)
 
     @property
     def who(self) -> str:
@@ -69,55 +67,6 @@ class Join:
         if not all(0 <= number <= _MOST for number in record.values() if isinstance(number, int)):
             raise ConnectionError("what came is no join")
         return cls(**record)
-
-
-def conflict(joined: Sequence[Join], new: Join) -> str:
-    """Says why ``new`` does not fit to those that have joined, for all to read; "" if it does."""
-    if new.n_gpus < 1 or (not new.machines and new.ranks[-1] >= new.world_size):
-        return f"{new.who} has ranks beyond world_size={new.world_size}"
-    if new.machines and new.machine >= new.machines:
-        return f"{new.who} is beyond --nnodes {new.machines}"
-    for other in joined:
-        for name, words in (
-            ("world_size", "world_size={}"),
-            ("machines", "--nnodes {}"),
-            ("function", "{} to run"),
-            ("mlaunch", "mlaunch {}"),
-            ("torch", "torch {}"),
-            ("gather", "gather={!r}"),
-        ):
-            ours, theirs = getattr(new, name), getattr(other, name)
-            if ours != theirs:
-                return f"host {other.host} has {words.format(theirs)}, host {new.host} has {words.format(ours)}"
-        if new.machines and other.machine == new.machine:
-            return f"host {other.host} and host {new.host} both have --node-rank {new.machine}"
-        both = [] if new.machines else sorted(set(other.ranks) & set(new.ranks))
-        if both:
-            return f"{name_ranks(both)} would be on host {other.host} and on host {new.host}: the rank_start overlap"
-    return ""
-
-
-def missing(joined: Sequence[Join]) -> list[int]:
-    """Returns the ranks that no machine has brought, or the numbers of the machines where those are counted."""
-    if not joined:
-        return []
-    if joined[0].machines:
-        return sorted(set(range(joined[0].machines)) - {machine.machine for machine in joined})
-    there = {rank for machine in joined for rank in machine.ranks}
-    return [rank for rank in range(joined[0].world_size) if rank not in there]
-
-
-def describe(joined: Sequence[Join]) -> str:
-    """Says who is there and who is not: "2 machines joined (h1, h2); ranks 8-15 missing"."""
-    names = ", ".join(machine.host for machine in joined[:_NAMED])
-    if len(joined) > _NAMED:
-        names += f" and {len(joined) - _NAMED} more"
-    machines = f"{len(joined)} machine{'s' * (len(joined) != 1)}"
-    lacking = missing(joined)
-    words = name_ranks(lacking)
-    if joined[0].machines:
-        words = f"machine{'s' * (len(lacking) != 1)} {ranges(lacking, ', ')} of {joined[0].machines}"
-    return first_bytes(f"{machines} joined ({names}); {words} missing", _SENTENCE)
 
 
 @dataclass(frozen=True)

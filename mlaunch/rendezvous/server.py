@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"serving at {address}, port {port}", flush=True)
     if secret.known(port) is None:
         print(f"clients need {secret.variable(port)}={secret.draw()} in their environment", flush=True)
-    store = serve(listener)
     with contextlib.suppress(KeyboardInterrupt):
+        store = serve(listener)
         while store is not None:
             signal.pause()
 

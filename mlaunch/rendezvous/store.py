@@ -1,7 +1,7 @@
-"""The launch's own store, in a process beside its agent.
+"""The launch's own store: in the agent on one machine, beside the gate in a process of its own on several.
 
-torch's TCPStore runs in a forked process of its own, on a socket that was bound and listening before anyone was told
-of it: no port is found and then lost, and no client dials too early and waits.
+On one machine it is torch's TCPStore, on a socket that was bound and listening before anyone was told of it: no port is
+found and then lost, and no client dials too early and waits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mlaunch.base import linux
-from mlaunch.rendezvous import names
+from mlaunch.base import linux, rlimits
 
 
 @dataclass(frozen=True)
@@ -28,29 +27,23 @@ class GateConfig:
     token: str | None
     heartbeat_timeout: float
 
-    def serve(self, store: int) -> None:
-        """Serves the launch's other machines for as long as the process lives. ``store``: its port on loopback."""
+    def serve(self) -> None:
+        """Serves the launch's machines for as long as the process lives."""
         import asyncio
 
         from mlaunch.rendezvous.gate import Gate
 
-        asyncio.run(Gate(store, self.launch_id, self.token, self.heartbeat_timeout).serve(self.listener))
+        asyncio.run(Gate(self.launch_id, self.token, self.heartbeat_timeout).serve(self.listener))
 
 
 class StoreProcess:
-    """A store in a forked process that ends with this one. The caller closes its ``listener`` afterwards.
+    """The gate of a launch over several machines, with its store, in a forked process that ends with this one."""
 
-    ``gate``: what other machines may reach of it, in the same process; None: nothing.
-    """
-
-    def __init__(
-        self, listener: socket.socket, *, gate: GateConfig | None = None, close_in_child: Iterable[int] = ()
-    ) -> None:
-        self.address, self.port = listener.getsockname()[:2]
+    def __init__(self, gate: GateConfig, close_in_child: Iterable[int] = ()) -> None:
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _run(listener, gate, parent, close_in_child)
+            _run(gate, parent, close_in_child)
         self.sentinel = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
@@ -65,18 +58,13 @@ class StoreProcess:
         return os.waitstatus_to_exitcode(status)
 
 
-def _run(listener: socket.socket, gate: GateConfig | None, parent: int, close: Iterable[int]) -> None:
+def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
     try:
         linux.die_with(parent)
         for fd in close:
             os.close(fd)
-        port = listener.getsockname()[1]
-        names.look_up_in_files_only()  # this process knows nobody but by address
-        store = serve(listener)
-        if gate is not None:
-            gate.serve(port)
-        while store is not None:
-            signal.pause()
+        rlimits.allow_files()
+        gate.serve()
     finally:
         os._exit(1)
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from mlaunch.rendezvous.barrier import Barrier
+from mlaunch.base.text import name_some_ranks
+from mlaunch.rendezvous.barrier import Barrier, Turn
+
+_ARRIVED, _MISSING = "arrived", "missing"
+_LOOK = timedelta(seconds=10)  # for one rank to find out who is missing
 
 
 class StoreClient:
@@ -17,19 +22,38 @@ class StoreClient:
 
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
         connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        self.store = dist.PrefixStore(namespace, connection)
+        self.store: Any = dist.PrefixStore(namespace, connection)  # whose annotations lack ``append``
 
     def meet(self, key: str, size: int) -> None:
         """Returns once ``size`` ranks have called it with this key; raises as the store does after ``timeout``."""
+        self.end(self.begin(key, size))
+
+    def begin(self, key: str, size: int) -> Turn:
+        """Comes to a meeting, and does not wait for the others; ``end`` does."""
         barrier = Barrier(self.store, key, size)
         turn = barrier.enter()
         barrier.arrive(turn)
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """Waits for the others."""
         self.store.wait([turn.end])
 
     def arrive(self, rank: int) -> None:
         """Leaves a mark for ``missing``."""
-        self.store.set(f"arrived/{rank}", "")
+        self.store.append(_ARRIVED, f"{rank},")
 
-    def missing(self, world_size: int) -> list[int]:
-        """Returns the ranks that have not arrived."""
-        return [rank for rank in range(world_size) if not self.store.check([f"arrived/{rank}"])]
+    def missing(self, world_size: int) -> str:
+        """Names the ranks that have not arrived, in a bounded text; "" if all have, or nobody could look.
+
+        One rank looks, for all: what each must do does not grow with their number.
+        """
+        if self.store.add(f"{_MISSING}/asked", 1) == 1:
+            arrived = {int(rank) for rank in self.store.get(_ARRIVED).decode().split(",") if rank}
+            lacking = [rank for rank in range(world_size) if rank not in arrived]
+            self.store.set(_MISSING, name_some_ranks(lacking) if lacking else "")
+        try:
+            self.store.wait([_MISSING], _LOOK)
+        except RuntimeError:  # who was to look has died
+            return ""
+        return str(self.store.get(_MISSING), "utf-8")

@@ -20,13 +20,14 @@ import hmac
 import json
 import re
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
-HANDSHAKE_TIMEOUT = 10.0  # seconds for a handshake
+_KEEP_ALIVE = 60  # seconds
 
 _NONCE = re.compile("[0-9a-f]{1,64}")
 
@@ -128,35 +129,20 @@ def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str
     return str(hmac.new(token.encode(), text.encode(), "sha256").hexdigest())
 
 
+def _keep_alive(end: socket.socket) -> None:
+    """Has the kernel say a word now and then: firewalls forget connections on which ranks say nothing for hours."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE)
+
+
 @contextlib.asynccontextmanager
 async def dialled(host: str, port: int, role: str, token: str | None) -> AsyncIterator[Streams]:
     """Connects to a gate as a client of this role, for a while. Raises as ``introduce``."""
     reader, writer = await asyncio.open_connection(host, port, limit=LINE_LIMIT)
+    _keep_alive(writer.get_extra_info("socket"))
     try:
         await introduce(reader, writer, role, token)
         yield reader, writer
     finally:
         writer.close()
-
-
-async def splice(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int, *, greeting: Any = None
-) -> None:
-    """Passes bytes both ways between a connection and one to ``host``, until either ends. ``greeting`` comes first."""
-    there = await asyncio.open_connection(host, port)
-    try:
-        if greeting is not None:
-            await greeting(*there)
-        pumps = [asyncio.ensure_future(_pump(reader, there[1])), asyncio.ensure_future(_pump(there[0], writer))]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-    finally:
-        there[1].close()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()

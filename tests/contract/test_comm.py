@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import comm, launcher
-from mlaunch.collectives import exchange
+from mlaunch.collectives import exchange, world
 from tests.contract.functions import error_of
 
 
@@ -428,7 +428,7 @@ def test_none_leaves_while_others_still_make_their_local_group() -> None:
     def train() -> bool | None:
         store = dist.distributed_c10d._get_default_store()
         first = dist.get_rank() == 0
-        gather, make = exchange.gather_everywhere, dist.new_subgroups_by_enumeration
+        gather, make = exchange.gather_everywhere, world.subgroup
 
         def gather_and_tell(*args: Any) -> Any:
             if first:
@@ -443,8 +443,8 @@ def test_none_leaves_while_others_still_make_their_local_group() -> None:
 
         seen: list[bool] = []
         exchange.gather_everywhere = gather_and_tell
-        dist.new_subgroups_by_enumeration = make_and_look
-        comm.create_local_process_group(1)
+        world.subgroup = make_and_look
+        comm.create_local_process_group(2)
         if first:
             store.set("moved", "left")
         return None if first else seen[0]

@@ -194,10 +194,15 @@ def test_a_signal_without_a_name() -> None:
 
 
 def test_many_consequences_are_cut_short() -> None:
-    failures = [RankFailure(rank, 100 + rank, "was killed by SIGKILL", consequence=rank > 0) for rank in range(12)]
+    failures = [RankFailure(rank, 100 + rank, f"raised KeyError: {rank}", consequence=rank > 0) for rank in range(12)]
     text = str(FailureText("train()", failures))
-    assert text.count("was killed by SIGKILL") == 9
+    assert text.count("raised KeyError") == 9
     assert text.endswith("  and 3 more (see .failures)")
+
+
+def test_consequences_that_are_alike_are_told_once() -> None:
+    failures = [RankFailure(rank, 100 + rank, "was killed by SIGKILL", consequence=rank > 0) for rank in range(12)]
+    assert str(FailureText("train()", failures)).splitlines()[-1] == "  ranks 1-11 were killed by SIGKILL"
 
 
 def test_a_long_consequence_is_shortened() -> None:

@@ -34,23 +34,30 @@ from mlaunch.protocol import channel
 from mlaunch.protocol.machine_messages import Beat, Planned, Waiting
 from mlaunch.protocol.messages import Ready
 from mlaunch.protocol.spec import Cluster
+from mlaunch.rendezvous import door as door_module
 from mlaunch.rendezvous import gate as gate_module
 from mlaunch.rendezvous import link_process, names, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
 from mlaunch.rendezvous.link_process import LinkProcess
-from mlaunch.rendezvous.membership import Join, conflict, describe, failure_of_record, missing, shortened
+from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
+from mlaunch.rendezvous.roster import Roster
 from mlaunch.rendezvous.store import GateConfig, StoreProcess
+from mlaunch.rendezvous.streams import RankStreams
 from tests.system.network import free_port
 
 TOKEN = "hush"
 
 
+class Served(StoreProcess):
+    port: int
+
+
 @contextlib.contextmanager
-def served(token: str | None = TOKEN) -> Iterator[StoreProcess]:
+def served(token: str | None = TOKEN) -> Iterator[Served]:
     """Its process, as an agent starts it; ``port`` is the public one."""
-    with listen() as store, listen() as public:
-        server = StoreProcess(store, gate=GateConfig(public, "launch", token, 60.0))
+    with listen() as public:
+        server = Served(GateConfig(public, "launch", token, 60.0))
         server.port = public.getsockname()[1]
     yield server
     server.kill()
@@ -58,7 +65,7 @@ def served(token: str | None = TOKEN) -> Iterator[StoreProcess]:
 
 
 @pytest.fixture
-def gate() -> Iterator[StoreProcess]:
+def gate() -> Iterator[Served]:
     with served() as server:
         yield server
 
@@ -116,7 +123,7 @@ async def ranks_of_a_machine(gate: int, numbers: range, pool: ThreadPoolExecutor
     They stay until those of all machines have.
     """
     loop, listener, over = asyncio.get_running_loop(), listen(), asyncio.Event()
-    splicing = asyncio.ensure_future(splice_for_ranks(gate, listener, over.wait()))
+    splicing = asyncio.ensure_future(carry_for_ranks(gate, listener, over.wait()))
     port = listener.getsockname()[1]
 
     def come(number: int) -> dist.TCPStore:
@@ -142,7 +149,7 @@ MACHINES, RANKS = 64, 1024
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
-def test_many_machines_join_and_hear_of_a_failure(gate: StoreProcess) -> None:
+def test_many_machines_join_and_hear_of_a_failure(gate: Served) -> None:
     """64 machines of 16 ranks; each rank is a store client that comes through the gate."""
     ranks = RANKS // MACHINES
     said: dict[int, list[bytes]] = {}
@@ -174,7 +181,36 @@ def test_many_machines_join_and_hear_of_a_failure(gate: StoreProcess) -> None:
     assert [failure for _, failure in results].count(119) == MACHINES - 1
 
 
-def test_who_comes_after_a_failure_is_not_refused(gate: StoreProcess) -> None:
+def test_a_launch_of_many_machines_is_told_in_few_bytes(gate: Served) -> None:
+    """And a machine that does not read keeps nobody from hearing of a failure."""
+    machines = 200
+
+    async def machine(index: int, deaf: asyncio.Event) -> int:
+        reader, writer = await enter(gate.port)
+        await wire.send(writer, {"join": join(index, 1, machines, host="h" * 200).as_record()})
+        told = 0
+        while "plan" not in (record := await asyncio.wait_for(wire.read(reader), 60)):
+            told += len(wire.encode(record))
+        if index == 0:
+            await deaf.wait()
+        elif index == 1:
+            await wire.send(writer, {"failure": {"what": "raised ValueError: boom", "traceback": "x" * 15_000}})
+        else:
+            assert (await next_of(reader, "failure"))["what"] == "raised ValueError: boom"
+        writer.close()
+        return told + len(wire.encode(record))
+
+    async def everyone() -> int:
+        deaf = asyncio.Event()
+        silent = asyncio.ensure_future(machine(0, deaf))
+        told = await asyncio.gather(*(machine(index, deaf) for index in range(1, machines)))
+        deaf.set()
+        return sum(told) + await silent
+
+    assert asyncio.run(everyone()) < 4_000 * machines
+
+
+def test_who_comes_after_a_failure_is_not_refused(gate: Served) -> None:
     """It is a machine that was lost and is back: its link tries again until the next attempt begins."""
 
     async def come_back() -> bytes:
@@ -193,7 +229,7 @@ def test_who_comes_after_a_failure_is_not_refused(gate: StoreProcess) -> None:
     assert b"refused" not in asyncio.run(come_back())
 
 
-def test_the_master_hears_of_a_refusal_when_the_others_have(gate: StoreProcess) -> None:
+def test_the_master_hears_of_a_refusal_when_the_others_have(gate: Served) -> None:
     """It ends the gate, and another that had not read it would wait for its join_timeout."""
     heard: list[str] = []
 
@@ -219,7 +255,7 @@ def test_the_master_hears_of_a_refusal_when_the_others_have(gate: StoreProcess) 
     assert heard[2:] == ["master"]
 
 
-def test_a_refused_machine_may_be_gone_before_it_is_told(gate: StoreProcess, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_machine_may_be_gone_before_it_is_told(gate: Served, capfd: pytest.CaptureFixture[str]) -> None:
     async def leave_at_once() -> str:
         for _ in range(20):
             _, writer = await enter(gate.port)
@@ -233,7 +269,7 @@ def test_a_refused_machine_may_be_gone_before_it_is_told(gate: StoreProcess, cap
 
     assert asyncio.run(leave_at_once()) == "host h4 (rank 4) has ranks beyond world_size=2"
     assert "Traceback" not in capfd.readouterr().err  # the gate's own
-    asyncio.run(Gate(0, "launch", None, 60.0)._tell_master_last({"refused": "why"}))
+    asyncio.run(Gate("launch", None, 60.0)._tell_master_last({"refused": "why"}))
 
 
 def test_a_failure_from_another_machine_is_not_trusted() -> None:
@@ -252,15 +288,15 @@ def test_a_failure_fits_into_every_record_on_its_way(letter: str) -> None:
     assert failure_of_record(json.loads(wire.encode({"failure": asdict(told)}))["failure"]) == told
 
 
-def test_what_is_waited_for_fits_into_every_record() -> None:
-    many = [
-        join(rank, 1, 10_000, host=f"{rank:03}" + "\N{GREEK SMALL LETTER MU}" * 252) for rank in range(0, 10_000, 2)
-    ]
-    told = describe(many)
-    assert told.startswith("5000 machines joined (000")
-    assert f"{many[19].host} and 4980 more); ranks 1, 3, 5" in told
-    assert len(pickle.dumps(Waiting(told))) <= channel.RECORD_LIMIT
-    assert len(wire.encode({"waiting": told})) <= wire.LINE_LIMIT
+def test_what_is_waited_for_is_a_summary() -> None:
+    """It is sent to every machine, and fits into every record on its way."""
+    roster = Roster()
+    for rank in range(0, 10_000, 2):
+        roster.add(join(rank, 1, 10_000, host=f"{rank:04}" + "\N{GREEK SMALL LETTER MU}" * 251))
+    told = roster.describe()
+    assert told.startswith("5000 machines joined (0000")
+    assert told.endswith(" and 4995 more); ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19 and 4990 more missing")
+    assert len(wire.encode({"waiting": told})) <= 4_000
 
 
 def test_a_line_that_nobody_would_read_is_refused_where_it_comes_from() -> None:
@@ -273,7 +309,7 @@ def test_a_failure_with_odd_hints_is_still_told() -> None:
         assert failure_of_record({"what": "broke", "hints": hints}).hints == ()
 
 
-def test_a_cause_outranks_its_consequence(gate: StoreProcess) -> None:
+def test_a_cause_outranks_its_consequence(gate: Served) -> None:
     """Though news of it comes later, from another machine."""
 
     async def three() -> list[str]:
@@ -292,36 +328,21 @@ def test_a_cause_outranks_its_consequence(gate: StoreProcess) -> None:
     assert asyncio.run(three()) == ["was killed by SIGKILL"] * 2
 
 
-async def splice_for_ranks(gate: int, listener: socket.socket, over: Coroutine[Any, Any, Any]) -> None:
+async def carry_for_ranks(gate: int, listener: socket.socket, over: Coroutine[Any, Any, Any]) -> None:
     """The joining side, as the link does it."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async def greet(*streams: Any) -> None:
-            await wire.introduce(*streams, "store", TOKEN)
-
-        with contextlib.suppress(ConnectionError):
-            await wire.splice(reader, writer, "127.0.0.1", gate, greeting=greet)
-        writer.close()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(one(reader, writer))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    server = await asyncio.start_server(accept, sock=listener, backlog=4096)
-    await over
-    server.close()
-    while tasks:
-        await asyncio.wait(tasks)
+    async with wire.dialled("127.0.0.1", gate, "store", TOKEN) as streams:
+        carrying = asyncio.ensure_future(RankStreams().serve(listener, streams))
+        await over
+        carrying.cancel()
+        await asyncio.wait([carrying])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_files")
-def test_a_thousand_ranks_reach_the_store(gate: StoreProcess) -> None:
+def test_a_thousand_ranks_reach_the_store(gate: Served) -> None:
     over, listener = threading.Event(), listen()
     port = listener.getsockname()[1]
-    splicing = splice_for_ranks(gate.port, listener, asyncio.to_thread(over.wait))
+    splicing = carry_for_ranks(gate.port, listener, asyncio.to_thread(over.wait))
     thread = threading.Thread(target=asyncio.run, args=[splicing])
     thread.start()
     start = time.monotonic()
@@ -350,8 +371,8 @@ def strange(chance: random.Random) -> bytes:
         lambda: chance.randbytes(chance.randrange(1, 3000)),
         lambda: b"",
         lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        lambda: b'{"mlaunch": 1, "role": "store", "nonce": "00"}\n' + chance.randbytes(50),
-        lambda: b'{"mlaunch": 1, "role": "store", "nonce": "00"}\n{"proof": "00"}\nset everything',
+        lambda: b'{"mlaunch": 2, "role": "store", "nonce": "00"}\n' + chance.randbytes(50),
+        lambda: b'{"mlaunch": 2, "role": "store", "nonce": "00"}\n{"proof": "00"}\nset everything',
         lambda: b'{"mlaunch": 9, "role": "control", "nonce": "00"}\n',
         lambda: b'{"mlaunch": 1, "role"',
         lambda: b"[" * 5000 + b"\n",
@@ -361,23 +382,61 @@ def strange(chance: random.Random) -> bytes:
     return chance.choice(kinds)()
 
 
-@pytest.mark.slow
-def test_strangers_are_bounded_in_number() -> None:
-    crowded = Gate(0, "launch", None, 5.0)
-    crowded._strangers = gate_module._STRANGERS
+def test_a_burst_waits_and_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More come at once than may be strangers at a time: each is let in, at its first attempt."""
+    monkeypatch.setattr(door_module, "STRANGERS", 3)
+    strangers: list[int] = []
+
+    class Counting(Gate):
+        async def _admit(self, *streams: Any) -> str:
+            assert self._door is not None
+            strangers.append(self._door._strangers)
+            return await super()._admit(*streams)
+
+    async def burst() -> list[str]:
+        async with serving(Counting("launch", TOKEN, 60.0)) as (_, port):
+            streams = await asyncio.gather(*(enter(port) for _ in range(40)))
+            for number, (_, writer) in enumerate(streams):
+                await wire.send(writer, {"join": join(number, 1, 40).as_record()})
+            plans = [await next_of(reader, "plan") for reader, _ in streams]
+            for _, writer in streams:
+                writer.close()
+            return [plan["launch_id"] for plan in plans]
+
+    assert asyncio.run(burst()) == ["launch"] * 40
+    assert max(strangers) == 3
+
+
+def test_who_says_nothing_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places are taken by strangers that are silent; soon they are sent away, and a machine comes in."""
+    monkeypatch.setattr(door_module, "STRANGERS", 3)
+    for name in ("PATIENCE", "CROWDED_PATIENCE"):
+        monkeypatch.setattr(door_module, name, 0.1)
 
     async def come() -> None:
-        near, far = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=near)
-        with far, contextlib.closing(writer):
-            await crowded._admit(reader, writer)
+        async with serving(Gate("launch", TOKEN, 60.0)) as (_, port):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+            _, writer = await asyncio.wait_for(enter(port), 60)
+            for stream in [*silent, (None, writer)]:
+                stream[1].close()
 
-    with pytest.raises(ConnectionError, match="too many connections that say nothing"):
-        asyncio.run(asyncio.wait_for(come(), 30))
+    asyncio.run(come())
+
+
+def test_versions_that_differ_are_told_so(gate: Served) -> None:
+    async def come() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        await wire.send(writer, {**HELLO, "mlaunch": 1})
+        said = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        return said
+
+    said = json.loads(asyncio.run(come()))["refused"]
+    assert said == "the master speaks protocol 2, this machine 1: the versions of mlaunch differ"
 
 
 @pytest.mark.slow
-def test_strangers_change_nothing(gate: StoreProcess) -> None:
+def test_strangers_change_nothing(gate: Served) -> None:
     """10,000 connections of nonsense, half of a record, silence; a job in progress meanwhile."""
     chance = random.Random(5)
 
@@ -461,7 +520,7 @@ def test_strangers_make_the_gate_say_nothing(
         writer.close()
 
     async def everyone() -> None:
-        async with serving(Gate(0, "launch", token, 60.0)) as address:
+        async with serving(Gate("launch", token, 60.0)) as address:
             for records in ODD:
                 await speak(address, records)
 
@@ -475,11 +534,11 @@ def test_who_proves_himself_and_says_no_more_is_not_kept(role: str, monkeypatch:
     class Impatient(Gate):
         async def _admit(self, *streams: Any) -> str:
             admitted = await super()._admit(*streams)
-            monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 0.0)
+            monkeypatch.setattr(gate_module, "PATIENCE", 0.0)
             return admitted
 
     async def come() -> bytes:
-        async with serving(Impatient(0, "launch", TOKEN, 60.0)) as (_, port):
+        async with serving(Impatient("launch", TOKEN, 60.0)) as (_, port):
             reader, writer = await enter(port, role)
             said = await asyncio.wait_for(reader.read(), 60)
             writer.close()
@@ -494,7 +553,7 @@ def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.Captur
             raise RuntimeError("line\n\x1b" * 1000)
 
     async def knock(times: int) -> None:
-        async with serving(Broken(0, "launch", None, 60.0)) as address:
+        async with serving(Broken("launch", None, 60.0)) as address:
             for _ in range(times):
                 reader, writer = await asyncio.open_connection(*address)
                 assert await asyncio.wait_for(reader.read(), 60) == b""
@@ -517,7 +576,7 @@ async def members(port: int, *joins: Join) -> list[Streams]:
     return streams
 
 
-def test_the_port_is_free_before_anyone_hears_of_the_end(gate: StoreProcess) -> None:
+def test_the_port_is_free_before_anyone_hears_of_the_end(gate: Served) -> None:
     """The next call of the same function uses it."""
 
     async def run_and_bind() -> None:
@@ -533,7 +592,7 @@ def test_the_port_is_free_before_anyone_hears_of_the_end(gate: StoreProcess) -> 
     asyncio.run(run_and_bind())
 
 
-def test_only_the_first_failure_is_told(gate: StoreProcess) -> None:
+def test_only_the_first_failure_is_told(gate: Served) -> None:
     async def three() -> list[str]:
         first, second, third = streams = await members(gate.port, *(join(rank, 1, 3) for rank in range(3)))
         await wire.send(first[1], {"failure": {"what": "raised ValueError"}})
@@ -550,7 +609,7 @@ def test_only_the_first_failure_is_told(gate: StoreProcess) -> None:
     assert asyncio.run(three()) == ["raised ValueError"]
 
 
-def test_who_waits_hears_that_another_has_left(gate: StoreProcess) -> None:
+def test_who_waits_hears_that_another_has_left(gate: Served) -> None:
     async def come_and_leave() -> list[str]:
         [(reader, first)] = await members(gate.port, join(0, 1, 3))
         told = [await next_of(reader, "waiting")]
@@ -566,7 +625,7 @@ def test_who_waits_hears_that_another_has_left(gate: StoreProcess) -> None:
     assert alone == alone_again == "1 machine joined (h0); ranks 1-2 missing"
 
 
-def test_the_attempt_is_that_of_those_who_stayed(gate: StoreProcess) -> None:
+def test_the_attempt_is_that_of_those_who_stayed(gate: Served) -> None:
     """A machine that comes back with a new process counts from 0."""
 
     async def plans() -> list[int]:
@@ -594,7 +653,7 @@ async def heard_of_a_failure(strangers: int = 0, here: int = 0, *, fails: bool =
     """
     ours, theirs = channel.Channel.pair()
     heard: list[object] = []
-    loop, gate = asyncio.get_running_loop(), Gate(0, "launch", TOKEN, 60.0)
+    loop, gate = asyncio.get_running_loop(), Gate("launch", TOKEN, 60.0)
     loop.add_reader(ours.fileno(), lambda: heard.append(ours.receive()[0]))
     async with serving(gate) as address:
         cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
@@ -609,7 +668,7 @@ async def heard_of_a_failure(strangers: int = 0, here: int = 0, *, fails: bool =
         if fails:
             await wire.send(writer, {"failure": {"what": "was killed by SIGKILL"}})
             await until(lambda: gate._failure)
-        gate._members[here].writer.close()
+        sorted(gate._members, key=lambda member: member.join.place)[here].writer.close()
         await asyncio.wait_for(link, 60)
         assert machine._writer is not None  # its process would end here
         machine._writer.close()
@@ -630,6 +689,40 @@ def test_a_launch_that_failed_does_not_miss_its_master() -> None:
     heard = asyncio.run(heard_of_a_failure())
     assert [type(record) for record in heard] == [Planned, RankFailure]
     assert heard[1] == RankFailure(None, 0, "was killed by SIGKILL")
+
+
+def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
+    """The machine's ranks could reach nobody, and would wait for their timeout."""
+
+    class Forgetful(Gate):
+        async def _admit(self, *streams: Any) -> str:
+            role = await super()._admit(*streams)
+            if role == "store":
+                raise ConnectionError("forgotten")
+            return role
+
+    async def run() -> RankFailure:
+        ours, theirs = channel.Channel.pair()
+        heard: asyncio.Queue[object] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.fileno(), lambda: heard.put_nowait(ours.receive()[0]))
+        async with serving(Forgetful("launch", TOKEN, 60.0)) as address:
+            cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+            machine = LinkProcess(cluster, join(0, 1, 1), theirs)
+            link = asyncio.ensure_future(machine.run(listen()))
+            while not isinstance(record := await asyncio.wait_for(heard.get(), 60), RankFailure):
+                pass
+            assert machine._writer is not None  # its process would end here
+            machine._writer.close()
+            await asyncio.wait([link], timeout=60)
+        for end in (ours, theirs):
+            loop.remove_reader(end.fileno())
+            end.close()
+        return record
+
+    failure = asyncio.run(run())
+    assert failure.who.startswith("the way to the store on host ")
+    assert failure.what == "broke: its connection was closed"
 
 
 @pytest.mark.parametrize("here", [0, 1])
@@ -698,7 +791,7 @@ def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatc
     assert kinds[kinds.index(Planned) :] == [Planned, RankFailure]
 
 
-def test_nothing_is_known_without_the_token(gate: StoreProcess) -> None:
+def test_nothing_is_known_without_the_token(gate: Served) -> None:
     """Neither side shows a proof that could be used again, or the token."""
 
     async def watch() -> bytes:
@@ -739,7 +832,7 @@ def test_a_master_that_cannot_prove_the_token_is_refused() -> None:
     assert heard == [b""]  # nothing was proved to it
 
 
-def test_a_proof_holds_for_one_role(gate: StoreProcess) -> None:
+def test_a_proof_holds_for_one_role(gate: Served) -> None:
     async def pretend() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
         await wire.send(writer, {**HELLO, "role": "control"})
@@ -753,17 +846,43 @@ def test_a_proof_holds_for_one_role(gate: StoreProcess) -> None:
     assert b"wrong token" in asyncio.run(pretend())
 
 
+def roster_of(*joins: Join) -> Roster:
+    roster = Roster()
+    for joined in joins:
+        roster.add(joined)
+    return roster
+
+
 def test_what_fits_together() -> None:
-    first = join(0, 2, 5)
-    assert missing([]) == []
-    assert missing([first, join(4, 1, 5)]) == [2, 3]
-    assert describe([first]) == "1 machine joined (h0); ranks 2-4 missing"
-    assert conflict([first], join(2, 2, 5)) == ""
-    assert conflict([], join(4, 2, 5)) == "host h2 (ranks 4-5) has ranks beyond world_size=5"
-    assert conflict([first], join(2, 2, 5, torch="2.6")) == "host h0 has torch 2.13, host h1 has torch 2.6"
-    assert conflict([first], join(2, 2, 5, mlaunch="1.0")) == "host h0 has mlaunch 0.1, host h1 has mlaunch 1.0"
-    assert conflict([first], join(2, 2, 5, gather="all")) == "host h0 has gather='local', host h1 has gather='all'"
-    assert conflict([first], join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: the rank_start overlap"
+    one = roster_of(join(0, 2, 5))
+    assert not roster_of().complete
+    assert roster_of(join(0, 2, 5), join(4, 1, 5)).missing() == [range(2, 4)]
+    assert one.describe() == "1 machine joined (h0); ranks 2-4 missing"
+    assert one.conflict(join(2, 2, 5)) == ""
+    assert roster_of().conflict(join(4, 2, 5)) == "host h2 (ranks 4-5) has ranks beyond world_size=5"
+    assert one.conflict(join(2, 2, 5, torch="2.6")) == "host h0 has torch 2.13, host h1 has torch 2.6"
+    assert one.conflict(join(2, 2, 5, mlaunch="1.0")) == "host h0 has mlaunch 0.1, host h1 has mlaunch 1.0"
+    assert one.conflict(join(2, 2, 5, gather="all")) == "host h0 has gather='local', host h1 has gather='all'"
+    assert one.conflict(join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: the rank_start overlap"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_overlaps_is_found_among_many(seed: int) -> None:
+    """Against looking at each: machines of many sizes come in any order, and some leave again."""
+    chance, roster, there = random.Random(seed), Roster(), []
+    for _ in range(100):
+        new = join(chance.randrange(190), chance.randrange(1, 11), 200)
+        clash = any(set(new.ranks) & set(other.ranks) for other in there)
+        assert bool(roster.conflict(new)) == clash
+        if not clash:
+            roster.add(new)
+            there.append(new)
+        if there and chance.random() < 0.3:
+            roster.remove(there.pop(chance.randrange(len(there))))
+        brought = {rank for other in there for rank in other.ranks}
+        if there:
+            assert {rank for run in roster.missing() for rank in run} == set(range(200)) - brought
+        assert roster.complete == (len(brought) == 200)
 
 
 @pytest.mark.parametrize("record", [

@@ -15,7 +15,8 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Value
-from mlaunch.rendezvous.membership import Join, RoleRanks, conflict, describe, missing, placed, role_ranks
+from mlaunch.rendezvous.membership import Join, RoleRanks, placed, role_ranks
+from mlaunch.rendezvous.roster import Roster
 
 
 def counted(machine: int, n_gpus: int, **changes: Any) -> Join:
@@ -43,24 +44,32 @@ def test_roles_are_counted_by_themselves() -> None:
     assert role_ranks(machines) == [RoleRanks(0, 5), RoleRanks(0, 2), RoleRanks(1, 5)]
 
 
+def roster_of(*joins: Join) -> Roster:
+    roster = Roster()
+    for join in joins:
+        roster.add(join)
+    return roster
+
+
 def test_which_machines_are_missing() -> None:
-    assert missing([counted(1, 2)]) == [0, 2]
-    assert describe([counted(1, 2)]) == "1 machine joined (h1); machines 0, 2 of 3 missing"
-    assert missing([counted(number, 1) for number in range(3)]) == []
+    assert roster_of(counted(1, 2)).missing() == [range(1), range(2, 3)]
+    assert roster_of(counted(1, 2)).describe() == "1 machine joined (h1); machines 0, 2 of 3 missing"
+    assert roster_of(counted(1, 2), counted(0, 2)).describe() == "2 machines joined (h1, h0); machine 2 of 3 missing"
+    assert roster_of(*(counted(number, 1) for number in range(3))).complete
 
 
 @pytest.mark.parametrize(
     ("new", "words"),
     [
         (counted(1, 5), ""),
-        (counted(0, 1, host="other"), "host h0 and host other both have --node-rank 0"),
+        (counted(0, 1, rank_start=5, host="other"), "host h0 and host other both have --node-rank 0"),
         (counted(1, 1, machines=2), "host h0 has --nnodes 3, host h1 has --nnodes 2"),
         (counted(3, 1), "host h3 (machine 3) is beyond --nnodes 3"),
         (counted(1, 1, function="other.py"), "host h0 has train.py to run, host h1 has other.py to run"),
     ],
 )
 def test_what_does_not_fit(new: Join, words: str) -> None:
-    assert conflict([counted(0, 2)], new) == words
+    assert roster_of(counted(0, 2)).conflict(new) == words
 
 
 class LinkStandIn:

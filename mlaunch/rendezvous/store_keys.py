@@ -1,0 +1,136 @@
+"""What a launch's store knows, and who waits for what: the semantics of torch's TCPStore, without its sockets.
+
+It differs where torch's would end the whole process: what asks for the impossible gets a LookupError or ValueError.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+
+class Wait:
+    """One client's waiting; ``go`` is called when it is over."""
+
+    def __init__(self, missing: set[bytes], go: Callable[[], None]) -> None:
+        self.missing = missing
+        self.go = go
+
+
+class StoreKeys:
+    """Values and queues by key. Whatever comes to be, those who wait for it are told of before the call returns."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._waits: dict[bytes, dict[Wait, None]] = {}  # in the order of their coming
+        self._meetings: dict[bytes, dict[Wait, None]] = {}  # those in a ``barrier``, by its key
+
+    # Values
+
+    def set(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        if key in self._waits:
+            self._wake(key, self._waits.pop(key))
+
+    def get(self, key: bytes) -> bytes:
+        return self._values[key]
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Sets the value if it is the expected one, b"" for none; returns what it is then, or what was expected."""
+        current = self._values.get(key, b"")
+        if key not in self._values and expected:
+            return expected
+        if current != expected:
+            return current
+        self.set(key, desired)
+        return desired
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Adds to a number, kept as text; one that nobody has set is 0."""
+        total = int(self._values.get(key, b"0")) + amount
+        self.set(key, b"%d" % total)
+        return total
+
+    def append(self, key: bytes, value: bytes) -> None:
+        self.set(key, self._values.get(key, b"") + value)
+
+    def delete(self, key: bytes) -> int:
+        """Returns how many were deleted."""
+        return 0 if self._values.pop(key, None) is None else 1
+
+    def count(self) -> int:
+        return len(self._values)
+
+    def names(self) -> Sequence[bytes]:
+        return list(self._values)
+
+    def has(self, keys: Iterable[bytes]) -> bool:
+        return all(key in self._values or key in self._queues for key in keys)
+
+    # Queues
+
+    def push(self, key: bytes, value: bytes) -> None:
+        """Puts a value at the end of a queue; of those who wait for one, the first is told."""
+        self._queues.setdefault(key, deque()).append(value)
+        waiting = self._waits.get(key)
+        if waiting:
+            first = next(iter(waiting))
+            self._forget(self._waits, key, first)
+            self._wake(key, [first])
+
+    def pop(self, key: bytes) -> tuple[int, bytes]:
+        """Returns a queue's length and first value, which it takes away; 0 and b"" if there is none."""
+        queue = self._queues.get(key)
+        if queue is None:
+            return 0, b""
+        length, value = len(queue), queue.popleft()
+        if not queue:
+            del self._queues[key]
+        return length, value
+
+    def length(self, key: bytes) -> int:
+        return len(self._queues.get(key, ()))
+
+    # Waiting
+
+    def wait(self, keys: Sequence[bytes], go: Callable[[], None]) -> Wait | None:
+        """Calls ``go`` when all keys are there; at once if they are, and then returns None."""
+        missing = {key for key in keys if not self.has([key])}
+        if not missing:
+            go()
+            return None
+        wait = Wait(missing, go)
+        for key in missing:
+            self._waits.setdefault(key, {})[wait] = None
+        return wait
+
+    def meet(self, key: bytes, size: int, go: Callable[[], None]) -> Wait | None:
+        """Counts one more under a key; calls ``go`` when there are as many as ``size``, as ``wait`` does."""
+        if self.add(key, 1) >= size:
+            for wait in self._meetings.pop(key, ()):
+                wait.go()
+            go()
+            return None
+        wait = Wait({key}, go)
+        self._meetings.setdefault(key, {})[wait] = None
+        return wait
+
+    def give_up(self, wait: Wait) -> None:
+        """Forgets one who waits no more."""
+        for key in wait.missing:
+            self._forget(self._waits, key, wait)
+            self._forget(self._meetings, key, wait)
+
+    @staticmethod
+    def _forget(waiting: dict[bytes, dict[Wait, None]], key: bytes, wait: Wait) -> None:
+        waits = waiting.get(key, {})
+        waits.pop(wait, None)
+        if not waits:
+            waiting.pop(key, None)
+
+    def _wake(self, key: bytes, waits: Iterable[Wait]) -> None:
+        for wait in waits:
+            wait.missing.discard(key)
+            if not wait.missing:
+                wait.go()

@@ -1,0 +1,60 @@
+"""Stores in processes of their own, forked from the tests', which have imported torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+from mlaunch.base import linux
+from mlaunch.rendezvous import names, wire
+from mlaunch.rendezvous.address import LOOPBACK, listen
+from mlaunch.rendezvous.store import GateConfig, StoreProcess, serve
+from mlaunch.rendezvous.streams import RankStreams
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], object]) -> Iterator[None]:
+    """A process that works beside this one."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        linux.die_with(parent)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    yield
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def store_of_a_launch() -> Iterator[int]:
+    """A gate and a link, each in its process, as in a launch; yields where the ranks find the store."""
+    with listen() as public, listen() as listener:
+        gate = StoreProcess(GateConfig(public, "launch", None, 60.0))
+        with forked(lambda: asyncio.run(carry(public.getsockname()[1], listener))):
+            yield listener.getsockname()[1]
+        gate.kill()
+        gate.reap()
+
+
+@contextlib.contextmanager
+def store_of_torch() -> Iterator[int]:
+    def work() -> None:
+        names.look_up_in_files_only()
+        store = serve(listener)
+        while store is not None:
+            signal.pause()
+
+    with listen() as listener, forked(work):
+        yield listener.getsockname()[1]
+
+
+async def carry(gate: int, listener: socket.socket) -> None:
+    async with wire.dialled(LOOPBACK, gate, "store", None) as streams:
+        await RankStreams().serve(listener, streams)

@@ -1,0 +1,229 @@
+"""Torch's own clients at our store, through link and gate: whatever they ask, they are answered as by torch's store.
+
+Their language is torch's own affair. When this file fails with a new torch, ``mlaunch/rendezvous/store_wire.py`` is to
+learn what is new; until then launches over several machines do not work with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch.rendezvous import names
+from mlaunch.rendezvous.address import LOOPBACK, listen
+from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_wire import Asked, Requests, Session
+from tests.stores import store_of_a_launch, store_of_torch
+
+SHORT = timedelta(milliseconds=50)
+
+
+@pytest.fixture(params=[store_of_torch, store_of_a_launch])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    with request.param() as port:
+        yield port
+
+
+def client(port: int) -> Any:
+    with names.from_files_only():
+        return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def has(name: str) -> bool:
+    return hasattr(dist.TCPStore, name)
+
+
+KNOWN = {
+    "add", "append", "barrier", "check", "clone", "compare_set", "delete_key", "get", "list_keys", "multi_get",
+    "multi_set", "num_keys", "queue_len", "queue_pop", "queue_push", "set", "wait",
+}  # fmt: skip
+LOCAL = {"has_extended_api", "host", "libuvBackend", "port", "set_timeout", "timeout"}
+
+
+def test_all_that_a_client_can_ask_is_known() -> None:
+    offered = {name for name in dir(dist.TCPStore) if not name.startswith("_")}
+    assert not offered - KNOWN - LOCAL
+
+
+def test_values(port: int) -> None:
+    store = client(port)
+    store.set("a", "1")
+    store.set("", "empty name")
+    store.set("empty", "")
+    assert (store.get("a"), store.get(""), store.get("empty")) == (b"1", b"empty name", b"")
+    assert (store.add("n", 5), store.add("n", -7), store.add("a", 1)) == (5, -2, 2)
+    assert (store.get("n"), store.get("a")) == (b"-2", b"2")
+    assert (store.check(["a", "n"]), store.check(["a", "none"]), store.check([])) == (True, False, True)
+    assert store.num_keys() == 4
+    assert (store.delete_key("a"), store.delete_key("a"), store.num_keys()) == (True, False, 3)
+    store.append("list", "x")
+    store.append("list", "yz")
+    store.multi_set(["p", "q"], ["1", "2"])
+    assert store.multi_get(["p", "q", "list"]) == [b"1", b"2", b"xyz"]
+    if has("list_keys"):
+        assert sorted(store.list_keys()) == ["", "empty", "list", "n", "p", "q"]
+
+
+def test_compare_and_set(port: int) -> None:
+    store = client(port)
+    answers = [store.compare_set("c", *pair) for pair in (("x", "y"), ("", "y"), ("n", "z"), ("y", "z"), ("z", ""))]
+    assert answers == [b"x", b"y", b"y", b"z", b""]
+    assert (store.check(["c"]), store.compare_set("c", "", "again")) == (True, b"again")
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 3 << 20])
+def test_values_of_any_size(port: int, size: int) -> None:
+    value = random.Random(size).randbytes(size)
+    client(port).set("large", value)
+    assert client(port).get("large") == value
+
+
+def test_many_keys_at_once(port: int) -> None:
+    store, names = client(port), [f"a key with a rather long name, number {number}" for number in range(3000)]
+    store.multi_set(names, [str(number) for number in range(3000)])
+    store.wait(names)
+    assert store.multi_get(names) == [str(number).encode() for number in range(3000)]
+
+
+def in_background(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Begins some work in a thread; returns what waits for its value."""
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(work()))
+    thread.start()
+
+    def result() -> Any:
+        thread.join(60)
+        return values[0]
+
+    return result
+
+
+def test_waiting(port: int) -> None:
+    first, second = client(port), client(port)
+    with pytest.raises(dist.DistStoreError, match="timeout"):
+        first.wait(["x"], SHORT)
+    assert first.add("the connection is in step", 1) == 1
+    waiter = in_background(lambda: first.wait(["x", "y", "x"], timedelta(seconds=60)))
+    for name in ("x", "y"):
+        second.set(name, "")
+    waiter()
+    assert first.get("x") == b""
+
+
+def test_who_waits_may_leave(port: int) -> None:
+    for _ in range(5):
+        leaving = client(port)
+        with pytest.raises(dist.DistStoreError, match="timeout"):
+            leaving.wait(["x"], timedelta(milliseconds=1))
+        del leaving
+    store = client(port)
+    store.set("x", "there")
+    assert store.get("x") == b"there"
+
+
+@pytest.mark.skipif(not has("queue_push"), reason="this torch's store has no queues")
+def test_queues(port: int) -> None:
+    store, other = client(port), client(port)
+    for value in ("1", "2"):
+        store.queue_push("q", value)
+    assert (store.queue_len("q"), store.check(["q"]), store.num_keys(), store.delete_key("q")) == (2, True, 0, False)
+    assert [store.queue_pop("q") for _ in range(2)] == [b"1", b"2"]
+    assert (store.queue_len("q"), store.check(["q"])) == (0, False)
+    with pytest.raises(dist.DistError, match="empty"):
+        store.queue_pop("q", False)
+    waiter = in_background(lambda: other.wait(["q"], timedelta(seconds=60)))
+    store.queue_push("q", "3")
+    waiter()
+    assert other.queue_pop("q") == b"3"
+
+
+@pytest.mark.skipif(not has("barrier"), reason="this torch's store has no barrier")
+def test_barrier(port: int) -> None:
+    first, second = client(port), client(port)
+    waiter = in_background(lambda: first.barrier("b", 2, timedelta(seconds=60)))
+    second.barrier("b", 2, timedelta(seconds=60))
+    waiter()
+    assert first.get("b") == b"2"
+    with pytest.raises(dist.DistError):
+        first.barrier("alone", 2, SHORT)
+    assert first.get("b") == b"2"
+
+
+def test_who_asks_for_the_impossible_is_alone_in_it() -> None:
+    """Torch's own store ends with it, and all ranks with the store."""
+    with store_of_a_launch() as port:
+        good, bad = client(port), client(port)
+        good.set("text", "no number")
+        with pytest.raises(dist.DistError):
+            bad.add("text", 1)
+        assert good.get("text") == b"no number"
+        with socket.create_connection((LOOPBACK, port), 60) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert stranger.recv(100) == b""
+        assert good.add("n", 1) == 1
+
+
+# Without sockets
+
+
+def said_by_a_client() -> bytes:
+    """What torch's own client sends for one thing after the other."""
+    with listen() as listener:
+        connecting = in_background(lambda: client(listener.getsockname()[1]))
+        end, _ = listener.accept()
+        with end:
+            begin = end.recv(10, socket.MSG_WAITALL)
+            end.sendall(begin[6:])
+            store = connecting()
+            store.set("key", "value")
+            store.multi_set(["p", "q"], ["1", "2"])
+            store.append("key", "more")
+            work = in_background(lambda: store.add("n", 3))
+            end.settimeout(60)
+            data = begin
+            while not data.endswith(b"/n\x03" + bytes(7)):
+                data += end.recv(10_000)
+            end.sendall(bytes(8))
+            work()
+    return data
+
+
+def test_requests_may_be_cut_anywhere() -> None:
+    data = said_by_a_client()
+    whole = list(Requests().feed(data))
+    assert [request.asked for request in whole] == [
+        Asked.VALIDATE, Asked.PING, Asked.SET, Asked.MULTI_SET, Asked.APPEND, Asked.ADD,
+    ]  # fmt: skip
+    assert whole[3].strings == [b"/p", b"1", b"/q", b"2"]
+    for size in range(1, 30):
+        requests = Requests()
+        found = [one for at in range(0, len(data), size) for one in requests.feed(data[at : at + size])]
+        assert found == whole
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nonsense_is_refused_or_waits_for_more(seed: int) -> None:
+    chance, answers = random.Random(seed), list[bytes]()
+    data = bytearray(said := b"\x00\xce\xf7\x85\x3c" + b"\x04\x02" + bytes(7) + b"/n" + b"\x01" + bytes(7))
+    for _ in range(chance.randrange(1, 4)):
+        data[chance.randrange(len(said))] = chance.randrange(256)
+    session = Session(StoreKeys(), answers.append)
+    with contextlib.suppress(ValueError, LookupError):
+        for at in range(0, len(data), 5):
+            session.feed(bytes(data[at : at + 5]))
+    session.close()
+    assert len(answers) <= 1
+
+
+def test_a_value_is_refused_that_nobody_could_send() -> None:
+    with pytest.raises(ValueError, match=re.escape("at most")):
+        list(Requests().feed(b"\x01" + b"\xff" * 8))

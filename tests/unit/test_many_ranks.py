@@ -1,0 +1,60 @@
+"""What people read of very many ranks: reports and ``mlaunch ps`` stay as short as they are for few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlaunch.base.errors import RankFailure
+from mlaunch.caller.failure_text import FailureText, summarise
+from mlaunch.cli.inspect import _entry, _grouped
+from mlaunch.protocol.messages import Phase, RankStacks
+
+MANY = 512
+
+
+def test_consequences_that_are_alike_are_one_line() -> None:
+    others = [RankFailure(rank, 1, "raised RuntimeError: closed by peer", consequence=True) for rank in range(1, MANY)]
+    others.insert(3, RankFailure(None, 1, "died", subject="the link to the other machines"))
+    text = str(FailureText("train()", [RankFailure(0, 1, "raised ValueError: boom"), *others]))
+    assert text.partition("after which:\n")[2].splitlines() == [
+        "  ranks 1-511 raised RuntimeError: closed by peer",
+        "  the link to the other machines died",
+    ]
+
+
+def test_consequences_that_differ_are_counted() -> None:
+    others = [RankFailure(rank, 1, f"raised KeyError: {rank}") for rank in range(1, MANY)]
+    lines = str(FailureText("train()", [RankFailure(0, 1, "raised ValueError: boom"), *others])).splitlines()
+    assert lines[-2:] == ["  rank 8 raised KeyError: 8", f"  and {MANY - 9} more (see .failures)"]
+
+
+def test_ranks_that_are_scattered_are_a_short_line() -> None:
+    [line] = summarise(RankStacks(rank, Phase.JOINING, "S", "") for rank in range(0, MANY, 2))
+    assert line.startswith("ranks 0, 2, 4, ")
+    assert line.endswith(f"38 and {MANY // 2 - 20} more were {Phase.JOINING.value}")
+
+
+def launch(states: list[str]) -> dict[str, Any]:
+    ranks = [
+        {"rank": rank, "pid": 1000 + rank, "device": f"cuda:{rank}", "state": state, "frames": []}
+        for rank, state in enumerate(states)
+    ]
+    return {"id": "0123456789", "function": "train()", "ranks": ranks, "world_size": len(states), "age": 5.0,
+            "caller": 7, "restart_count": 0}  # fmt: skip
+
+
+def test_ps_shows_each_of_few_ranks_and_groups_of_many() -> None:
+    assert len(_entry(launch(["running"] * 16)).splitlines()) == 18
+    title, head, *rows = _entry(launch(["running"] * 300 + ["sending its value"] + ["running"] * 211)).splitlines()
+    assert "512 ranks" in title
+    assert head.split() == ["RANK", "PID", "DEVICE", "STATE"]
+    assert [" ".join(row.split()) for row in rows] == [
+        "0-299, 301-511 511 pids cuda running",
+        "300 1300 cuda:300 sending its value",
+    ]
+
+
+def test_stacks_of_scattered_ranks_are_named_in_short() -> None:
+    shown = _grouped(launch([("a", "b")[rank % 2] for rank in range(MANY)])["ranks"]).splitlines()
+    assert len(shown) == 2
+    assert max(map(len, shown)) < 150

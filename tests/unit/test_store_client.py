@@ -1,0 +1,85 @@
+"""What a rank's joining costs at the store, and who is said to be missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from mlaunch.base.text import name_some_ranks
+from mlaunch.rendezvous import names
+from mlaunch.rendezvous.address import LOOPBACK
+from mlaunch.rendezvous.store_client import StoreClient
+from tests.stores import store_of_torch
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with store_of_torch() as port:
+        yield port
+
+
+class CountingStore:
+    """Counts what it passes on."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.counts[name] += 1
+        return getattr(self._store, name)
+
+
+def clients(port: int, namespace: str, size: int) -> list[StoreClient]:
+    with names.from_files_only():
+        made = [StoreClient(LOOPBACK, port, namespace, timedelta(seconds=60)) for _ in range(size)]
+    for client in made:
+        client.store = CountingStore(client.store)
+    return made
+
+
+def joining(port: int, size: int) -> list[int]:
+    """The number of operations of each of that many ranks."""
+    ranks = clients(port, f"joining {size}", size)
+    for number, client in enumerate(ranks):
+        client.arrive(number)
+    for client, turn in [(client, client.begin("joined", size)) for client in ranks]:
+        client.end(turn)
+    return [client.store.counts.total() for client in ranks]
+
+
+def test_joining_takes_as_many_operations_whatever_the_size(port: int) -> None:
+    for size in (4, 64, 256):
+        *others, last = joining(port, size)
+        assert set(others) == {3}
+        assert last == 4  # it tells that all are there
+
+
+def test_one_looks_for_who_is_missing_and_tells_all(port: int) -> None:
+    ranks = clients(port, "missing", 64)
+    for number, client in enumerate(ranks):
+        client.arrive(number)
+    with ThreadPoolExecutor(64) as pool:
+        told = set(pool.map(lambda client: client.missing(100_000), ranks))
+    assert told == {"ranks 64-99999"}
+    assert max(client.store.counts.total() for client in ranks) == 6  # with its arrival
+    assert sum(client.store.counts["get"] for client in ranks) == 64 + 1
+
+
+def test_nobody_is_missing(port: int) -> None:
+    [client] = clients(port, "all", 1)
+    client.arrive(0)
+    assert client.missing(1) == ""
+
+
+def test_many_that_are_missing_are_a_short_text() -> None:
+    assert name_some_ranks([3]) == "rank 3"
+    assert name_some_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
+    told = name_some_ranks(range(0, 10_000, 2))
+    assert told.startswith("ranks 0, 2, 4, ")
+    assert told.endswith(", 38 and 4980 more")
