@@ -66,6 +66,8 @@ class ForkServer:
             record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
         except (EOFError, ConnectionResetError):
             raise LaunchError(f"{self.describe_end()} before it was ready") from None
+        if isinstance(record, NotReady) and record.sentence:
+            raise LaunchError(record.sentence)
         if isinstance(record, NotReady):
             raise LaunchError(
                 f"the fork server (pid {self.pid}) could not import its modules:\n{record.traceback.rstrip()}"

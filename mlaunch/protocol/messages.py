@@ -35,9 +35,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class NotReady:
-    """Why the fork server could not import torch: a traceback."""
+    """Why the fork server cannot serve: the traceback of an import that failed, or a ``sentence`` that says it all."""
 
-    traceback: str
+    traceback: str = ""
+    sentence: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_OLDEST = (2, 6)  # of torch; docs/install.rst, setup.cfg and the README say it, too
+_NONE_GIVEN = "privateuseone"  # what torch calls the place for a backend that nobody has taken
 _UNLIMITED = timedelta(days=10_000)
 
 
@@ -50,12 +52,11 @@ def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
 
 
 def offered() -> Ready:
-    """Tells what the torch of this process offers, without waking a device."""
+    """Tells what the torch of this process offers, without waking a device. TooOldError as ``check_version``."""
+    check_version()
     import torch
     import torch.distributed as dist
 
-    # Asking without a check for presence tells what torch was built for, and leaves the driver asleep.
-    accelerator = torch.accelerator.current_accelerator()
     present = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
@@ -65,7 +66,41 @@ def offered() -> Ready:
     }
     plugins = [name for name in dist.Backend.backend_list if name not in {*present, "undefined"}]
     names = [name for name, there in present.items() if there] + plugins
-    return Ready(str(torch.__version__), accelerator.type if accelerator else None, tuple(names))
+    return Ready(str(torch.__version__), accelerator(), tuple(names))
+
+
+def accelerator() -> str | None:
+    """Names the kind of accelerator that torch was built for, or was given by a backend; leaves its driver asleep."""
+    import torch
+
+    if version() >= (2, 7):
+        found = torch.accelerator.current_accelerator()
+        return None if found is None else found.type
+    # That of torch 2.6 wakes the driver, and raises where there is no device.
+    given = torch._C._get_privateuse1_backend_name()
+    there = {given: given != _NONE_GIVEN, "cuda": torch._C._has_cuda, "xpu": torch.xpu._is_compiled()}
+    return next((kind for kind, is_there in there.items() if is_there), None)
+
+
+def version() -> tuple[int, int]:
+    """Returns torch's version, as far as anything depends on it."""
+    import torch
+
+    major, minor = str(torch.__version__).split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    """Raises TooOldError for a torch that mlaunch cannot work with."""
+    if version() < _OLDEST:
+        import torch
+
+        wanted = ".".join(map(str, _OLDEST))
+        raise TooOldError(f"torch {torch.__version__} is too old for mlaunch, which needs {wanted} or later; update it")
+
+
+class TooOldError(RuntimeError):
+    """This torch lacks what mlaunch needs of it."""
 
 
 def bind(spec: LaunchSpec, local_rank: int) -> torch.device:

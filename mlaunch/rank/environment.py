@@ -9,6 +9,7 @@ from mlaunch.protocol import error_file
 from mlaunch.protocol.spec import Command, LaunchSpec
 from mlaunch.rank import device
 from mlaunch.rank.recognise import OWNER
+from mlaunch.rendezvous import tcp_store
 
 
 def identity(
@@ -72,6 +73,8 @@ def _defaults(spec: LaunchSpec) -> dict[str, str]:
     if spec.interface and spec.num_nodes > 1:
         chosen["NCCL_SOCKET_IFNAME"] = spec.interface
     found = {name: value for name, value in chosen.items() if name not in environ}
+    if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
+        found[tcp_store.VARIABLE] = "0"
     if spec.visible_devices is not None and spec.device_type in device.VISIBLE:
         found[device.VISIBLE[spec.device_type]] = spec.visible_devices
     return found

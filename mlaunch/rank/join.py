@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base import seeding
 from mlaunch.rank import current, device, environment, group, recognise
 from mlaunch.rank.recognise import RankInfo
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import is_taken
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _meet(info: RankInfo, timeout: float | None) -> dist.Store:
     if info.rank == 0 and url != "env://" and is_taken(info.port):
         store = _store_that_is_there(info, limit)
     else:
-        store, _, _ = next(iter(dist.rendezvous(url, info.rank, info.world_size, timeout=limit)))
+        store = tcp_store.rendezvous(url, info.rank, info.world_size, limit)
     store.set_timeout(limit)
     # As torch's own, so that ranks without mlaunch find it. A server may see several worlds, one after the other.
     before = store.add(f"mlaunch/worlds/of rank {info.rank}", 1) - 1
@@ -182,7 +183,7 @@ def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
 
     def connect() -> None:
         try:
-            answers.put(dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=seconds)))
+            answers.put(tcp_store.connect(info.host, info.port, timedelta(seconds=seconds)))
         except dist.DistError as error:
             answers.put(error)
 

@@ -13,10 +13,9 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from mlaunch.base import linux
 from mlaunch.rendezvous import names
+from mlaunch.rendezvous.tcp_store import serve
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,3 @@ def _run(listener: socket.socket, gate: GateConfig | None, parent: int, close: I
             signal.pause()
     finally:
         os._exit(1)
-
-
-def serve(listener: socket.socket) -> dist.TCPStore:
-    """Serves a store on ``listener`` for as long as the process lives and holds the result.
-
-    This process must never fork: a fork beside the store's thread can leave the resolver's lock taken for ever in the
-    child.
-    """
-    address, port = listener.getsockname()[:2]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

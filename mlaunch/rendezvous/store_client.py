@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mlaunch.rendezvous.barrier import Barrier
+from mlaunch.rendezvous.tcp_store import connect
 
 
 class StoreClient:
@@ -16,8 +17,7 @@ class StoreClient:
     """
 
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
-        connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-        self.store = dist.PrefixStore(namespace, connection)
+        self.store = dist.PrefixStore(namespace, connect(address, port, timeout))
 
     def meet(self, key: str, size: int) -> None:
         """Returns once ``size`` ranks have called it with this key; raises as the store does after ``timeout``."""

@@ -18,10 +18,9 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm"} | {
-    f"mlaunch.agent.{name}" for name in ("kept", "main", "peers", "supervision", "supervisor")
+    f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")
 }
-NEEDS_TORCH |= {f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")}
-NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store", "store_client", "waiting")}
+NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store_client", "waiting")}
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.
