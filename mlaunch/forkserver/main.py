@@ -119,7 +119,7 @@ class _ForkServer:
             Evidence()  # which looks for the cgroup's files once
             self.control.try_send(device.offered())
         except device.TooOldError as error:
-            self.control.try_send(NotReady(sentence=str(error)))
+            self.control.try_send(NotReady(str(error)))
             return False
         except (Exception, SystemExit):
             self.control.try_send(NotReady(last_bytes(traceback.format_exc(), TEXT_LIMIT)))

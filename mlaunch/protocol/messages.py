@@ -9,8 +9,7 @@ rank -> agent             Answer                                (the result queu
 agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
 agent -> launcher         DeadlinePassed, ServerGone, AgentFailed, Finished
 link and agent            see machine_messages.py               (launches over several machines)
-fork server -> launcher   AgentStarted
-fork server -> launcher   Reaped                                (the launch's last word)
+fork server -> launcher   AgentStarted; Reaped                  (the launch's last word)
 """
 
 from __future__ import annotations
@@ -31,14 +30,15 @@ class Ready:
     torch_version: str
     accelerator: str | None
     backends: tuple[str, ...]
+    own_backend: str | None = None  # the one that torch takes for tensors of that kind
+    runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
 
 
 @dataclass(frozen=True)
 class NotReady:
-    """Why the fork server cannot serve: the traceback of an import that failed, or a ``sentence`` that says it all."""
+    """Why the fork server cannot serve: the traceback of an import that failed, or one line that says it all."""
 
-    traceback: str = ""
-    sentence: str = ""
+    reason: str
 
 
 @dataclass(frozen=True)

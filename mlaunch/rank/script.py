@@ -69,8 +69,8 @@ class ScriptRank(Rank):
         process.reset_process(of_a_function=False)
         _open_streams()
         args, command = self._args, self._command
-        accelerator = device.offered().accelerator if command.virtual_local_rank else None
-        environ = environment.of_command(self._spec, command, args.local_rank, args.rendezvous, accelerator)
+        runtime = device.offered().runtime if command.virtual_local_rank else None
+        environ = environment.of_command(self._spec, command, args.local_rank, args.rendezvous, runtime)
         os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
         self._take_surroundings(environ)
         arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in command.args]
