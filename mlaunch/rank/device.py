@@ -94,8 +94,15 @@ def offered() -> Ready:
     plugins = [name for name in dist.Backend.backend_list if name not in {*present, "undefined"}]
     names = [name for name, there in present.items() if there] + plugins
     kind = accelerator()
-    own = dist.Backend.default_device_backend_map.get(kind or "")
-    return Ready(str(torch.__version__), kind, tuple(names), own, runtime_of(kind))
+    return Ready(str(torch.__version__), kind, tuple(names), _own_backend(kind, names), runtime_of(kind))
+
+
+def _own_backend(kind: str | None, names: Sequence[str]) -> str | None:
+    """Names torch's own backend for tensors of this kind, or else gloo if that takes them; None if neither is there."""
+    from torch.distributed import Backend
+
+    wanted = (Backend.default_device_backend_map.get(kind or "", ""), "gloo")
+    return next((name for name in wanted if name in names and kind in Backend.backend_capability.get(name, ())), None)
 
 
 def runtime_of(kind: str | None) -> str | None:

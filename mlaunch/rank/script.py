@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import inspect
 import io
 import os
 import pkgutil
@@ -102,7 +103,10 @@ def _bind_to_numa_node(local_rank: int, mode: str) -> None:
     from torch.numa import binding
 
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    binding._maybe_apply_numa_binding_to_current_process(gpu_index=local_rank, numa_options=options)
+    bind: Callable[..., None] = binding._maybe_apply_numa_binding_to_current_process
+    # torch 2.14 calls it by another name.
+    index = next(name for name in ("device_index", "gpu_index") if name in inspect.signature(bind).parameters)
+    bind(**{index: local_rank, "numa_options": options})
 
 
 # What there is to run

@@ -8,6 +8,7 @@ protocol is the same.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import socket
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def _is_refusal(error: RuntimeError) -> bool:
 
 
 def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Meets at a URL of torch's, whose own code makes the store. Sets the variable where that needs it."""
+    """Meets at a URL of torch's, whose own code makes the store; without libuv if torch has none."""
     import torch.distributed as dist
 
     def meet() -> dist.Store:
@@ -69,18 +70,34 @@ def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist
     except RuntimeError as error:
         if not _is_refusal(error):
             raise
-    os.environ[VARIABLE] = "0"
+    _do_without()
     return meet()
 
 
 def look_for_libuv() -> None:
-    """Finds out whether this torch has libuv; in a fork, since libuv would leave descriptors in this process."""
+    """Finds out whether this torch has libuv, and has it do without if not.
+
+    It is found out in a fork, since libuv would leave descriptors in this process.
+    """
     global lacks_libuv  # noqa: PLW0603 - a fact about this process and its forks
     pid = os.fork()
     if pid == 0:
         os._exit(_LACKING if _refuses() else 0)
     _, status = os.waitpid(pid, 0)
     lacks_libuv = os.waitstatus_to_exitcode(status) == _LACKING
+    if lacks_libuv:
+        _do_without()
+
+
+def _do_without() -> None:
+    """Has all stores of torch's own rendezvous in this process and its forks made without libuv.
+
+    The variable alone does not: torch heeds it in servers, but not in clients of a store that an agent hosts.
+    """
+    os.environ[VARIABLE] = "0"
+    torchs: Any = importlib.import_module("torch.distributed.rendezvous")
+    if not isinstance(torchs.TCPStore, functools.partial):
+        torchs.TCPStore = functools.partial(torchs.TCPStore, use_libuv=False)
 
 
 def _refuses() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -90,6 +91,22 @@ def test_other_errors_of_the_store_are_told() -> None:
     with pytest.raises(dist.DistNetworkError):
         tcp_store.connect(LOOPBACK, port, timedelta(seconds=0.001))
     assert WithoutLibuv.refusals == 1
+
+
+@pytest.mark.usefixtures("without_libuv")
+def test_torch_own_rendezvous_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as a client of a store that an agent hosts, where torch heeds no variable."""
+    monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", dist.TCPStore)
+    with listen() as listener:
+        port = listener.getsockname()[1]
+        store = tcp_store.serve(listener.dup())
+    place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**place, "USE_LIBUV": "1"}.items():
+        monkeypatch.setenv(name, value)
+    client = tcp_store.rendezvous("env://", 1, 2, timedelta(seconds=60))
+    client.set("key", "value")
+    assert store.get("key")
+    assert os.environ["USE_LIBUV"] == "0"  # for what this process starts
 
 
 def test_ranks_of_a_torch_without_libuv_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import mlaunch
 from mlaunch.caller.options import Options
 from mlaunch.rank import recognise
 from mlaunch.rendezvous.address import listen
+from tests import gloo
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 
@@ -200,6 +201,7 @@ print("over")
 """
 
 
+@gloo.silent
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_peer_that_is_dead_at_exit(victim: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mlaunch import launcher
 from mlaunch.caller import option_text, option_types, placement
@@ -237,6 +238,18 @@ def test_backends() -> None:
     assert device.choose_backend("cpu:gloo,cuda:NCCL", "cuda", CUDA) == "cpu:gloo,cuda:nccl"
     with pytest.raises(ValueError, match=r"backend='mpi': torch 2.13 offers gloo, nccl"):
         device.choose_backend("mpi", "cuda", CUDA)
+
+
+@pytest.mark.parametrize(("kind", "own"), [(None, None), ("cuda", "gloo"), ("xpu", None), ("toy", None)])
+def test_a_torch_without_the_backend_of_its_accelerator(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, own: str | None
+) -> None:
+    """As one for CUDA without NCCL. gloo takes CUDA's tensors, and no other accelerator's."""
+    if dist.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    monkeypatch.setattr(device, "accelerator", lambda: kind)
+    offered = device.offered()
+    assert (offered.own_backend, offered.runtime) == (own, kind)
 
 
 @pytest.mark.parametrize(
