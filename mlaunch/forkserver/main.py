@@ -115,7 +115,7 @@ class _ForkServer:
             from mlaunch.agent.evidence import Evidence
             from mlaunch.rendezvous import tcp_store
 
-            tcp_store.look_for_libuv()
+            asked = tcp_store.ask_for_libuv()
             Evidence()  # which looks for the cgroup's files once
             self.control.try_send(device.offered())
         except device.TooOldError as error:
@@ -126,6 +126,7 @@ class _ForkServer:
             return False
         if self.call is None:
             gc.collect()
+        tcp_store.hear_of_libuv(asked)
         gc.disable()
         gc.freeze()  # the collector's marks would copy every page that ranks share with us
         return True

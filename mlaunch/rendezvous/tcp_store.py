@@ -74,15 +74,20 @@ def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist
     return meet()
 
 
-def look_for_libuv() -> None:
-    """Finds out whether this torch has libuv, and has it do without if not.
+def ask_for_libuv() -> int:
+    """Begins to find out whether this torch has libuv, in a fork, whose pid it returns.
 
-    It is found out in a fork, since libuv would leave descriptors in this process.
+    There, since libuv would leave descriptors in this process; and since it takes some milliseconds.
     """
-    global lacks_libuv  # noqa: PLW0603 - a fact about this process and its forks
     pid = os.fork()
     if pid == 0:
         os._exit(_LACKING if _refuses() else 0)
+    return pid
+
+
+def hear_of_libuv(pid: int) -> None:
+    """Waits for the answer, and has torch do without libuv if it has none."""
+    global lacks_libuv  # noqa: PLW0603 - a fact about this process and its forks
     _, status = os.waitpid(pid, 0)
     lacks_libuv = os.waitstatus_to_exitcode(status) == _LACKING
     if lacks_libuv:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mlaunch import Ranks, launcher
 from mlaunch.caller.kept import shared
 from mlaunch.caller.options import Options
-from tests import gloo, toy
+from tests import builds, toy
 from tests.processes import alive, wait_gone
 
 
@@ -136,7 +136,7 @@ print(*train())
 """
 
 
-@gloo.silent
+@builds.silent
 def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script(KEEPING)
     assert (done.returncode, done.stderr) == (0, "")

@@ -122,7 +122,7 @@ def test_ranks_of_a_torch_without_libuv_are_told(monkeypatch: pytest.MonkeyPatch
 def test_whether_this_torch_has_libuv_is_found_without_leaving_anything() -> None:
     def look() -> tuple[list[str], list[str], bool]:
         before = os.listdir("/proc/self/fd")
-        tcp_store.look_for_libuv()
+        tcp_store.hear_of_libuv(tcp_store.ask_for_libuv())
         return before, os.listdir("/proc/self/fd"), tcp_store.lacks_libuv
 
     def use() -> None:

@@ -17,7 +17,7 @@ import mlaunch
 from mlaunch.caller.options import Options
 from mlaunch.rank import recognise
 from mlaunch.rendezvous.address import listen
-from tests import gloo
+from tests import builds
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 
@@ -31,7 +31,7 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
 def run(command: Iterable[str], **environ: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [*command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **builds.for_torchrun(), **environ},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -201,7 +201,7 @@ print("over")
 """
 
 
-@gloo.silent
+@builds.silent
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_peer_that_is_dead_at_exit(victim: int) -> None:

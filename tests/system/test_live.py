@@ -22,7 +22,7 @@ from mlaunch import LaunchError, launcher
 from mlaunch.base.text import in_two_units
 from mlaunch.cli import inspect, main
 from mlaunch.protocol import registry
-from tests import gloo
+from tests import builds
 from tests.conftest import ROOT
 
 HERE = os.path.basename(__file__)
@@ -220,7 +220,7 @@ def test_a_directory_with_a_long_path(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert os.listdir(deep / "mlaunch") == []
 
 
-@gloo.silent
+@builds.silent
 def test_a_directory_that_others_can_enter(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
