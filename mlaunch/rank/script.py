@@ -100,8 +100,10 @@ def _seed_afresh() -> None:
 
 
 def _bind_to_numa_node(local_rank: int, mode: str) -> None:
-    from torch.numa import binding
-
+    try:
+        from torch.numa import binding
+    except ModuleNotFoundError as error:
+        raise misuse(RuntimeError("--numa-binding: this torch has no torch.numa; a later one has")) from error
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     bind: Callable[..., None] = binding._maybe_apply_numa_binding_to_current_process
     # torch 2.14 calls it by another name.
