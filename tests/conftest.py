@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from tests.fresh import Watch, is_fresh
 from tests.imported import serve_while_used
 from tests.processes import alive, children, descendants, session_of, wait_gone
 
+TORCH = importlib.util.find_spec("torch") is not None  # tests/matrix/run has Pythons without it
 ROOT = Path(__file__).resolve().parent.parent
 OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any are left out
@@ -78,7 +80,8 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ["MLAUNCH_PREPARE"] = "0"  # what is prepared would be there when things are counted
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
-    mlaunch.launcher(lambda: None, n_gpus=1)()
+    if TORCH:
+        mlaunch.launcher(lambda: None, n_gpus=1)()
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +92,9 @@ def imported() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():  # type: ignore[no-untyped-def]
+    if not TORCH:
+        yield
+        return
     warm_server.get(os.environ).ready()
     before = _what_is_there()
     yield

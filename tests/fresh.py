@@ -20,7 +20,7 @@ _NAMES = {"executable", "Server", "fork_server_of_a_rank", "stopping_the_next_in
 _KILLS_IT = {"warm_server", "kill"}  # in one function
 _SPAWN = "spawn"
 _VICTIM = "fork server"  # whom a test kills or stops
-_SETTING = "TORCH_DISTRIBUTED_DEBUG"  # torch reads it when it is imported, so another server is started
+_SETTINGS = {"TORCH_DISTRIBUTED_DEBUG", "USE_LIBUV"}  # read when torch is imported, so another server is started
 
 
 def is_fresh(item: pytest.Item) -> bool:
@@ -97,7 +97,7 @@ def _shows(function: FunctionType) -> frozenset[object]:
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     values = [*defaults, *(value for _, value in globals_of(function))]
     told = names & _NAMES | (_KILLS_IT if names >= _KILLS_IT else set())
-    return told | constants & {_SPAWN, _VICTIM, _SETTING} | {_SPAWN for value in values if _starts_one(value)}
+    return told | constants & {_SPAWN, _VICTIM, *_SETTINGS} | {_SPAWN for value in values if _starts_one(value)}
 
 
 def _ends_the_server(value: object) -> bool:

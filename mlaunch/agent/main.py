@@ -29,7 +29,7 @@ from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import names
 from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.store import serve
+from mlaunch.rendezvous.tcp_store import serve
 
 # The store, whose destructor would wait for its thread; the end of the process takes it anyway.
 _until_exit: list[object] = []

@@ -47,7 +47,7 @@ class SignatureOfClass:
 
 
 def _parameters() -> Iterator[Parameter]:
-    types = get_type_hints(Options)
+    types = get_type_hints(Options, localns={"KW_ONLY": object})  # of Python 3.10's own, it says that it is no type
     for option in fields(Options):
         kind = Parameter.KEYWORD_ONLY if option.kw_only else Parameter.POSITIONAL_OR_KEYWORD
         yield Parameter(option.name, kind, default=option.default, annotation=types[option.name])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlaunch.protocol.messages import Ready
-from mlaunch.rank.device import VISIBLE, usable_cpus, visible
+from mlaunch.rank import device
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,15 @@ class Placement:
     device_type: str
     local_world_size: int
     visible_devices: str | None
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What a machine has of one kind. ``runtime``: whose variables hide devices; ``count``: how many are visible."""
+
+    kind: str
+    runtime: str
+    count: int
 
 
 def choose_type(device_type: str, ready: Ready) -> str:
@@ -36,35 +45,42 @@ def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> Placemen
         raise ValueError(
             f"devices={list(devices)}: ranks on CPUs have no device numbers; give n_gpus={len(devices)} instead"
         )
-    return Placement("cpu", usable_cpus() if n_gpus is None else n_gpus, None)
+    return Placement("cpu", device.usable_cpus() if n_gpus is None else n_gpus, None)
 
 
 def place_on_accelerators(
-    device_type: str, n_gpus: int | None, devices: Sequence[int] | None, count: int, environ: Mapping[str, str]
+    accelerator: Accelerator, n_gpus: int | None, devices: Sequence[int] | None, environ: Mapping[str, str]
 ) -> Placement:
-    """Picks among the ``count`` visible devices. ValueError for more, or others, than there are."""
+    """Picks among the visible devices. ValueError for more, or others, than there are."""
+    kind, count = accelerator.kind, accelerator.count
     if devices is None:
         size = count if n_gpus is None else n_gpus
         if size > count:
             raise ValueError(
-                f"n_gpus={size}: only {count} {device_type} device(s) are visible here; "
-                f"allowed: 1 to {count}, or device_type='cpu'"
+                f"n_gpus={size}: only {count} {kind} device(s) are visible here; "
+                f"allowed: 1 to {count}, or device_type='cpu'{_hint(environ)}"
             )
         devices = range(size)
-    beyond = [device for device in devices if device >= count]
+    beyond = [number for number in devices if number >= count]
     if beyond:
         raise ValueError(
-            f"devices={list(devices)}: {beyond} do not exist; the {count} visible {device_type} device(s) "
+            f"devices={list(devices)}: {beyond} do not exist; the {count} visible {kind} device(s) "
             f"are numbered 0 to {count - 1}"
         )
-    return Placement(device_type, len(devices), visible(device_type, devices, environ))
+    return Placement(kind, len(devices), device.visible(accelerator.runtime, devices, environ))
 
 
-def shown(device_type: str, devices: Sequence[int], count: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that shows these of the ``count`` visible devices. ValueError if there is none for them."""
-    placement = place_on_accelerators(device_type, None, devices, count, environ)
-    if device_type not in VISIBLE:
+def _hint(environ: Mapping[str, str]) -> str:
+    several = environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > 1
+    way = "`mlaunch run --virtual-local-rank` gives each rank its own"
+    return f". CUDA shows a process the first MIG device alone; {way}" if several else ""
+
+
+def shown(accelerator: Accelerator, devices: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that shows these of the visible devices. ValueError if there is none for them."""
+    placement = place_on_accelerators(accelerator, None, devices, environ)
+    if not device.hides(accelerator.runtime):
         raise ValueError(
-            f"devices={list(devices)}: commands see all {device_type} devices, since no variable hides them"
+            f"devices={list(devices)}: commands see all {accelerator.kind} devices, since no variable hides them"
         )
-    return {VISIBLE[device_type]: placement.visible_devices or ""}
+    return device.hiding(accelerator.runtime, placement.visible_devices or "", environ)

@@ -118,4 +118,5 @@ def _place(options: Options, machine: Machine, environ: Mapping[str, str]) -> Pl
     available = machine.count(environ) if device_type != "cpu" else 0
     if device_type == "cpu" or (options.device_type == "auto" and available == 0):
         return placement.place_on_cpus(options.n_gpus, options.devices)
-    return placement.place_on_accelerators(device_type, options.n_gpus, options.devices, available, environ)
+    accelerator = placement.Accelerator(device_type, machine.ready.runtime or device_type, available)
+    return placement.place_on_accelerators(accelerator, options.n_gpus, options.devices, environ)

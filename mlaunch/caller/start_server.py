@@ -22,7 +22,7 @@ from mlaunch.caller.warn import warn_caller
 from mlaunch.forkserver import main as server_main
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.rank import process
+from mlaunch.rank import device, process
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.main import main; main({}, {}, {})"
 # Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
@@ -123,10 +123,10 @@ class _Waiter:
 def _check_forkable() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = device.accelerator()
         if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
             raise RuntimeError(
-                f"start_method='fork': this process has initialised {accelerator.type}, and a fork of it could not "
+                f"start_method='fork': this process has initialised {accelerator}, and a fork of it could not "
                 f"use the devices; use start_method='forkserver' (the default), which does not fork this process"
             )
     if threading.active_count() > 1:

@@ -11,7 +11,9 @@ from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.start_server import Interpreter, start_interpreter
 
 # Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
-_READ_AT_IMPORT = ("TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_")
+_READ_AT_IMPORT = (
+    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
+)  # fmt: skip
 _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 # What a module with a decorated function imports: each rank would, which has to import the module.
 _PREPARED = ("mlaunch.caller.launcher",)

@@ -19,15 +19,15 @@ _AT_THE_START = "(chosen at the start)"
 _OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
 
 
-def describe(job: Job, size: int, environ: Mapping[str, str], accelerator: str | None = None) -> str:
-    """Returns the plan, for people. ``environ``: the caller's. ``accelerator``: None: not known; then CUDA's rules.
+def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | None = None) -> str:
+    """Returns the plan, for people. ``environ``: the caller's. ``runtime``: None: not known; then CUDA's rules.
 
     Raises:
         ValueError: This machine cannot serve the job.
     """
     spec = _spec(job, size, environ)
     first, world = spec.rank_start, spec.world_size
-    ranks = [_environment(job, spec, local_rank, environ, accelerator) for local_rank in range(size)]
+    ranks = [_environment(job, spec, local_rank, environ, runtime) for local_rank in range(size)]
     shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
     shared = {name: value for name, value in shared.items() if not _is_of_one(name)}
     lines = [
@@ -64,14 +64,14 @@ def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
 
 
 def _environment(
-    job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], accelerator: str | None
+    job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], runtime: str | None
 ) -> dict[str, str]:
     """Says what the rank gets beyond the caller's environment."""
     if spec.command is None:
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
     known = dataclasses.replace(spec, interface="lo" if job.nodes == 1 else _AT_THE_START)
-    found = environment.of_command(known, spec.command, local_rank, ("127.0.0.1", port), accelerator)
+    found = environment.of_command(known, spec.command, local_rank, ("127.0.0.1", port), runtime)
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
     del found[OWNER]  # the rank's own process
     return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}

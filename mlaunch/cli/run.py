@@ -19,7 +19,7 @@ from mlaunch.base import rlimits
 from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import StopSignal
-from mlaunch.caller.placement import shown
+from mlaunch.caller.placement import Accelerator, shown
 from mlaunch.caller.plan import Attempt, Machine
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
@@ -73,10 +73,10 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
         try:
             size, environ = _on_devices(job, server, environ)
             if dry:
-                print(describe(job, size, environ, server.ready().accelerator))
+                print(describe(job, size, environ, server.ready().runtime))
                 return 0
             if job.virtual_local_rank:
-                _check_devices(size, environ, server.ready().accelerator)
+                _check_devices(size, environ, server.ready().runtime)
             _say_threads(size, environ)
             return _launch(job, size, server, environ, wishes)
         except LaunchError as error:
@@ -128,7 +128,8 @@ def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[
         if not ready.accelerator:
             raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
         try:
-            environ |= shown(ready.accelerator, job.devices, count, environ)
+            accelerator = Accelerator(ready.accelerator, ready.runtime or ready.accelerator, count)
+            environ |= shown(accelerator, job.devices, environ)
         except ValueError as error:
             raise UsageError(f"--{error}") from None
         count = len(job.devices)
@@ -140,9 +141,9 @@ def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[
     return size, environ
 
 
-def _check_devices(size: int, environ: Mapping[str, str], accelerator: str | None) -> None:
+def _check_devices(size: int, environ: Mapping[str, str], runtime: str | None) -> None:
     try:
-        device.only(size - 1, environ, accelerator)
+        device.only(size - 1, environ, runtime)
     except ValueError as error:
         raise UsageError(f"--virtual-local-rank with {size} ranks: {error}") from None
 

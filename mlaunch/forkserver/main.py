@@ -106,19 +106,27 @@ class _ForkServer:
         self._outlive_agents()
 
     def _prepare(self) -> bool:
+        from mlaunch.rank import device
+
         try:
+            device.check_version()
             for module in (*_PRELOAD, *self.preload):
                 __import__(module)
             from mlaunch.agent.evidence import Evidence
-            from mlaunch.rank import device
+            from mlaunch.rendezvous import tcp_store
 
+            asked = tcp_store.ask_for_libuv()
             Evidence()  # which looks for the cgroup's files once
             self.control.try_send(device.offered())
+        except device.TooOldError as error:
+            self.control.try_send(NotReady(str(error)))
+            return False
         except (Exception, SystemExit):
             self.control.try_send(NotReady(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
             return False
         if self.call is None:
             gc.collect()
+        tcp_store.hear_of_libuv(asked)
         gc.disable()
         gc.freeze()  # the collector's marks would copy every page that ranks share with us
         return True

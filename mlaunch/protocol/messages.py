@@ -6,11 +6,9 @@ launcher -> agent         Cancel                                (the launch's ow
 launcher and agent        see kept_messages.py                  (ranks that stay between calls)
 agent -> rank             RunCall, AnswerFile, Release          (a channel for each rank)
 rank -> agent             Answer                                (the result queue)
-agent -> launcher         RanksStarting, RankStarted, RankAnswered, RankStacks, RankGone
-agent -> launcher         DeadlinePassed, ServerGone, AgentFailed, Finished
+agent -> launcher         all that begins with Rank, DeadlinePassed, ServerGone, AgentFailed, Finished
 link and agent            see machine_messages.py               (launches over several machines)
-fork server -> launcher   AgentStarted
-fork server -> launcher   Reaped                                (the launch's last word)
+fork server -> launcher   AgentStarted; Reaped                  (the launch's last word)
 """
 
 from __future__ import annotations
@@ -31,13 +29,15 @@ class Ready:
     torch_version: str
     accelerator: str | None
     backends: tuple[str, ...]
+    own_backend: str | None = None  # the one that torch takes for tensors of that kind
+    runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
 
 
 @dataclass(frozen=True)
 class NotReady:
-    """Why the fork server could not import torch: a traceback."""
+    """Why the fork server cannot serve: the traceback of an import that failed, or one line that says it all."""
 
-    traceback: str
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,13 @@ import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _SUFFIX = ".sock"
+_UNFINISHED = ".new"
+_MOMENT = 60  # seconds
 _BACKLOG = 16
 
 
@@ -38,8 +41,10 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
     with _opened(directory) as place:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            listener.bind(f"{place}/{launch_id}{_SUFFIX}")
+            # Whoever finds a socket on which nobody listens takes it for one left behind, and removes it.
+            listener.bind(f"{place}/{launch_id}{_UNFINISHED}")
             listener.listen(_BACKLOG)
+            os.rename(f"{place}/{launch_id}{_UNFINISHED}", f"{place}/{launch_id}{_SUFFIX}")
         except OSError:
             listener.close()
             raise
@@ -62,11 +67,20 @@ def connections(environ: Mapping[str, str]) -> Iterator[tuple[str, socket.socket
                     connection = _connect(f"{place}/{name}") if name.endswith(_SUFFIX) else None
                     if connection is not None:
                         yield name.removesuffix(_SUFFIX), connection
+                    elif name.endswith(_UNFINISHED):
+                        _remove_if_old(f"{place}/{name}")
         except FileNotFoundError:
             continue
         except OSError:  # somebody else's, where none of ours can be; unless it is the place for this environment
             if directory == home(environ):
                 raise
+
+
+def _remove_if_old(path: str) -> None:
+    """Removes the socket of a launch that was killed before it could listen."""
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - os.stat(path).st_mtime > _MOMENT:
+            os.unlink(path)
 
 
 def _connect(path: str) -> socket.socket | None:

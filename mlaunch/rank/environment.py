@@ -9,6 +9,7 @@ from mlaunch.protocol import error_file
 from mlaunch.protocol.spec import Command, LaunchSpec
 from mlaunch.rank import device
 from mlaunch.rank.recognise import OWNER
+from mlaunch.rendezvous import tcp_store
 
 
 def identity(
@@ -47,7 +48,7 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
 
 
 def of_command(
-    spec: LaunchSpec, command: Command, local_rank: int, rendezvous: tuple[str, object], accelerator: str | None
+    spec: LaunchSpec, command: Command, local_rank: int, rendezvous: tuple[str, object], runtime: str | None
 ) -> dict[str, str]:
     """Returns the whole environment of a rank that runs a command. ValueError as ``device.only``."""
     environ = of_rank(spec, local_rank, *rendezvous)
@@ -56,7 +57,7 @@ def of_command(
         environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
     environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
     if command.virtual_local_rank:
-        environ |= {"LOCAL_RANK": "0", **device.only(local_rank, environ, accelerator)}
+        environ |= {"LOCAL_RANK": "0", **device.only(local_rank, environ, runtime)}
     return environ
 
 
@@ -72,6 +73,9 @@ def _defaults(spec: LaunchSpec) -> dict[str, str]:
     if spec.interface and spec.num_nodes > 1:
         chosen["NCCL_SOCKET_IFNAME"] = spec.interface
     found = {name: value for name, value in chosen.items() if name not in environ}
-    if spec.visible_devices is not None and spec.device_type in device.VISIBLE:
-        found[device.VISIBLE[spec.device_type]] = spec.visible_devices
+    if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
+        found[tcp_store.VARIABLE] = "0"
+    if spec.visible_devices is not None and device.hides(spec.device_type):
+        runtime = device.runtime_of(spec.device_type) or spec.device_type
+        found |= device.hiding(runtime, spec.visible_devices, environ)
     return found

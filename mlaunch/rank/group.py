@@ -30,7 +30,7 @@ def join_world(store: dist.Store, member: Membership) -> None:
     """Makes torch's default process group. Collective, over all ranks that know the store."""
     import torch.distributed as dist
 
-    bound = member.device if member.device is not None and member.device.type != "cpu" else None
+    bound = member.device if member.device is not None and _serves(member.backend, member.device.type) else None
     dist.init_process_group(
         member.backend,
         store=store,
@@ -39,6 +39,13 @@ def join_world(store: dist.Store, member: Membership) -> None:
         timeout=device.limit(member.timeout),
         device_id=bound,
     )
+
+
+def _serves(backend: str, device_type: str) -> bool:
+    """Tells whether a group with this backend has one for tensors on that accelerator, and can be bound to it."""
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+    return device_type != "cpu" and device_type in BackendConfig(Backend(backend)).get_device_backend_map()
 
 
 def meet_and_join(spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int], bound: torch.device) -> None:

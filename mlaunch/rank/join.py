@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base import seeding
 from mlaunch.rank import current, device, environment, group, recognise
 from mlaunch.rank.recognise import RankInfo
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import is_taken
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlaunch")
 _TIMEOUT = 1800.0
+# The release of torch in which a group's destructor certainly does not hold the interpreter lock while it waits for
+# threads that may wait for the lock. That of 2.6 does; others were not tried.
+_DESTRUCTIBLE = (2, 13)
 _ANSWER_TIMEOUT = 60.0  # seconds, for a server that listens, and may still be importing torch
 
 
@@ -166,7 +171,7 @@ def _meet(info: RankInfo, timeout: float | None) -> dist.Store:
     if info.rank == 0 and url != "env://" and is_taken(info.port):
         store = _store_that_is_there(info, limit)
     else:
-        store, _, _ = next(iter(dist.rendezvous(url, info.rank, info.world_size, timeout=limit)))
+        store = tcp_store.rendezvous(url, info.rank, info.world_size, limit)
     store.set_timeout(limit)
     # As torch's own, so that ranks without mlaunch find it. A server may see several worlds, one after the other.
     before = store.add(f"mlaunch/worlds/of rank {info.rank}", 1) - 1
@@ -182,7 +187,7 @@ def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
 
     def connect() -> None:
         try:
-            answers.put(dist.TCPStore(info.host, info.port, is_master=False, timeout=timedelta(seconds=seconds)))
+            answers.put(tcp_store.connect(info.host, info.port, timedelta(seconds=seconds)))
         except dist.DistError as error:
             answers.put(error)
 
@@ -214,6 +219,9 @@ def _leave() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        if device.version() < _DESTRUCTIBLE:
+            for group in list(dist.distributed_c10d._world.pg_map):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         with contextlib.suppress(RuntimeError):  # another rank died
             dist.destroy_process_group()
 

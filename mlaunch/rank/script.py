@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import inspect
 import io
 import os
 import pkgutil
@@ -69,8 +70,8 @@ class ScriptRank(Rank):
         process.reset_process(of_a_function=False)
         _open_streams()
         args, command = self._args, self._command
-        accelerator = device.offered().accelerator if command.virtual_local_rank else None
-        environ = environment.of_command(self._spec, command, args.local_rank, args.rendezvous, accelerator)
+        runtime = device.offered().runtime if command.virtual_local_rank else None
+        environ = environment.of_command(self._spec, command, args.local_rank, args.rendezvous, runtime)
         os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
         self._take_surroundings(environ)
         arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in command.args]
@@ -99,10 +100,15 @@ def _seed_afresh() -> None:
 
 
 def _bind_to_numa_node(local_rank: int, mode: str) -> None:
-    from torch.numa import binding
-
+    try:
+        from torch.numa import binding
+    except ModuleNotFoundError as error:
+        raise misuse(RuntimeError("--numa-binding: this torch has no torch.numa; a later one has")) from error
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    binding._maybe_apply_numa_binding_to_current_process(gpu_index=local_rank, numa_options=options)
+    bind: Callable[..., None] = binding._maybe_apply_numa_binding_to_current_process
+    # torch 2.14 calls it by another name.
+    index = next(name for name in ("device_index", "gpu_index") if name in inspect.signature(bind).parameters)
+    bind(**{index: local_rank, "numa_options": options})
 
 
 # What there is to run

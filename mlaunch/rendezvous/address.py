@@ -57,10 +57,11 @@ def _means_loopback(name: str) -> bool:
 
 def interface_of(address: str) -> str:
     """Finds the network interface that has this address of the machine; "" if there is none."""
-    plain = ipaddress.ip_address(address.partition("%")[0])
-    if plain.version == 6 and plain.ipv4_mapped is None:
-        return _interface6(plain)
-    wanted = (plain.ipv4_mapped if isinstance(plain, ipaddress.IPv6Address) else plain) or plain
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(wanted, ipaddress.IPv6Address):
+        if wanted.ipv4_mapped is None:
+            return _interface6(wanted)
+        wanted = wanted.ipv4_mapped
     if wanted.is_loopback:
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -99,15 +99,20 @@ class Barrier:
         if counted:
             last = self._store.add(f"{turn.place}/arrived", 1) == self._size
         if last:
-            self._store.compare_set(turn.end, "", _PASSED)
+            self._end(turn, _PASSED)
             if turn.number > 0:  # all have come to this turn, so all have left the one before
                 for key in ("end", "arrived"):
                     self._store.delete_key(f"{turn.barrier}/{turn.number - 1}/{key}")
 
+    def _end(self, turn: Turn, outcome: str) -> None:
+        """Ends the turn so, unless it has ended. Only ``set`` wakes those who wait at a store without libuv."""
+        if self._store.compare_set(turn.end, "", outcome) == outcome.encode():
+            self._store.set(turn.end, outcome)
+
     def _wait(self, turn: Turn, timeout: float) -> str:
         """Waits for the turn's end; returns "passed", or the limit of the one who gave up first, maybe ours."""
         if not wait_for(self._store, turn.end, timeout):
-            self._store.compare_set(turn.end, "", f"{timeout:g}")  # unless the last came just now
+            self._end(turn, f"{timeout:g}")  # unless the last came just now
         return self._store.get(turn.end).decode()
 
     def _came(self, turn: Turn) -> list[str]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mlaunch.rendezvous.barrier import Barrier, NotAllCameError, Turn
 from mlaunch.rendezvous.secret import Signer, known, variable
+from mlaunch.rendezvous.tcp_store import connect
 from mlaunch.rendezvous.waiting import wait_for
 
 _SPACE = "mlaunch/user"
@@ -161,7 +162,7 @@ class Client:
 def _connect(address: str, port: int, timeout: float) -> dist.Store:
     try:
         socket.create_connection((address, port), timeout).close()  # torch would wait out the limit, and name nothing
-        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+        return connect(address, port, timedelta(seconds=timeout))
     except (OSError, dist.DistError) as error:
         raise ConnectionError(f"no rendezvous server answers at {address}, port {port}: {error}") from error
 

@@ -71,7 +71,7 @@ class Server:
 
 def serve_until_end_of_input(fd: int) -> None:
     """Lives the life of a server's process."""
-    from mlaunch.rendezvous.store import serve
+    from mlaunch.rendezvous.tcp_store import serve
 
     store = serve(socket.socket(fileno=fd))
     while store is not None and sys.stdin.buffer.read(1):
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="default: chosen by the system, and printed")
     parser.add_argument("--address", default=LOOPBACK, help="default: %(default)s, for this machine alone")
     args = parser.parse_args(argv)
-    from mlaunch.rendezvous.store import serve
+    from mlaunch.rendezvous.tcp_store import serve
 
     listener = listen(args.address, args.port)
     address, port = listener.getsockname()[:2]

@@ -13,8 +13,6 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from mlaunch.base import linux, rlimits
 
 
@@ -67,13 +65,3 @@ def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
         gate.serve()
     finally:
         os._exit(1)
-
-
-def serve(listener: socket.socket) -> dist.TCPStore:
-    """Serves a store on ``listener`` for as long as the process lives and holds the result.
-
-    This process must never fork: a fork beside the store's thread can leave the resolver's lock taken for ever in the
-    child.
-    """
-    address, port = listener.getsockname()[:2]
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from mlaunch.base.text import name_some_ranks
 from mlaunch.rendezvous.barrier import Barrier, Turn
+from mlaunch.rendezvous.tcp_store import connect
 
 _ARRIVED, _MISSING = "arrived", "missing"
 _LOOK = timedelta(seconds=10)  # for one rank to find out who is missing
@@ -21,7 +22,7 @@ class StoreClient:
     """
 
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
-        connection = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        connection = connect(address, port, timeout)
         self.store: Any = dist.PrefixStore(namespace, connection)  # whose annotations lack ``append``
 
     def meet(self, key: str, size: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+_LONGEST_PAUSE = 0.05  # seconds
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
@@ -19,8 +22,10 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
     """
     if store.check([key]):
         return True
+    clone: Any = getattr(store, "clone", None)  # torch has it from 2.8 on
+    if clone is None:
+        return _ask_until(store, key, time.monotonic() + timeout)
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    clone: Any = getattr(store, "clone")  # noqa: B009 - torch's annotations lack it
     threading.Thread(target=_wait, args=(clone, key, timeout, answers.put), daemon=True).start()
     error = answers.get()
     if error is None:
@@ -28,6 +33,18 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
     if "timeout" in str(error).lower():  # the stores raise different types
         return False
     raise error
+
+
+def _ask_until(store: dist.Store, key: str, deadline: float) -> bool:
+    """Asks again and again, ever less often, where a second connection cannot be had."""
+    pause = 0.001
+    while not store.check([key]):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return True
 
 
 def _wait(

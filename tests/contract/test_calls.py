@@ -29,6 +29,7 @@ from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.calls import Reference, portable
 from mlaunch.protocol.messages import Phase
 from mlaunch.rank import progress
+from tests import builds
 from tests.conftest import ROOT
 from tests.contract import functions
 
@@ -345,6 +346,7 @@ def test_a_launch_inside_a_rank_that_was_not_meant() -> None:
     assert launcher(lambda: functions.launched.__wrapped__(1), 2)() == [10, 11]
 
 
+@builds.silent
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     """It inherits RANK and its like, but launches as any other."""
     script = tmp_path / "script.py"

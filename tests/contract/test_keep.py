@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mlaunch import Ranks, launcher
 from mlaunch.caller.kept import shared
 from mlaunch.caller.options import Options
+from tests import builds, toy
 from tests.processes import alive, wait_gone
 
 
@@ -135,41 +136,21 @@ print(*train())
 """
 
 
+@builds.silent
 def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script(KEEPING)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any(alive(int(pid)) for pid in done.stdout.split())
 
 
-# A kind of accelerator of which torch knows this much alone; it loads it by its entry point, in every process.
-TOY = """
-import os, types
-import torch
-
-def load():
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-    place = types.SimpleNamespace(index=0)
-    backend = types.SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: False,
-        device_count=lambda: 3,
-        current_device=lambda: place.index,
-        _is_in_bad_fork=lambda: False,
-        manual_seed_all=lambda seed: None,
-    )
-    _setup_privateuseone_for_python_backend("toy", backend_module=backend)
-    torch.accelerator.set_device_index = lambda index: setattr(place, "index", index)
-    torch.accelerator.current_device_index = lambda: place.index
-    torch.accelerator.synchronize = lambda device=None: None
-"""
 RIVALS = """
 import os
 
-os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
+os.environ.update(PYTHONPATH=os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]]), TOY_DEVICES="3")
 from mlaunch import device, launcher
 from tests.processes import alive
 
-@launcher(keep=600, backend="cpu:gloo,toy:gloo")
+@launcher(keep=600)
 def where():
     import torch
     return os.getpid(), str(device()), torch.accelerator.current_device_index()
@@ -192,13 +173,9 @@ print("done")
 
 
 def test_of_two_sets_that_want_the_same_devices_the_idle_one_ends_first(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+    if not toy.is_possible():
         pytest.skip("torch of this version takes no accelerator that is written in Python")
-    (tmp_path / "toy.py").write_text(TOY)
-    described = tmp_path / "toy-1.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1\n")
-    (described / "entry_points.txt").write_text("[torch.backends]\ntoy = toy:load\n")
+    toy.install(tmp_path)
     done = run_script(RIVALS)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 

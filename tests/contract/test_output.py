@@ -23,6 +23,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
 from mlaunch.caller.output import display, merging, options
 from mlaunch.rank import progress as of_rank
+from tests import builds
 from tests.conftest import ROOT
 
 Capture = pytest.CaptureFixture[str]
@@ -32,6 +33,7 @@ def lines(text: str) -> list[str]:
     return sorted(text.splitlines())
 
 
+@builds.silent
 def test_lines_have_their_rank_in_front_and_equal_ones_are_shown_once(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,6 +53,7 @@ def test_lines_have_their_rank_in_front_and_equal_ones_are_shown_once(
     assert lines(shown.err) == ["[0] error of 0", "[1] error of 1", "[2] error of 2"]
 
 
+@builds.silent
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
 def test_all_that_writes_is_shown(capsys: Capture, start_method: str) -> None:
     def train() -> None:
@@ -101,6 +104,7 @@ def test_strange_bytes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert last == b"[0] end"
 
 
+@builds.silent
 def test_a_bar_is_one_line(capsys: Capture) -> None:
     def train() -> None:
         for percent in (0, 50, 100):
@@ -122,6 +126,7 @@ def test_the_last_lines_of_a_killed_rank(capsys: Capture) -> None:
     assert capsys.readouterr().out == "".join(f"[0] {number}\n" for number in range(2000))
 
 
+@builds.silent
 def test_files(tmp_path: Path, capsys: Capture) -> None:
     def train() -> None:
         print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -261,6 +266,7 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
     assert "<td>raised ValueError: no such &lt;luck&gt;</td>" in ours.last._repr_html_()
 
 
+@builds.silent
 @pytest.mark.parametrize("output", ["all", "rank0", "none"])
 def test_what_a_rank_printed_is_in_the_report(output: str) -> None:
     def train(fail: bool) -> None:

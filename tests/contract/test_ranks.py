@@ -28,6 +28,7 @@ from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.kept.session import Session
 from mlaunch.caller.status import status_lines
 from mlaunch.protocol.messages import Phase
+from tests import builds
 from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
 from tests.processes import alive, wait_gone
@@ -383,6 +384,7 @@ def frames_of(error: BaseException) -> list[str]:
     return [code.co_name for code in shown if code.co_filename.startswith(OURS)]
 
 
+@builds.silent
 def test_files_of_ranks_that_print_nothing_are_closed(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(int)
     before = sorted(os.listdir("/proc/self/fd"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Client, Server, launcher
+from mlaunch.rendezvous import tcp_store
 from tests.conftest import ROOT
 from tests.processes import wait_gone
+
+LIMIT = timedelta(seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ class Bomb:
 def test_what_a_stranger_put_there_is_not_unpickled(server: Server, tmp_path: Path) -> None:
     """With defaults on both sides: anybody on this machine can write to the store."""
     ours = client(server, timeout=60)
-    stranger: Any = dist.PrefixStore("mlaunch/user", dist.TCPStore("127.0.0.1", server.py_server_port))
+    stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))
     for place in ("value/planted/1", "bcast/planted/0/0/value"):
         stranger.set(place, b"\0" * 32 + pickle.dumps(Bomb(tmp_path / "ran")))
     stranger.add("value/planted/version", 1)
@@ -87,7 +91,7 @@ def test_a_signature_holds_for_one_place(server: Server) -> None:
     """A signed value that somebody moved, or brought back, is not the one that was put there."""
     ours = client(server, timeout=60)
     ours.user_set("old", "first")
-    stranger: Any = dist.PrefixStore("mlaunch/user", dist.TCPStore("127.0.0.1", server.py_server_port))
+    stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))
     signed = stranger.get("value/old/1")
     ours.user_set("old", "second")
     stranger.set("value/old/2", signed)

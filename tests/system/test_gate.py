@@ -36,7 +36,7 @@ from mlaunch.protocol.messages import Ready
 from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous import door as door_module
 from mlaunch.rendezvous import gate as gate_module
-from mlaunch.rendezvous import link_process, names, wire
+from mlaunch.rendezvous import link_process, names, tcp_store, wire
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.gate import Gate
 from mlaunch.rendezvous.link_process import LinkProcess
@@ -127,7 +127,7 @@ async def ranks_of_a_machine(gate: int, numbers: range, pool: ThreadPoolExecutor
     port = listener.getsockname()[1]
 
     def come(number: int) -> dist.TCPStore:
-        client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        client = tcp_store.connect("127.0.0.1", port, timedelta(seconds=60))
         client.set(f"rank {number}", f"{number} is here")
         return client
 
@@ -347,7 +347,7 @@ def test_a_thousand_ranks_reach_the_store(gate: Served) -> None:
     thread.start()
     start = time.monotonic()
     with ThreadPoolExecutor(16) as pool, names.from_files_only():  # as ranks do
-        connect = functools.partial(dist.TCPStore, "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        connect = functools.partial(tcp_store.connect, "127.0.0.1", port, timedelta(seconds=60))
         clients = list(pool.map(lambda _: connect(), range(1024)))
     for rank, client in enumerate(clients):
         client.set(f"rank {rank}", "x" * 1000)

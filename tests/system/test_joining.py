@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import mlaunch
 from mlaunch.caller.options import Options
 from mlaunch.rank import recognise
 from mlaunch.rendezvous.address import listen
+from tests import builds
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 
@@ -30,7 +32,7 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none
 def run(command: Iterable[str], **environ: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [*command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **builds.for_torchrun(), **environ},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -200,7 +202,9 @@ print("over")
 """
 
 
+@builds.silent
 @pytest.mark.usefixtures("imported")
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "shutdown"), reason="this torch shuts down groups of NCCL alone")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_peer_that_is_dead_at_exit(victim: int) -> None:
     """Also the one with the store. The others end as they would have ended."""

@@ -22,6 +22,7 @@ from mlaunch import LaunchError, launcher
 from mlaunch.base.text import in_two_units
 from mlaunch.cli import inspect, main
 from mlaunch.protocol import registry
+from tests import builds
 from tests.conftest import ROOT
 
 HERE = os.path.basename(__file__)
@@ -177,6 +178,25 @@ def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, t
     assert os.listdir(tmp_path / "mlaunch") == []
 
 
+def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    class Looking(socket.socket):
+        def listen(self, *args: int) -> None:
+            assert inspect.ask(b"status") == []  # another process asks at this moment
+            super().listen(*args)
+
+    monkeypatch.setattr(registry.socket, "socket", Looking)
+    with registry.listen(os.environ, "new"):
+        assert os.listdir(tmp_path / "mlaunch") == ["new.sock"]
+        os.utime(tmp_path / "mlaunch" / "new.sock", (0, 0))
+        (tmp_path / "mlaunch" / "new.sock").rename(tmp_path / "mlaunch" / "killed.new")
+        assert inspect.ask(b"status") == []
+        assert os.listdir(tmp_path / "mlaunch") == []
+
+
 def test_a_killed_agent_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
@@ -200,6 +220,7 @@ def test_a_directory_with_a_long_path(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert os.listdir(deep / "mlaunch") == []
 
 
+@builds.silent
 def test_a_directory_that_others_can_enter(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

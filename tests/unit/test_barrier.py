@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK
 from mlaunch.rendezvous.barrier import Barrier, NotAllCameError
 from mlaunch.rendezvous.server import Server
@@ -29,7 +31,7 @@ def store(request: pytest.FixtureRequest, server: Server, tmp_path: Path) -> Ite
     elif request.param == "in a file":
         yield dist.FileStore(str(tmp_path / "store"), 1)
     else:
-        connection = dist.TCPStore(LOOPBACK, server.py_server_port, is_master=False)
+        connection = tcp_store.connect(LOOPBACK, server.py_server_port, timedelta(seconds=300))
         yield dist.PrefixStore(request.node.name, connection)
     request.node.funcargs.clear()  # which hold the connection until after the look at what is left
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import IPython
 import pytest
-from IPython.core.compilerop import CachingCompiler
 
 from mlaunch.caller import notebook
+
+IPython = pytest.importorskip("IPython")
 
 
 @pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> str:
     """The file that stands for a cell with the number 3."""
+    from IPython.core.compilerop import CachingCompiler
+
     compiler = CachingCompiler()
     monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(compile=compiler))
     return compiler.cache("def train():\n    raise ValueError('no')\n", 3)

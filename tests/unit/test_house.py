@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -11,6 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from mlaunch.rank import device
 from tests.conftest import ROOT
 
 MODULES = sorted(
@@ -18,10 +21,9 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm"} | {
-    f"mlaunch.agent.{name}" for name in ("kept", "main", "peers", "prepared", "supervision", "supervisor")
+    f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")
 }
-NEEDS_TORCH |= {f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")}
-NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store", "store_client", "waiting")}
+NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store_client", "waiting")}
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.
@@ -133,6 +135,24 @@ def test_files_can_be_read_at_once() -> None:
 def test_few_parameters() -> None:
     functions = [item for path in (ROOT / "mlaunch").rglob("*.py") for item in functions_of(path)]
     assert not [name for name, _, parameters in functions if parameters > 6 and name not in PUBLIC_AND_WIDE]
+
+
+def test_the_versions_that_are_promised() -> None:
+    """The same everywhere, and each of them in the table of what was tried."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    named = [line.rpartition(" ")[2] for line in setup["metadata"]["classifiers"].splitlines() if ":: 3." in line]
+    oldest = ".".join(map(str, device._OLDEST))
+    promise = f"Python {named[0]} to {named[-1]}, torch {oldest} or later"
+    install = (ROOT / "docs" / "install.rst").read_text()
+    assert promise in (ROOT / "README.rst").read_text()
+    assert promise in install
+    assert setup["options"]["python_requires"] == f">={named[0]}"
+    assert f"torch>={oldest}" in setup["options"]["install_requires"].split()
+    first_columns = " ".join(line[:16] for line in install.partition("====")[2].rpartition("====")[0].splitlines())
+    tried = {".".join(release.split(".")[:2]) for release in re.findall(r"3\.\d+[.\d]*", first_columns)}
+    assert tried == set(named)
+    assert sys.version_info[:2] in [tuple(map(int, version.split("."))) for version in named]
 
 
 def test_no_assertion_guards_a_user() -> None:

@@ -13,12 +13,15 @@ from datetime import timedelta
 from typing import Any, get_type_hints
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mlaunch import launcher
 from mlaunch.caller import option_text, option_types, placement
 from mlaunch.caller.options import Options, about
+from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.protocol.messages import Ready
-from mlaunch.rank import device
+from mlaunch.rank import device, environment
 from tests.conftest import ROOT
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -182,7 +185,9 @@ def test_only_functions_can_be_decorated(thing: Any) -> None:
 # What this machine, or one with accelerators, has
 
 CPU = Ready("2.13", None, ("gloo",))
-CUDA = Ready("2.13", "cuda", ("gloo", "nccl"))
+CUDA = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "cuda")
+OTHER = Ready("2.13", "toy", ("gloo",), None, "toy")
+FOUR = placement.Accelerator("cuda", "cuda", 4)
 
 
 def test_what_this_machine_lacks_is_refused() -> None:
@@ -228,9 +233,23 @@ def test_device_types() -> None:
 def test_backends() -> None:
     assert device.choose_backend(None, "cpu", CPU) == "gloo"
     assert device.choose_backend(None, "cuda", CUDA) == "cpu:gloo,cuda:nccl"
+    assert device.choose_backend(None, "cpu", CUDA) == "gloo"
+    assert device.choose_backend(None, "toy", OTHER) == "cpu:gloo"
     assert device.choose_backend("cpu:gloo,cuda:NCCL", "cuda", CUDA) == "cpu:gloo,cuda:nccl"
     with pytest.raises(ValueError, match=r"backend='mpi': torch 2.13 offers gloo, nccl"):
         device.choose_backend("mpi", "cuda", CUDA)
+
+
+@pytest.mark.parametrize(("kind", "own"), [(None, None), ("cuda", "gloo"), ("xpu", None), ("toy", None)])
+def test_a_torch_without_the_backend_of_its_accelerator(
+    monkeypatch: pytest.MonkeyPatch, kind: str | None, own: str | None
+) -> None:
+    """As one for CUDA without NCCL. gloo takes CUDA's tensors, and no other accelerator's."""
+    if dist.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    monkeypatch.setattr(device, "accelerator", lambda: kind)
+    offered = device.offered()
+    assert (offered.own_backend, offered.runtime) == (own, kind)
 
 
 @pytest.mark.parametrize(
@@ -241,21 +260,69 @@ def test_backends() -> None:
         (None, [3, 1], "", 2, "3,1"),
         (None, [1], "5,7,2,0", 1, "7"),
         (2, None, "GPU-aa, GPU-bb,GPU-cc,GPU-dd", 2, "GPU-aa,GPU-bb"),
+        (None, [1], "MIG-aa,MIG-bb/0/1", 1, "MIG-bb/0/1"),
     ],
 )
 def test_picked_devices_are_the_only_visible_ones(
     n_gpus: int | None, devices: list[int] | None, shown: str, size: int, visible: str
 ) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
-    placed = placement.place_on_accelerators("cuda", n_gpus, devices, 4, environ)
+    placed = placement.place_on_accelerators(FOUR, n_gpus, devices, environ)
     assert placed == placement.Placement("cuda", size, visible)
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible", "shown"),
+    [
+        ({}, "1", {"HIP_VISIBLE_DEVICES": "1"}),
+        ({"HIP_VISIBLE_DEVICES": "4,5"}, "5", {"HIP_VISIBLE_DEVICES": "5"}),
+        ({"CUDA_VISIBLE_DEVICES": "6,7"}, "7", {"HIP_VISIBLE_DEVICES": "7", "CUDA_VISIBLE_DEVICES": "7"}),
+        (
+            {"HIP_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "6,7"},
+            "5",
+            {"HIP_VISIBLE_DEVICES": "5", "CUDA_VISIBLE_DEVICES": "5"},
+        ),
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, "1", {"HIP_VISIBLE_DEVICES": "1"}),
+        ({"ROCR_VISIBLE_DEVICES": "2,3,4", "HIP_VISIBLE_DEVICES": "0,2"}, "2", {"HIP_VISIBLE_DEVICES": "2"}),
+        (
+            {"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"},
+            "1",
+            {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"},
+        ),
+    ],
+)
+def test_picked_devices_of_rocm(environ: dict[str, str], visible: str, shown: dict[str, str]) -> None:
+    """HIP's variable wins over CUDA's, and counts what the one below it leaves; torch's own counting says so, too."""
+    accelerator = placement.Accelerator("cuda", "rocm", 2)
+    placed = placement.place_on_accelerators(accelerator, None, [1], environ)
+    assert placed == placement.Placement("cuda", 1, visible)
+    assert placement.shown(accelerator, [1], environ) == shown
+    assert device.only(1, environ, "rocm") == shown
+
+
+def test_ranks_on_rocm_see_their_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"HIP_VISIBLE_DEVICES": "4,5"}
+    ready = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "rocm")
+    spec = plan(Options(devices=[1]), Machine(ready, lambda _environ: 2), "train()", environ, Attempt(0, None))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert environment.of_rank(spec, 0, "127.0.0.1", 1)["HIP_VISIBLE_DEVICES"] == "5"
+    assert "CUDA_VISIBLE_DEVICES" not in environment.of_rank(spec, 0, "127.0.0.1", 1)
+    assert spec.device(0) == "cuda:5"
+    assert device.runtime_of("cuda") == "rocm"
 
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ValueError, match=r"n_gpus=5: only 4 cuda device\(s\) are visible here; allowed: 1 to 4, or"):
-        placement.place_on_accelerators("cuda", 5, None, 4, {})
+        placement.place_on_accelerators(FOUR, 5, None, {})
     with pytest.raises(ValueError, match=r"devices=\[0, 4\]: \[4\] do not exist; the 4 visible cuda device\(s\) are"):
-        placement.place_on_accelerators("cuda", None, [0, 4], 4, {})
+        placement.place_on_accelerators(FOUR, None, [0, 4], {})
+
+
+def test_several_mig_devices_are_not_for_one_process() -> None:
+    accelerator = placement.Accelerator("cuda", "cuda", 1)
+    way = "CUDA shows a process the first MIG device alone; `mlaunch run --virtual-local-rank` gives each rank its own"
+    with pytest.raises(ValueError, match=way):
+        placement.place_on_accelerators(accelerator, 2, None, {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"})
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

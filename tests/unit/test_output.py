@@ -168,6 +168,7 @@ def test_lines_that_were_shown_are_forgotten() -> None:
 
 def test_the_bar_of_all_ranks_names_the_slowest() -> None:
     """By its global rank."""
+    pytest.importorskip("tqdm", reason="tqdm is not installed (extra: notebook)")
     found = [Loop(2, done, 5.0, 10, 1.0, "epoch") for done in (4, 6)]
     text = line([*found, Loop(1, 10, 5.0, 10, 0.0, "before")], 2, rank_start=8)
     assert "epoch:   0%" in text

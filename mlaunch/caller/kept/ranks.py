@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import hides_our_frames, misuse
@@ -211,5 +212,7 @@ def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
 
 def _unwrapped(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns what a decorated function wraps, and the arguments with the instance of a method."""
+    if isinstance(function, MethodType) and hasattr(type(function.__func__), "_wrapped_call"):
+        return _unwrapped(function.__func__, (function.__self__, *args))  # a class method, from Python 3.13 on
     wrapped = getattr(function, "_wrapped_call", None) if hasattr(type(function), "_wrapped_call") else None
     return (wrapped[0], (*wrapped[1], *args)) if wrapped is not None else (function, tuple(args))

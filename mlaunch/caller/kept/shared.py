@@ -81,8 +81,9 @@ def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> 
     numbers = options.devices if options.devices is not None else options.n_gpus and range(options.n_gpus)
     if not numbers:
         return True
+    runtime = "rocm" if kind == "cuda" and "HIP_VISIBLE_DEVICES" in environ else kind
     try:
-        wanted = device.visible(kind, numbers, environ).split(",")
+        wanted = device.visible(runtime, numbers, environ).split(",")
     except IndexError:  # fewer are visible: they will not be started
         return False
     names = [name.partition(":")[2] for name in taken]

@@ -1,0 +1,117 @@
+"""torch's TCPStore: serving one, and connecting to one.
+
+torch serves it with libuv unless it is told otherwise, but the builds of Linux distributions have no libuv: there its
+default raises, in servers and clients alike. ``USE_LIBUV=0`` is torch's own word for the other way of serving. The
+protocol is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+VARIABLE = "USE_LIBUV"
+_LACKING = 3  # an exit code
+
+lacks_libuv = False  # as far as this process has looked
+
+
+def serve(listener: socket.socket) -> dist.TCPStore:
+    """Serves a store on ``listener`` for as long as the process lives and holds the result.
+
+    This process must never fork: a fork beside the store's thread can leave the resolver's lock taken for ever in the
+    child.
+    """
+    address, port = listener.getsockname()[:2]
+    return _make(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Connects to a store. ``timeout``: for that, and for each operation."""
+    return _make(address, port, is_master=False, timeout=timeout)
+
+
+def _make(address: str, port: int, **options: Any) -> dist.TCPStore:
+    import torch.distributed as dist
+
+    make: Callable[..., dist.TCPStore] = functools.partial(dist.TCPStore, address, port, **options)
+    if os.environ.get(VARIABLE, "1") == "1":
+        try:
+            return make(use_libuv=True)
+        except RuntimeError as error:
+            if not _is_refusal(error):
+                raise
+    return make(use_libuv=False)
+
+
+def _is_refusal(error: RuntimeError) -> bool:
+    """Tells whether torch says that it has no libuv, which it does before it touches the address."""
+    return "libuv" in str(error)
+
+
+def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Meets at a URL of torch's, whose own code makes the store; without libuv if torch has none."""
+    import torch.distributed as dist
+
+    def meet() -> dist.Store:
+        store: dist.Store = next(iter(dist.rendezvous(url, rank, world_size, timeout=timeout)))[0]
+        return store
+
+    try:
+        return meet()
+    except RuntimeError as error:
+        if not _is_refusal(error):
+            raise
+    _do_without()
+    return meet()
+
+
+def ask_for_libuv() -> int:
+    """Begins to find out whether this torch has libuv, in a fork, whose pid it returns.
+
+    There, since libuv would leave descriptors in this process; and since it takes some milliseconds.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os._exit(_LACKING if _refuses() else 0)
+    return pid
+
+
+def hear_of_libuv(pid: int) -> None:
+    """Waits for the answer, and has torch do without libuv if it has none."""
+    global lacks_libuv  # noqa: PLW0603 - a fact about this process and its forks
+    _, status = os.waitpid(pid, 0)
+    lacks_libuv = os.waitstatus_to_exitcode(status) == _LACKING
+    if lacks_libuv:
+        _do_without()
+
+
+def _do_without() -> None:
+    """Has all stores of torch's own rendezvous in this process and its forks made without libuv.
+
+    The variable alone does not: torch heeds it in servers, but not in clients of a store that an agent hosts.
+    """
+    os.environ[VARIABLE] = "0"
+    torchs: Any = importlib.import_module("torch.distributed.rendezvous")
+    if not isinstance(torchs.TCPStore, functools.partial):
+        torchs.TCPStore = functools.partial(torchs.TCPStore, use_libuv=False)
+
+
+def _refuses() -> bool:
+    import torch.distributed as dist
+
+    try:  # no descriptor has this number, so no store is made
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=-1, use_libuv=True)
+    except RuntimeError as error:
+        return _is_refusal(error)
+    except BaseException:  # whatever else torch may say of it
+        return False
+    return False
