@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.report.launch_report import LaunchReport
     from mlaunch.caller.report.records import RankReport, Span
-    from mlaunch.caller.warm import warm_up
+    from mlaunch.caller.warm_up import warm_up
     from mlaunch.collectives.groups import (
         WORLD,
         Group,
@@ -68,7 +68,7 @@ _NAMES = {
     "mlaunch.rendezvous.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport",
     "mlaunch.caller.report.records": "RankReport Span",
-    "mlaunch.caller.warm": "warm_up",
+    "mlaunch.caller.warm_up": "warm_up",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

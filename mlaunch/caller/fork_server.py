@@ -141,10 +141,14 @@ class ForkServer:
             beside = streams if following is None else [*streams, following.fileno()]
             return self._ask(StartLaunch(), [("spec", spec), ("call", call)], beside)
 
-    def prepare(self, following: Channel) -> None:
-        """Has a launch like the last one prepared. ``following``: its end of the channel. OSError if it is gone."""
-        with self._lock:
-            self._control.send(Prepare(), [following.fileno()])
+    def prepare(self, following: Channel, *, like: LaunchSpec | None = None) -> None:
+        """Has a launch prepared, as the last one was. OSError if the server is gone.
+
+        ``following``: its end of the channel; ``like``: how else it is to be.
+        """
+        specs = [] if like is None else [("spec", like)]
+        with _standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
+            self._control.send(Prepare(), [following.fileno(), *memfds, *(streams if memfds else [])])
 
     def adopt(self, launch: Channel) -> None:
         """Counts a prepared launch among those that run."""

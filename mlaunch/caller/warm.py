@@ -1,4 +1,4 @@
-"""The one warm fork server of this process, and starting it before it is needed."""
+"""The one warm fork server of this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping
 
 from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.prepared import preparation
 from mlaunch.caller.start_server import Interpreter, start_interpreter
 
 # Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
@@ -35,6 +36,7 @@ class WarmServer:
             if self._server is not None:
                 if self._server.alive() and self._settings == settings:
                     return self._server
+                preparation.drop()  # it would keep the server from ending
                 self._server.retire()
                 self._retired.append(self._server)
             self._server, self._settings = start_interpreter(environ, Interpreter(preload=_PREPARED)), settings
@@ -47,6 +49,7 @@ class WarmServer:
 
     def close(self) -> None:
         """Ends the server, and those that were replaced, with whatever still runs there."""
+        preparation.drop()
         for server in [*self._retired, *([self._server] if self._server else [])]:
             server.close()
         self._server, self._retired = None, []
@@ -68,13 +71,3 @@ def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
 warm_server = WarmServer()
 atexit.register(warm_server.close)
 os.register_at_fork(after_in_child=warm_server.forget)
-
-
-def warm_up() -> None:
-    """Starts this process's fork server in the background and returns at once.
-
-    The first launch of a process otherwise waits while the fork server imports torch. Called as a script's first
-    statement, before its own ``import torch``, the two imports run at the same time. A server that is already there
-    is kept.
-    """
-    warm_server.get(os.environ)

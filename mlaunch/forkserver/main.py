@@ -133,7 +133,7 @@ class _ForkServer:
 
     def _timeout(self) -> float | None:
         """Seconds until we may settle, or prepare a launch; None once that is done, or nothing was launched yet."""
-        idle = self.launched > 0 and not self.children
+        idle = (self.launched > 0 or self.next.wanted) and not self.children
         busy = not self.settled or self.next.wanted
         return _IDLE if idle and busy and self.call is None else None
 
@@ -158,6 +158,8 @@ class _ForkServer:
         if isinstance(record, StartLaunch):
             self._start(fds, caller)
         elif isinstance(record, Prepare):
+            if fds[1:]:
+                self.next.remember(fds[1:])
             self.next.want(fds[0])
         elif isinstance(record, CountDevices):
             self._count(fds)

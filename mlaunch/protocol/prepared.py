@@ -16,7 +16,10 @@ from mlaunch.protocol.spec import LaunchSpec
 
 @dataclass(frozen=True)
 class Prepare:
-    """Asks for a launch like the last one, once none has run for a moment. Attached: its socket."""
+    """Asks for a launch like the last one, once none has run for a moment. Attached: its socket.
+
+    If there are more descriptors, they are spec memfd, stdout and stderr, for one that is like them instead.
+    """
 
 
 @dataclass(frozen=True)

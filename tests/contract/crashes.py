@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlaunch import launcher
-from tests.processes import alive
+from tests.contract.preparing import pids_of, prepared, preparing
+from tests.processes import alive, wait_gone
 
 if TYPE_CHECKING:
     from mlaunch import Ranks
@@ -137,7 +138,7 @@ def limits(how: str) -> dict[str, Any]:
 PLACES = {place.__name__: place for place in (in_the_function, in_a_collective, pickling_the_result, after_return)}
 
 
-STAYING = "ranks that stay"  # in place of a start method
+STAYING, PREPARED = "ranks that stay", "prepared"  # in place of a start method
 
 
 def call_at(where: str, how: str, start_method: str) -> Callable[[], object]:
@@ -145,7 +146,20 @@ def call_at(where: str, how: str, start_method: str) -> Callable[[], object]:
     function = PLACES.get(where, unpickling)
     if start_method == STAYING:
         return lambda: call_staying(how, function, argument)
+    if start_method == PREPARED:
+        return lambda: call_prepared(how, function, argument)
     return lambda: launcher(function, 2, start_method=start_method, **limits(how))(argument)
+
+
+def call_prepared(how: str, function: Callable[..., object], *args: object) -> object:
+    """Makes a call that takes a launch which was prepared."""
+    with preparing():
+        launcher(os.getpid, 2, **limits(how))()
+        pids = pids_of(prepared())
+        try:
+            return launcher(function, 2, **limits(how))(*args)
+        finally:
+            wait_gone(pids)
 
 
 def call_staying(how: str, function: Callable[..., object], *args: object) -> object:

@@ -1,6 +1,7 @@
 """The crash matrix: where in its life a rank (or the caller) ends, by how it ends, under every start method.
 
-Ranks that stay are one column more. The fixtures look at what each cell leaves, and whether the next call works.
+Ranks that stay are one column more, and so are launches that were prepared. The fixtures look at what each cell leaves,
+and whether the next call works.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from tests.conftest import ROOT
-from tests.contract.crashes import HOW, PLACES, STAYING, call_at, call_on, call_staying, limits
+from tests.contract.crashes import HOW, PLACES, PREPARED, STAYING, call_at, call_on, call_staying, limits
 from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -83,7 +84,7 @@ def check(where: str, how: str, call: Callable[[], object], *, stays: bool = Fal
         assert how != "segfault" or "Fatal Python error: Segmentation fault" in caught.value.failures[0].traceback
 
 
-@pytest.mark.parametrize("start_method", [*METHODS, STAYING])
+@pytest.mark.parametrize("start_method", [*METHODS, STAYING, PREPARED])
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("where", [*PLACES, "unpickling"])
 def test_a_rank_ends(where: str, how: str, start_method: str) -> None:

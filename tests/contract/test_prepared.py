@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,48 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.agent.inspection import STATUS
 from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
-from mlaunch.caller.prepared import preparation
 from mlaunch.caller.warm import warm_server
-from mlaunch.cli.inspect import ask
-from mlaunch.protocol.messages import Phase
 from tests.contract.functions import total
-from tests.processes import children, descendants, wait_gone
-
-LIMIT = 60.0  # seconds, of every wait
-PREPARED = "(prepared for the next call)"
+from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
+from tests.processes import children, wait_gone
 
 
 @pytest.fixture(autouse=True)
-def prepare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Has launches prepared, and none left behind."""
-    monkeypatch.delenv("MLAUNCH_PREPARE")
-    yield
-    preparation.drop()
-    wait_gone([pid for pid in descendants(os.getpid()) if pid != warm_server.get(os.environ).pid], LIMIT)
-
-
-def agents() -> list[int]:
-    return children(warm_server.get(os.environ).pid)
-
-
-def prepared() -> dict[str, Any]:
-    """Waits until the next launch waits for its call; returns what ``mlaunch ps`` knows of it."""
-    until = time.monotonic() + LIMIT
-    while time.monotonic() < until:
-        for launch in ask(STATUS):
-            ready = all(rank["state"] == Phase.IDLE.value for rank in launch["ranks"])
-            if launch["function"] == PREPARED and launch["agent"] in agents() and ready:
-                return launch
-        os.sched_yield()
-    raise TimeoutError("nothing was prepared")
-
-
-def pids_of(launch: dict[str, Any]) -> list[int]:
-    return [rank["pid"] for rank in launch["ranks"]]
+def prepare() -> Iterator[None]:
+    with preparing():
+        yield
 
 
 def who() -> tuple[int, tuple[str, ...], float]:
@@ -167,6 +138,14 @@ def test_one_of_it_that_dies_or_is_stopped_while_it_waits_is_noticed_by_no_call(
     assert "error" not in capfd.readouterr().err.lower()
 
 
+def test_the_first_launch_can_be_prepared_too() -> None:
+    with pytest.raises(TypeError, match="n_gpus"):
+        mlaunch.warm_up(n_gpu=2)  # type: ignore[call-arg]
+    mlaunch.warm_up(n_gpus=2)
+    ranks = pids_of(prepared())
+    assert pids(launcher(who, 2)) == ranks
+
+
 def test_a_failure_of_a_prepared_launch_is_a_launchs() -> None:
     def fail() -> None:
         if int(os.environ["RANK"]) == 1:
@@ -224,7 +203,8 @@ def test_the_end_of_a_caller_that_has_one_prepared(run_script: Any) -> None:
         "import os, sys\n"
         "sys.path.insert(0, '.')\n"
         "from mlaunch import launcher\n"
-        "from tests.contract.test_prepared import pids_of, prepared, total\n"
+        "from tests.contract.functions import total\n"
+        "from tests.contract.preparing import pids_of, prepared\n"
         "launcher(total, 2)()\n"
         "launch = prepared()\n"
         "print(launch['agent'], *pids_of(launch), flush=True)\n"

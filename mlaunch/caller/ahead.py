@@ -1,0 +1,26 @@
+"""Has a launch prepared before the first call."""
+
+from __future__ import annotations
+
+import os
+
+from mlaunch.caller.call import planned
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.options import Options
+from mlaunch.caller.output.options import output_plan
+from mlaunch.caller.plan import Attempt, Machine
+from mlaunch.caller.prepared import preparation
+from mlaunch.caller.start import with_pipes
+
+
+def prepare(server: ForkServer, options: Options) -> None:
+    """Waits for the server, and asks it for a launch with these options. Raises what their call would."""
+    environ = {**os.environ, **(options.env or {})}
+    spec = planned(options, Machine(server.ready(), server.count_devices), "", environ, Attempt(0, options.deadline))
+    spec = with_pipes(spec, output_plan(options, spec))
+    following = preparation.expect(server, spec)
+    if following is not None:
+        try:
+            server.prepare(following, like=spec)
+        finally:
+            following.close()

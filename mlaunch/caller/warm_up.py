@@ -1,0 +1,53 @@
+"""Starting the fork server, and the first launch, before they are needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from mlaunch.base.misuse import misuse
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.options import Options
+from mlaunch.caller.warm import warm_server
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mlaunch.caller.option_types import AllOptions
+
+_log = logging.getLogger("mlaunch")
+
+
+def warm_up(**options: Unpack[AllOptions]) -> None:
+    """Starts this process's fork server in the background and returns at once.
+
+    The first launch of a process otherwise waits while the fork server imports torch. Called as a script's first
+    statement, before its own ``import torch``, the two imports run at the same time. A server that is already there
+    is kept.
+
+    Args:
+        **options: Those of ``launcher``. With any, the first launch with these is prepared too, as those after a call
+            are: its ranks join and wait.
+
+    Raises:
+        TypeError, ValueError: An option is wrong. What this machine does not have is told by the call.
+    """
+    try:
+        wanted = Options().replaced(options)
+    except (TypeError, ValueError) as error:
+        raise misuse(error) from None
+    server = warm_server.get({**os.environ, **(wanted.env or {})})
+    if options:
+        threading.Thread(target=_prepare, args=(server, wanted), name="mlaunch-warm-up", daemon=True).start()
+
+
+def _prepare(server: ForkServer, options: Options) -> None:
+    """Prepares a launch, as soon as the server has imported torch."""
+    try:
+        from mlaunch.caller import ahead
+
+        ahead.prepare(server, options)
+    except Exception as error:  # the call itself will tell
+        _log.debug("nothing was prepared: %s", error)

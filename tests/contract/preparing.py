@@ -1,0 +1,54 @@
+"""Waiting for what was prepared, and clearing it away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mlaunch.agent.inspection import STATUS
+from mlaunch.caller.prepared import preparation
+from mlaunch.caller.warm import warm_server
+from mlaunch.cli.inspect import ask
+from mlaunch.protocol.messages import Phase
+from tests.processes import children, descendants, wait_gone
+
+LIMIT = 60.0  # seconds, of every wait
+PREPARED = "(prepared for the next call)"
+
+
+def agents() -> list[int]:
+    return children(warm_server.get(os.environ).pid)
+
+
+def prepared() -> dict[str, Any]:
+    """Waits until the next launch waits for its call; returns what ``mlaunch ps`` knows of it."""
+    until = time.monotonic() + LIMIT
+    seen: list[dict[str, Any]] = []
+    while time.monotonic() < until:
+        seen = ask(STATUS)
+        for launch in seen:
+            ready = all(rank["state"] == Phase.IDLE.value for rank in launch["ranks"])
+            if launch["function"] == PREPARED and launch["agent"] in agents() and ready:
+                return launch
+        os.sched_yield()
+    raise TimeoutError(f"nothing was prepared; seen: {seen}")
+
+
+def pids_of(launch: dict[str, Any]) -> list[int]:
+    return [rank["pid"] for rank in launch["ranks"]]
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Has launches prepared, and none left behind."""
+    before = os.environ.pop("MLAUNCH_PREPARE", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["MLAUNCH_PREPARE"] = before
+        preparation.drop()
+        wait_gone([pid for pid in descendants(os.getpid()) if pid != warm_server.get(os.environ).pid], LIMIT)
