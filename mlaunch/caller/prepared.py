@@ -18,7 +18,7 @@ from mlaunch.protocol.messages import AgentStarted, RanksStarting
 from mlaunch.protocol.prepared import shape_of
 from mlaunch.protocol.spec import LaunchSpec
 
-_RANKS_PER_CORE = 2
+_RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more
 _VARIABLE = "MLAUNCH_PREPARE"  # "0": prepare nothing
 _STOPPED = {"T", "t"}  # the kernel's letters
 _Streams = tuple[tuple[int, int] | None, ...]
@@ -79,8 +79,7 @@ class Preparation:
 
 def _is_wanted(spec: LaunchSpec) -> bool:
     alone = spec.cluster is None and spec.command is None and spec.port == 0 and spec.restart_count == 0
-    cores = len(os.sched_getaffinity(0))
-    small = spec.local_world_size <= _RANKS_PER_CORE * cores
+    small = spec.local_world_size <= max(_FEW_RANKS, _RANKS_PER_CORE * len(os.sched_getaffinity(0)))
     return alone and small and os.environ.get(_VARIABLE) != "0" and not linux.memory_is_short()
 
 
