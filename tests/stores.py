@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from mlaunch.base import linux
 from mlaunch.rendezvous import names, wire
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store import GateConfig, StoreProcess, serve
+from mlaunch.rendezvous.store import GateConfig, StoreProcess
 from mlaunch.rendezvous.streams import RankStreams
+from mlaunch.rendezvous.tcp_store import serve
 
 
 @contextlib.contextmanager
