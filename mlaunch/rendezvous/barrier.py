@@ -93,13 +93,21 @@ class Barrier:
             generation += 1
         return Turn(f"{self._key}/{generation}", *divmod(count - 1, self._size))
 
-    def arrive(self, turn: Turn, *, counted: bool = False) -> None:
-        """Ends the turn if this is the last to come. ``counted``: the last to call this, wherever it entered."""
+    def arrive(self, turn: Turn, *, counted: bool = False, unlimited: bool = False) -> None:
+        """Ends the turn if this is the last to come.
+
+        Args:
+            counted: The last is who calls this last, wherever it entered.
+            unlimited: None of those who wait gives the turn up.
+        """
         last = turn.position == self._size - 1
         if counted:
             last = self._store.add(f"{turn.place}/arrived", 1) == self._size
-        if last:
+        if last and unlimited:
+            self._store.set(turn.end, _PASSED)
+        elif last:
             self._end(turn, _PASSED)
+        if last:
             if turn.number > 0:  # all have come to this turn, so all have left the one before
                 for key in ("end", "arrived"):
                     self._store.delete_key(f"{turn.barrier}/{turn.number - 1}/{key}")
