@@ -107,10 +107,9 @@ class Barrier:
             self._store.set(turn.end, _PASSED)
         elif last:
             self._end(turn, _PASSED)
-        if last:
-            if turn.number > 0:  # all have come to this turn, so all have left the one before
-                for key in ("end", "arrived"):
-                    self._store.delete_key(f"{turn.barrier}/{turn.number - 1}/{key}")
+        if last and turn.number > 0:  # all have come to this turn, so all have left the one before
+            for key in ("end", "arrived"):
+                self._store.delete_key(f"{turn.barrier}/{turn.number - 1}/{key}")
 
     def _end(self, turn: Turn, outcome: str) -> None:
         """Ends the turn so, unless it has ended. Only ``set`` wakes those who wait at a store without libuv."""
