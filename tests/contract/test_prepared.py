@@ -18,6 +18,7 @@ from mlaunch import LaunchError, launcher
 from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.caller.warm import warm_server
+from tests import builds
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
 from tests.processes import children, wait_gone
@@ -94,6 +95,7 @@ def test_a_fork_server_of_ones_own_takes_nothing() -> None:
     assert pids(launcher(who, 2)) == pids_of(launch)
 
 
+@builds.silent
 def test_what_is_seen_of_it(capfd: pytest.CaptureFixture[str]) -> None:
     launcher(total, 2)()
     launch = prepared()

@@ -57,7 +57,7 @@ def test_joining_takes_as_many_operations_whatever_the_size(port: int) -> None:
     for size in (4, 64, 256):
         *others, last = joining(port, size)
         assert set(others) == {3}
-        assert last == 5  # it tells that all are there
+        assert last == 4  # it tells that all are there
 
 
 def test_one_looks_for_who_is_missing_and_tells_all(port: int) -> None:
