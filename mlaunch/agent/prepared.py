@@ -86,23 +86,24 @@ class PreparedSupervisor(Supervisor):
     def _raise_priority(self) -> None:
         if self._priority is None:
             return
-        with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, self._priority)
-            for rank in self._by_local_rank:
-                with contextlib.suppress(ProcessLookupError):
-                    os.setpriority(os.PRIO_PGRP, rank.pid, self._priority)  # all its threads
+        for thread in os.listdir("/proc/self/task"):  # the store has one
+            os.setpriority(os.PRIO_PROCESS, int(thread), self._priority)
+        for rank in self._by_local_rank:
+            with contextlib.suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PGRP, rank.pid, self._priority)  # all its threads
 
     def _must_stay(self) -> bool:
         return self._waits
 
     def _timeout(self) -> float | None:
-        ours = max(0.0, self._look_at - self._clock()) if self._waits else None
+        watches = self._waits and not self._stopping.begun
+        ours = max(0.0, self._look_at - self._clock()) if watches else None
         return min((one for one in (super()._timeout(), ours) if one is not None), default=None)
 
     def _take_steps(self) -> None:
         now = self._clock()
         if self._waits and not self._stopping.begun and now >= self._look_at:
-            self._look_at = min(now + _LOOK_DELAY, max(now, self._leave_at))
+            self._look_at = min(now + _LOOK_DELAY, self._leave_at)
             if now >= self._leave_at or linux.memory_is_short():
                 self._stopping.without_asking(force=True)
         super()._take_steps()

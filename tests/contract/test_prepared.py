@@ -96,24 +96,25 @@ def test_a_fork_server_of_ones_own_takes_nothing() -> None:
 
 
 @builds.silent
+def priorities() -> set[int]:
+    """Those of all threads of this rank and of its agent, which hosts the store."""
+    threads = [int(one) for pid in (os.getpid(), os.getppid()) for one in os.listdir(f"/proc/{pid}/task")]
+    return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+
+
 def test_what_is_seen_of_it(capfd: pytest.CaptureFixture[str]) -> None:
     launcher(total, 2)()
     launch = prepared()
     ours = [launch["agent"], *pids_of(launch)]
     assert not set(children(os.getpid())) & set(ours)
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} <= {19, os.getpriority(os.PRIO_PROCESS, 0)}
-    priorities = launcher(
-        lambda: {os.getpriority(os.PRIO_PROCESS, int(one)) for one in os.listdir("/proc/self/task")}, 2
-    )()
-    assert priorities == [{os.getpriority(os.PRIO_PROCESS, 0)}] * 2
-    report = launcher.last
+    assert launcher(priorities, 2)() == [{os.getpriority(os.PRIO_PROCESS, 0)}] * 2
     prepared()
     call = launcher(total, 2)
     call()
     assert call.last is not None
     assert not {"rendezvous", "import"} & {span.phase for rank in call.last.ranks for span in rank.spans}
     assert capfd.readouterr() == ("", "")
-    del report
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
