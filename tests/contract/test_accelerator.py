@@ -18,6 +18,7 @@ from mlaunch import LaunchError, Ranks, comm, device, get_backend, get_local_dev
 from mlaunch.caller.warm import warm_server
 from tests import toy
 from tests.conftest import ROOT
+from tests.contract.preparing import pids_of, prepared, preparing
 from tests.system.commands import run, write
 
 pytestmark = pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
@@ -244,3 +245,26 @@ def test_a_command_cannot_pick_devices_that_no_variable_hides(folder: Path, tmp_
     done = run(tmp_path, "--devices", "1", write(tmp_path, ""), PYTHONPATH=path)
     assert done.returncode == 2
     assert "--devices=[1]: commands see all toy devices, since no variable hides them" in done.stderr
+
+
+# What is prepared
+
+
+def deeds(of: list[int]) -> list[list[str]]:
+    lines = [line.split(maxsplit=1) for line in Path(os.environ["TOY_LOG"]).read_text().splitlines()]
+    return [[deed for pid, deed in lines if int(pid) == rank] for rank in of]
+
+
+def on_prepared_ranks() -> tuple[list[list[str]], list[list[str]], bool]:
+    with preparing():
+        launcher(os.getpid)()
+        ranks = pids_of(prepared())
+        before = deeds(ranks)
+        taken = launcher(os.getpid)() == ranks
+        return before, deeds(ranks), taken
+
+
+def test_ranks_that_are_prepared_touch_no_device_before_their_call(caller: Runner) -> None:
+    before, after, taken = caller(on_prepared_ranks)
+    assert (before, taken) == ([[], []], True)
+    assert [rank[0] for rank in after] == ["takes 0", "takes 1"]

@@ -201,17 +201,16 @@ def test_calls_in_threads() -> None:
     assert results == [[2.0, 2.0]] * 4
 
 
-def test_the_end_of_a_caller_that_has_one_prepared(run_script: Any) -> None:
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)"])
+def test_the_end_of_a_caller_that_has_one_prepared(run_script: Any, end: str) -> None:
     done = run_script(
-        "import os, sys\n"
-        "sys.path.insert(0, '.')\n"
+        "import os\n"
         "from mlaunch import launcher\n"
         "from tests.contract.functions import total\n"
         "from tests.contract.preparing import pids_of, prepared\n"
         "launcher(total, 2)()\n"
         "launch = prepared()\n"
-        "print(launch['agent'], *pids_of(launch), flush=True)\n"
-        "if len(sys.argv) > 1: os.kill(os.getpid(), 9)\n"
+        "print(launch['agent'], *pids_of(launch), flush=True)\n" + end
     )
-    wait_gone([int(pid) for pid in done.stdout.split()])
     assert len(done.stdout.split()) == 3, done.stderr
+    wait_gone([int(pid) for pid in done.stdout.split()], LIMIT)
