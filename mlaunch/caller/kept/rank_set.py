@@ -115,7 +115,10 @@ class RankSet:
 
     def stay(self, seconds: float | None) -> None:
         """Sets how long the ranks stay after a call."""
+        changed = seconds != self._idle_timeout
         self._idle_timeout = self.session.idle_timeout = seconds
+        if changed:
+            self.session.leave_to_thread()  # which waits for as long as it was before
 
     def free_later(self, owner: str, number: int) -> None:
         """Has the next call let go of a held object; called in any thread."""
