@@ -13,7 +13,7 @@ from mlaunch.caller.prepared import preparation
 from mlaunch.caller.warm import warm_server
 from mlaunch.cli.inspect import ask
 from mlaunch.protocol.messages import Phase
-from tests.processes import children, descendants, wait_gone
+from tests.processes import children, session_of, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
 PREPARED = "(prepared for the next call)"
@@ -51,4 +51,5 @@ def preparing() -> Iterator[None]:
         if before is not None:
             os.environ["MLAUNCH_PREPARE"] = before
         preparation.drop()
-        wait_gone([pid for pid in descendants(os.getpid()) if pid != warm_server.get(os.environ).pid], LIMIT)
+        servers = [pid for pid in children(os.getpid()) if session_of(pid) == pid]  # those that were replaced end, too
+        wait_gone([*agents(), *(pid for pid in servers if pid != warm_server.get(os.environ).pid)], LIMIT)

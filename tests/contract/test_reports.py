@@ -279,7 +279,7 @@ def before():
 
 def in_child():
     state["depth"] += 1
-    if state["depth"] == 3 and state["forks"] == 4:  # caller, server, agent; its second rank
+    if state["depth"] == 3 and state["forks"] == 5:  # server, its look for libuv, agent, two ranks
         threading.Event().wait()
 
 os.register_at_fork(before=before, after_in_child=in_child)

@@ -29,7 +29,7 @@ def test_a_rank_that_has_returned_and_hangs_is_asked() -> None:
         return dist.get_rank()
 
     with pytest.raises(LaunchTimeout, match="ranks 0-1 had returned but not ended") as error:
-        launcher(train, 2, deadline=1.5, grace_period=0.1)()
+        launcher(train, 2, deadline=4, grace_period=0.1)()
     assert "ranks 0-1 were shutting down, in hang at crashes.py:" in str(error.value)
     assert error.value.results == {0: 0, 1: 1}
 
