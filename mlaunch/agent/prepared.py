@@ -13,6 +13,7 @@ import resource
 import secrets
 import uuid
 
+from mlaunch.agent.stack_requests import STOPPED, state_of
 from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux
@@ -72,7 +73,7 @@ class PreparedSupervisor(Supervisor):
     def _all_ready(self) -> bool:
         """Tells whether no rank has ended, or was stopped by somebody; nobody has looked for a while."""
         ended = len(self._ranks) < len(self._by_local_rank) or linux.wait_readable(list(self._ranks), 0.0)
-        return not ended and not any(linux.is_stopped(rank.pid) for rank in self._by_local_rank)
+        return not ended and not any(state_of(rank.pid) in STOPPED for rank in self._by_local_rank)
 
     def _begin_prepared(self, record: BeginCall, call_fd: int) -> None:
         self._waits = False

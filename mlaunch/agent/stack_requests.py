@@ -55,6 +55,9 @@ class StackRequests:
         self._pending.clear()
 
 
+STOPPED = frozenset("Tt")  # the kernel's letters
+
+
 def state_of(pid: int) -> str:
     """Returns the kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):

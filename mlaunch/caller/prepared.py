@@ -8,7 +8,7 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from mlaunch.agent.stack_requests import state_of
+from mlaunch.agent.stack_requests import STOPPED, state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
 from mlaunch.caller.fork_server import ForkServer
@@ -20,7 +20,6 @@ from mlaunch.protocol.spec import LaunchSpec
 
 _RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more
 _VARIABLE = "MLAUNCH_PREPARE"  # "0": prepare nothing
-_STOPPED = {"T", "t"}  # the kernel's letters
 _Streams = tuple[tuple[int, int] | None, ...]
 
 
@@ -89,7 +88,7 @@ def _is_there(channel: Channel) -> bool:
         return False
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
-        return isinstance(record, AgentStarted) and state_of(record.pid) not in _STOPPED
+        return isinstance(record, AgentStarted) and state_of(record.pid) not in STOPPED
     return False
 
 
@@ -99,7 +98,7 @@ def _drop(found: _Prepared) -> None:
         if not linux.wait_readable([found.channel.fileno()], 0.0):
             return
         record = found.channel.peek()
-        if isinstance(record, AgentStarted) and state_of(record.pid) in _STOPPED:
+        if isinstance(record, AgentStarted) and state_of(record.pid) in STOPPED:
             _kill(found)
 
 
