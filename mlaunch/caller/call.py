@@ -74,7 +74,9 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
         handle = _start(options, server, spec, call, history)
         try:
             ended = handle.wait()
-            return None if handle.never_began and options.start_method == "forkserver" else ended
+            if handle.never_began:
+                raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}")
+            return ended
         finally:
             handle.close()
     except ServerGoneError:
