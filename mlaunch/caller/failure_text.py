@@ -12,10 +12,11 @@ from mlaunch.base.frames import is_library
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller import notebook
 from mlaunch.protocol.messages import Phase, RankStacks
-from mlaunch.protocol.stack_dump import STATES, main_frames
+from mlaunch.protocol.stack_dump import STATES, is_whole, main_frames
 
 _SHORTENED = 150  # characters of a consequence's message
 _CONSEQUENCES_SHOWN = 8
+_IN_USER_CODE = {Phase.RUNNING, Phase.COMMANDED}
 _WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
 # torch wraps its collectives in a function that writes their exceptions to a log.
 _ERROR_LOGGER, _LOGGING = f"{os.sep}c10d_logger.py", os.path.join("logging", "__init__.py")
@@ -87,12 +88,11 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
 
 def _in_words(dump: RankStacks) -> str:
     frames = main_frames(dump.text)
-    if dump.phase not in {
-        Phase.RUNNING,
-        Phase.COMMANDED,
-    }:  # but it may be in user code: a __setstate__, an exit handler
+    if dump.phase not in _IN_USER_CODE:  # but it may be there: in a __setstate__, an exit handler
         users = any(not is_library(file) for file, _, _ in frames)
         return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
+    if not frames and is_whole(dump.text):  # an exception is on its way through our frames, say
+        return f"{dump.phase.value}, at its very beginning or end"
     if not frames:
         return f"{dump.phase.value} and did not show its stack" + (
             f" ({STATES[dump.state]})" if dump.state in STATES else ""

@@ -20,6 +20,7 @@ ALL_STACKS_SIGNAL = signal.SIGRTMAX - 2
 STACKS_TIMEOUT = 0.3  # seconds for all ranks together
 STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
+_HEAD = "(most recent call first):"
 _CUT = "  ..."  # below its hundredth frame
 
 
@@ -33,14 +34,18 @@ def answer_requests(fd: int) -> None:
 
 
 def is_whole(text: str) -> bool:
-    """Tells whether the main thread is written down to the bottom of its stack; faulthandler writes it last."""
-    return mentions_bottom(text) or text.rstrip().endswith("\n" + _CUT)
+    """Tells whether the main thread is written down to the bottom of its stack; faulthandler writes it last.
+
+    It writes a line in pieces: only one that has its end counts. What precedes the head is an earlier stack's end.
+    """
+    _, head, lines = text[: text.rfind("\n") + 1].rpartition(_HEAD)
+    return bool(head) and (mentions_bottom(lines) or lines.endswith(f"\n{_CUT}\n"))
 
 
 def main_frames(text: str) -> list[tuple[str, str, str]]:
     """Returns (file, line, name) of the main thread's frames above the launcher's, innermost first."""
     frames: list[tuple[str, str, str]] = []
-    for row in text.splitlines():
+    for row in text[: text.rfind("\n") + 1].splitlines():  # the last line may be there in part
         match = _FRAME.match(row)
         if row == _CUT:
             continue

@@ -30,6 +30,7 @@ from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import Kind, Phase, RankAnswered, RankGone, RankStacks, Ready, RemoteError
+from mlaunch.rank import function as rank_function
 
 HERE = os.path.basename(__file__)
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -379,10 +380,16 @@ def test_a_hang_in_an_import_is_in_the_line_that_imports() -> None:
 
 
 def test_what_is_not_running_is_told_by_its_phase() -> None:
-    dumps = [RankStacks(0, Phase.JOINING, "S", ""), RankStacks(1, Phase.RUNNING, "R", "")]
+    bare = f'Current thread 0x1 (most recent call first):\n  File "{rank_function.__file__}", line 8 in live\n'
+    dumps = [
+        RankStacks(0, Phase.JOINING, "S", ""),
+        RankStacks(1, Phase.RUNNING, "R", ""),
+        RankStacks(2, Phase.RUNNING, "R", bare),
+    ]
     assert summarise(dumps) == [
         "rank 0 was joining the process group",
         "rank 1 was running the function and did not show its stack",
+        "rank 2 was running the function, at its very beginning or end",
     ]
 
 

@@ -34,6 +34,7 @@ from mlaunch.rank import function, step
 from mlaunch.rank.step import Numbers
 
 BOTTOM = function.__file__
+HEAD = "Current thread 0x1 (most recent call first):\n"
 
 
 class FakeServer:
@@ -394,7 +395,7 @@ def test_a_rank_that_has_answered_is_left_to_end_by_itself(world: World) -> None
 def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
     world.talkative = {0, 2}
     frames = ("t.py", 8, "train"), (BOTTOM, 1, "run")
-    text = "Current thread 0x1 (most recent call first):\n"
+    text = HEAD
     text += "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     told = world.run(
         lambda: world.answer(1, Kind.ERROR),
@@ -410,7 +411,7 @@ def test_long_stacks_keep_their_end(world: World) -> None:
     """The main thread's stands there, and says where the rank was."""
     world.talkative = {0, 2}
     frames = f'  File "t.py", line 8 in train\n  File "{BOTTOM}", line 1 in run\n'
-    bottom = f"Current thread 0x1 (most recent call first):\n{frames}"
+    bottom = f"{HEAD}{frames}"
     text = "Thread 0x2 (most recent call first):\n" + '  File "other.py", line 3 in work\n' * 1500 + bottom
     assert TEXT_LIMIT < len(text) < 65536  # what a pipe holds
     told = world.run(
@@ -421,6 +422,20 @@ def test_long_stacks_keep_their_end(world: World) -> None:
     [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
     assert dump.endswith(bottom)
     assert len(dump) <= TEXT_LIMIT
+
+
+def test_a_stack_is_read_to_its_end_however_it_is_written(world: World) -> None:
+    """Also where it names its bottom in one piece, and the rest of the line in another, or follows an earlier one."""
+    world.talkative = {0, 2}
+    text = f'" line 1 in run\n{HEAD}  File "t.py", line 8 in train\n  File "{BOTTOM}", line 1 in run\n'
+    before, rest = text[: text.index(BOTTOM) + len(BOTTOM)], text[text.index(BOTTOM) + len(BOTTOM) :]
+    told = world.run(
+        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1),
+        lambda: os.write(world._stacks[2], before.encode()), lambda: os.write(world._stacks[2], rest.encode()),
+    )  # fmt: skip
+    [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
+    assert stack_dump.main_frames(dump) == [("t.py", "8", "train")]
+    assert stack_dump.main_frames(before) == [("t.py", "8", "train")]
 
 
 def test_a_deadline_while_a_consequence_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +449,7 @@ def test_a_deadline_while_a_consequence_is_held(monkeypatch: pytest.MonkeyPatch)
 
 def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
     world.talkative = {0, 2}
-    text = f'  File "{BOTTOM}", line 1 in run\n'.encode()
+    text = f'{HEAD}  File "{BOTTOM}", line 1 in run\n'.encode()
     world.run(
         lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text), lambda: os.write(world._stacks[0], text),
