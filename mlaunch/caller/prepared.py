@@ -14,7 +14,7 @@ from mlaunch.base.fds import close_all
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import AgentStarted, RanksStarting
+from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.prepared import shape_of
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -83,12 +83,17 @@ def _is_wanted(spec: LaunchSpec) -> bool:
 
 
 def _is_there(channel: Channel) -> bool:
-    """Tells whether its agent was forked and nobody has stopped it. One that has ended since says so by itself."""
+    """Tells whether its agent was forked and nobody has stopped it. One that has ended since says so by itself.
+
+    What an agent says may come before the fork server's word that it was forked.
+    """
     if not linux.wait_readable([channel.fileno()], 0.0):
         return False
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
-        return isinstance(record, AgentStarted) and state_of(record.pid) not in STOPPED
+        if isinstance(record, AgentStarted):
+            return state_of(record.pid) not in STOPPED
+        return not isinstance(record, AgentFailed)
     return False
 
 

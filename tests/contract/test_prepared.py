@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +19,10 @@ import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
+from mlaunch.caller import prepared as caller_prepared
 from mlaunch.caller.warm import warm_server
+from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
+from mlaunch.protocol.spec import LaunchSpec
 from tests import builds
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
@@ -58,6 +63,30 @@ def test_it_serves_other_functions_arguments_seeds_deadlines_and_command_lines(m
     assert [random for _, _, random in found] == [random for _, _, random in launcher(who, 2, seed=7)()]
     prepared()
     assert launcher(lambda x, *, y: x + y, 2, results="rank0")(1, y=2) == [3, None]
+
+
+@pytest.mark.parametrize(
+    ("first", "is_there"),
+    [
+        (RanksStarting(0.0, "launch", 0, 2), True),  # overtook the fork server's word
+        (AgentStarted(os.getpid()), True),
+        (AgentFailed("no memory"), False),
+    ],
+    ids=["overtook", "forked", "refused"],
+)
+def test_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, first: Any, is_there: bool) -> None:
+    monkeypatch.setattr(caller_prepared, "shape_of", lambda spec: spec)
+    few = SimpleNamespace(cluster=None, command=None, port=0, restart_count=0, local_world_size=2)
+    server, spec = warm_server.get(os.environ), cast(LaunchSpec, few)
+    preparation = caller_prepared.Preparation()
+    agent = preparation.expect(server, spec)
+    assert agent is not None
+    with contextlib.closing(agent):
+        agent.try_send(first)
+        taken = preparation.take(server, spec)
+    assert (taken is not None) is is_there
+    if taken is not None:
+        taken.close()
 
 
 def in_other_surroundings(what: str, patch: pytest.MonkeyPatch, folder: Path) -> None:
