@@ -10,20 +10,14 @@ import os
 import signal
 import statistics
 import time
-from collections import Counter
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import swarm
+from benchmarks import operations, swarm
 from benchmarks.measure import Row, seconds
 from benchmarks.swarm import Size
 from mlaunch import launcher
-from mlaunch.rendezvous import names
-from mlaunch.rendezvous.address import LOOPBACK
 from mlaunch.rendezvous.server import Server
-from mlaunch.rendezvous.store_client import StoreClient
 
 _SMALL, _LARGE, _MANY = Size(128, 8), Size(1024, 8), Size(1250, 8)
 _MB = 10**6
@@ -77,38 +71,15 @@ def _many(rounds: int) -> list[Row]:
 # Operations
 
 
-class _Counting:
-    """Counts the operations that it passes on to a store."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.counts: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        self.counts[name] += 1
-        return getattr(self._store, name)
-
-
 def _operations() -> list[Row]:
     rows = []
+    swarm.prepare()
     with Server() as server:
         for size in (64, 256, 1024):
-            counts = _joining(server.py_server_port, size)
+            counts = operations.of_joining(server.py_server_port, size)
             rows.append(Row(f"{size:,} ranks", "our operations at the store", statistics.mode(counts), "per rank",
                             bound="the same number"))  # fmt: skip
     return rows
-
-
-def _joining(port: int, size: int) -> list[int]:
-    swarm.prepare()
-    with names.from_files_only():
-        ranks = [StoreClient(LOOPBACK, port, f"of {size}", timedelta(seconds=60)) for _ in range(size)]
-    for number, client in enumerate(ranks):
-        client.store = _Counting(client.store)
-        client.arrive(number)
-    for client, turn in [(client, client.begin("joined", size)) for client in ranks]:
-        client.end(turn)
-    return [client.store.counts.total() for client in ranks]
 
 
 # One machine

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 import pytest
 
+from benchmarks.operations import clients, of_joining
 from mlaunch.base.text import name_some_ranks
-from mlaunch.rendezvous import names
-from mlaunch.rendezvous.address import LOOPBACK
-from mlaunch.rendezvous.store_client import StoreClient
 from tests.stores import store_of_torch
 
 
@@ -23,39 +18,9 @@ def port() -> Iterator[int]:
         yield port
 
 
-class CountingStore:
-    """Counts what it passes on."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.counts: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        self.counts[name] += 1
-        return getattr(self._store, name)
-
-
-def clients(port: int, namespace: str, size: int) -> list[StoreClient]:
-    with names.from_files_only():
-        made = [StoreClient(LOOPBACK, port, namespace, timedelta(seconds=60)) for _ in range(size)]
-    for client in made:
-        client.store = CountingStore(client.store)
-    return made
-
-
-def joining(port: int, size: int) -> list[int]:
-    """The number of operations of each of that many ranks."""
-    ranks = clients(port, f"joining {size}", size)
-    for number, client in enumerate(ranks):
-        client.arrive(number)
-    for client, turn in [(client, client.begin("joined", size)) for client in ranks]:
-        client.end(turn)
-    return [client.store.counts.total() for client in ranks]
-
-
 def test_joining_takes_as_many_operations_whatever_the_size(port: int) -> None:
     for size in (4, 64, 256):
-        *others, last = joining(port, size)
+        *others, last = of_joining(port, size)
         assert set(others) == {3}
         assert last == 4  # it tells that all are there
 
