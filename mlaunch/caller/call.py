@@ -13,7 +13,7 @@ from mlaunch.base import rlimits
 from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts, start_server
-from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
@@ -21,7 +21,7 @@ from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
-from mlaunch.caller.start import ServerGoneError, start_launch, start_or_take
+from mlaunch.caller.start import start_launch, start_or_take
 from mlaunch.caller.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
@@ -73,10 +73,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
         history.ready = time.monotonic()
         handle = _start(options, server, spec, call, history)
         try:
-            ended = handle.wait()
-            if handle.never_began:
-                raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}")
-            return ended
+            return handle.wait()
         finally:
             handle.close()
     except ServerGoneError:

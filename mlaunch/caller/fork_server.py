@@ -17,12 +17,17 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Cancel, CountDevices, DeviceCount, NotReady, Ready, Retire, StartLaunch
+from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.prepared import Prepare
 from mlaunch.protocol.spec import LaunchSpec
 
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class ServerGoneError(LaunchError):
+    """The fork server was gone before it could start a launch."""
 
 
 class ForkServer:
@@ -132,7 +137,7 @@ class ForkServer:
             raise LaunchError(f"counting the accelerators failed: {answer.error}")
         return answer.count
 
-    def launch(self, spec: LaunchSpec, call: Call | None, following: Channel | None = None) -> Channel:
+    def launch(self, spec: LaunchSpec, call: Call | Payload | None, following: Channel | None = None) -> Channel:
         """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
 
         ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not.
@@ -197,7 +202,10 @@ def _standard_streams():  # type: ignore[no-untyped-def]
 
 
 class in_memfds:
-    """Gives memfds with values, by name, to a block. No context manager of contextlib's; see ``interrupts``."""
+    """Gives memfds with values, by name, to a block; of a Payload, its own.
+
+    No context manager of contextlib's; see ``interrupts``.
+    """
 
     def __init__(self, values: Sequence[tuple[str, object]]) -> None:
         self._values = values
@@ -206,6 +214,9 @@ class in_memfds:
     def __enter__(self) -> list[int]:
         try:
             for name, value in self._values:
+                if isinstance(value, Payload):
+                    self._memfds.append(os.dup(value.memfd))
+                    continue
                 self._memfds.append(payload.create(name))
                 with interrupts.allowed():  # it runs code of the user's, and may take long
                     payload.write(self._memfds[-1], value)

@@ -8,10 +8,11 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mlaunch.base import linux
 from mlaunch.caller import interrupts
-from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.fork_server import ServerGoneError
 from mlaunch.caller.limits import Limits
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output.relay import Relay
@@ -35,6 +36,16 @@ class StopSignal(BaseException):
         self.number = number
 
 
+class Server(Protocol):
+    """What is behind a launch's agent."""
+
+    def kill(self) -> None:
+        """Ends it at once, and the launch with it."""
+
+    def describe_end(self) -> str:
+        """Says how it came to its end."""
+
+
 @dataclass
 class LaunchHandle:
     """A launch that has been sent to its fork server.
@@ -44,7 +55,7 @@ class LaunchHandle:
     """
 
     spec: LaunchSpec
-    server: ForkServer
+    server: Server
     agent: Channel
     relay: Relay
     history: History
@@ -92,7 +103,11 @@ class LaunchHandle:
         return False
 
     def wait(self) -> Ended:
-        """Waits for the launch's last process. An interrupt ends the launch, and is how it ended."""
+        """Waits for the launch's last process. An interrupt ends the launch, and is how it ended.
+
+        Raises:
+            ServerGoneError: Who was to begin it was gone before; nothing has run.
+        """
         try:
             while self.step():
                 interrupts.wait_readable([self.fileno()], self.timeout())
@@ -103,6 +118,8 @@ class LaunchHandle:
                 add_note(interrupt, f"{self.spec.name} was ended by this; {doing}")
             self.outcome.interrupt = interrupt
         self._finish_output()
+        if self.never_began and self.outcome.interrupt is None:
+            raise ServerGoneError(f"{self.server.describe_end()} before it could start {self.spec.name}")
         with interrupts.allowed():  # values are unpickled by code of the user's
             return settle(self.outcome, self.report())
 

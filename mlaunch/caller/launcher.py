@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames, misuse
-from mlaunch.caller import arguments, interrupts, nesting, option_text
+from mlaunch.caller import arguments, interrupts, nesting, option_text, ways
 from mlaunch.caller.options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
 
@@ -147,10 +147,7 @@ class launcher(Generic[P, R]):
         # Imported here, so that importing the name stays cheap; and before Python 3.12, a KeyboardInterrupt while a
         # dataclass is made is raised as a RuntimeError.
         with interrupts.deferred():
-            if self._options.ranks is not None or self._options.keep is not None:
-                from mlaunch.caller.kept.shared import call_on_kept as call
-            else:
-                from mlaunch.caller.call import call_on_ranks as call
+            call = ways.way_of(self._options)
         return call(self._options, self._function, args, kwargs)
 
     @property

@@ -35,7 +35,7 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
                 f"with @launcher(..., join=False)"
             )
         )
-    place = recognise(os.environ)
+    place = recognise(os.environ) if options.engine is None else None  # an engine places ranks elsewhere
     if place is not None and place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         return None  # variables that someone set for a group of one, in a notebook: no launcher of several
     if place is None or options.world_size in {None, place.world_size}:

@@ -34,6 +34,8 @@ class KeywordOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     keep: float | None
     ranks: Any
+    engine: Any
+    machines: int | None
     progress: bool
 
 

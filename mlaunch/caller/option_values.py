@@ -185,6 +185,17 @@ class Staying:
             raise TypeError(f"{name}={value!r}: allowed: {self}")
 
 
+class Engine:
+    """Who places ranks on other machines."""
+
+    def __str__(self) -> str:
+        return "an engine of mlaunch.engines, an allocation that one holds, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and (isinstance(value, type) or not callable(getattr(value, "call", None))):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+
+
 class Seed:
     """What the generators may start from, or None."""
 

@@ -12,11 +12,13 @@ from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+from mlaunch.caller.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.option_values import (
     About,
     Choice,
     Devices,
     Directory,
+    Engine,
     Name,
     Seconds,
     Secret,
@@ -27,8 +29,6 @@ from mlaunch.caller.option_values import (
     Whole,
     option,
 )
-
-_HIGHEST_PORT = 65535
 
 
 def about(name: str) -> About:
@@ -55,7 +55,7 @@ class Options:
     master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
     port: int = option(
         0,
-        Whole(0, _HIGHEST_PORT),
+        Whole(0, HIGHEST_PORT),
         "The port of the rendezvous there. 0: chosen by the system, for a launch on one machine.",
         flag="--master-port",
     )
@@ -184,41 +184,23 @@ class Options:
         "``Ranks`` that the function is to run on, instead of ranks of its own. Theirs are then the options, but for "
         "``deadline``, ``log_dir`` and ``progress``.",
     )
+    engine: Any = option(
+        None,
+        Engine(),
+        "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or an allocation that one holds. "
+        "The list then has the values of all ranks. None: they run on this machine.",
+    )
+    machines: int | None = option(
+        None,
+        Whole(1, optional=True),
+        "Machines that the engine is to give, with ``n_gpus`` ranks on each. None: as many as it has, or one.",
+    )
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError that names the option, the value and what is allowed."""
         for given in fields(self):
             about(given.name).allowed.check(given.name, getattr(self, given.name))
-        self._check_log_dir()
-        self._check_size()
-        self._check_ranks()
-
-    def _check_log_dir(self) -> None:
-        if self.log_dir is not None and (not isinstance(self.log_dir, str | os.PathLike) or self.output == "raw"):
-            raise ValueError(
-                f"log_dir={self.log_dir!r} with output={self.output!r}: allowed: a path, unless output='raw' leaves "
-                f"their streams to the ranks"
-            )
-
-    def _check_size(self) -> None:
-        if self.devices is not None and self.n_gpus not in {None, len(self.devices)}:
-            raise ValueError(
-                f"n_gpus={self.n_gpus} with devices={list(self.devices)}: allowed: n_gpus={len(self.devices)}, "
-                f"or only one of the two"
-            )
-
-    def _check_ranks(self) -> None:
-        size = len(self.devices) if self.devices is not None else self.n_gpus
-        if self.rank_start > 0 and self.port == 0:
-            raise ValueError(
-                f"rank_start={self.rank_start} with port=0: a machine that joins others must know the port on which "
-                f"rank 0's machine listens; allowed: 1 to {_HIGHEST_PORT}"
-            )
-        if self.world_size is not None and self.rank_start + (size or 1) > self.world_size:
-            raise ValueError(
-                f"rank_start={self.rank_start} with n_gpus={size or 'unset'} and world_size={self.world_size}: "
-                f"allowed: rank_start + n_gpus up to world_size"
-            )
+        check_together(self)
 
     @property
     def timeout_seconds(self) -> float | None:

@@ -37,6 +37,7 @@ class Outcome:
 
     spec: LaunchSpec
     log_dir: str | None = None
+    hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
     values: dict[int, Payload] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     raised: dict[int, RemoteError] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class Outcome:
         if record.stopped or record.rank in self.raised:
             return
         device = self.spec.device(record.rank - self.spec.rank_start)
-        self.failures.append(failures.from_exit(record, device, crash))
+        self.failures.append(failures.from_exit(record, device, crash, self.hosts.get(record.rank, "")))
 
     def _should_have_stayed(self) -> bool:
         """Tells whether nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""

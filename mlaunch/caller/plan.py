@@ -38,7 +38,7 @@ class Attempt:
 
 def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
     """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
-    placed = _place(options, machine, environ)
+    placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed.local_world_size, world_size)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
@@ -113,7 +113,8 @@ def working_directory() -> str:
         ) from error
 
 
-def _place(options: Options, machine: Machine, environ: Mapping[str, str]) -> Placement:
+def place(options: Options, machine: Machine, environ: Mapping[str, str]) -> Placement:
+    """Says where the ranks of this machine run. ValueError for what it does not have."""
     device_type = placement.choose_type(options.device_type, machine.ready)
     available = machine.count(environ) if device_type != "cpu" else 0
     if device_type == "cpu" or (options.device_type == "auto" and available == 0):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
-from mlaunch.caller.fork_server import ForkServer, in_memfds
+from mlaunch.caller.fork_server import ForkServer, ServerGoneError, in_memfds
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
@@ -19,10 +18,6 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.prepared import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
-
-
-class ServerGoneError(LaunchError):
-    """The fork server was gone before it could start a launch."""
 
 
 def start_launch(
@@ -70,7 +65,7 @@ def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: Output
 def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call) -> None:
     """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
-        with _naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
+        with naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
             agent.try_send(BeginCall(details_of(spec)), memfds)
     except BaseException:
         agent.close()
@@ -86,13 +81,13 @@ def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
 def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None, following: Channel | None = None) -> Channel:
     """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
-        with _naming_culprits(spec, call):
+        with naming_culprits(spec, call):
             return server.launch(spec, call, following)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
 
 
-class _naming_culprits:
+class naming_culprits:
     """Says what of a call cannot be pickled, if that is why a block fails."""
 
     def __init__(self, spec: LaunchSpec, call: Call | None) -> None:

@@ -126,6 +126,20 @@ class Board:
         starts = range(_HEAD + _TIMES_AT, self._done_at, _ROW)
         return [self._memory[start : start + _TIMES.size] for start in starts]
 
+    def row(self, local_rank: int) -> bytes:
+        """Returns what a rank's row says of its course, for a board on another machine."""
+        start = _row(local_rank)
+        return self._memory[start : start + _STAMPS_AT]
+
+    def take_row(self, local_rank: int, row: bytes, shift: float) -> None:
+        """Takes a row over from a board on another machine, whose clock is ``shift`` seconds behind."""
+        times = [at and at + shift for at in _TIMES.unpack_from(row, _TIMES_AT)]
+        number, done, at, total, start, length = _LOOP.unpack_from(row, _LOOP_AT)
+        shifted = bytearray(row)
+        _TIMES.pack_into(shifted, _TIMES_AT, *times)
+        _LOOP.pack_into(shifted, _LOOP_AT, number, done, at + shift, total, start + shift, length)
+        self._memory[_row(local_rank) : _row(local_rank) + len(shifted)] = bytes(shifted)
+
     def begin_loop(self, local_rank: int, total: int, description: str) -> None:
         row = _row(local_rank)
         text = description.encode()[:_TEXT_LIMIT]

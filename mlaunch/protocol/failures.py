@@ -29,15 +29,15 @@ def _raised(remote: RemoteError) -> str:
     return f"raised {remote.type_name}: {remote.message}" if remote.message else f"raised {remote.type_name}"
 
 
-def from_exit(gone: RankGone, device: str = "", crash: str = "") -> RankFailure:
-    """Describes a rank that died. ``crash``: the Python stacks that it left."""
+def from_exit(gone: RankGone, device: str = "", crash: str = "", host: str = "") -> RankFailure:
+    """Describes a rank that died. ``crash``: the Python stacks that it left. ``host``: its own; "": this one."""
     what = describe_exit(gone.exitcode)
     return RankFailure(
         rank=gone.rank,
         pid=gone.pid,
         what=f"returned its value, then {what}" if gone.answered else what,
         phase=gone.phase.value,
-        host=_host(),
+        host=host or _host(),
         device=device,
         exitcode=gone.exitcode,
         traceback=crash,

@@ -73,6 +73,29 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def addresses() -> list[str]:
+    """Returns this machine's IPv4 addresses, those of loopback left out, that of the way to everywhere else first."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack(f"{_NAME}s", name.encode()))
+                found[name] = socket.inet_ntoa(answer[_ADDRESS])
+    usual = _usual_interface()
+    ordered = sorted(found, key=lambda name: name != usual)
+    return [found[name] for name in ordered if not ipaddress.ip_address(found[name]).is_loopback]
+
+
+def _usual_interface() -> str:
+    """Returns the one of the default route; "" if there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            name, destination, *_ = line.split()
+            if int(destination, 16) == 0:
+                return name
+    return ""
+
+
 def _interface6(address: ipaddress.IPv6Address) -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():

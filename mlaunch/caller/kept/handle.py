@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.caller import interrupts
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.kept.direct import DirectWays
 from mlaunch.caller.kept.kept_call import KeptCall
@@ -28,6 +29,7 @@ _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 class KeptHandle(LaunchHandle):
     """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
 
+    server: ForkServer
     _is_settled: bool = False  # the last call, and no other output has begun
     over: bool = False  # the call that was begun last
     _number: int = 0  # its number

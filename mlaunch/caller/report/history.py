@@ -58,6 +58,7 @@ class History:
     started: dict[int, RankStarted] = field(default_factory=dict)
     gone: dict[int, RankGone] = field(default_factory=dict)
     board: Board | None = None
+    hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
 
     def take(self, record: object, fds: Sequence[int]) -> None:
         """Takes in what a record of the agent's says of the launch's course."""
@@ -120,7 +121,7 @@ class History:
     ) -> LaunchReport:
         return LaunchReport(
             name=spec.name,
-            host=os.uname().nodename,
+            host=", ".join(dict.fromkeys(self.hosts.values())) or os.uname().nodename,
             seconds=now - self.begun,
             restart_count=spec.restart_count,
             world_size=spec.world_size,
@@ -133,6 +134,7 @@ class History:
         return RankReport(
             rank=row.started.rank,
             pid=row.started.pid,
+            host=self.hosts.get(row.started.rank, ""),
             device=spec.device(row.started.rank - spec.rank_start),
             spans=tuple(self._spans(row, now)),
             peak_memory=row.gone.peak_memory if row.gone is not None else 0,

@@ -37,6 +37,7 @@ class RankReport:
         peak_memory: The most physical memory that it held, in bytes; 0 while it lives, when it is not known.
         returned: The size of its pickled value in bytes; None without one.
         end: "returned", or as in ``RankFailure.what``.
+        host: Where an engine has placed it; "" on this machine.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class RankReport:
     peak_memory: int
     returned: int | None
     end: str
+    host: str = ""
 
     def seconds(self, phase: str) -> float | None:
         """Tells how long a phase took; None if the rank did not come to it."""
@@ -77,14 +79,16 @@ class LaunchRecord:
     def rows(self) -> list[Sequence[str]]:
         """Returns the table: a head, then a row for each rank."""
         phases = [phase for phase in PHASES if any(rank.seconds(phase) is not None for rank in self.ranks)]
-        head = ["rank", "pid", "device", *phases, "peak memory", "value", "end"]
-        return [head, *([*_cells(rank, phases)] for rank in self.ranks)]
+        hosts = len({rank.host for rank in self.ranks}) > 1
+        head = ["rank", *(["host"] if hosts else []), "pid", "device", *phases, "peak memory", "value", "end"]
+        return [head, *(_cells(rank, phases, hosts=hosts) for rank in self.ranks)]
 
 
-def _cells(rank: RankReport, phases: Sequence[str]) -> list[str]:
+def _cells(rank: RankReport, phases: Sequence[str], *, hosts: bool) -> list[str]:
     times = [rank.seconds(phase) for phase in phases]
     return [
         str(rank.rank),
+        *([rank.host] if hosts else []),
         str(rank.pid),
         rank.device,
         *("" if seconds is None else in_seconds(seconds) for seconds in times),

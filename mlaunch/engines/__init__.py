@@ -1,0 +1,7 @@
+"""Engines place the ranks of one call on several machines: ``train.options(engine=Hosts(["a", "b"]))(0.1)``."""
+
+from mlaunch.engines.cluster import Cluster
+from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.hosts import Hosts
+
+__all__ = ["Cluster", "Ends", "Engine", "Hosts", "Placement"]

@@ -1,0 +1,82 @@
+"""What ranks on other machines have printed, on its way into pipes that are read as those of ranks here are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_LIMIT = 1 << 22  # bytes
+
+
+@dataclass
+class _Pipe:
+    fd: int  # the writing end
+    waiting: bytearray = field(default_factory=bytearray)
+    ended: bool = False  # nothing more comes
+
+
+class Backlog:
+    """The pipes by rank and stream. ``limit``: bytes that may wait in all before ``full``; None: there is none."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = _LIMIT
+        self._pipes: dict[tuple[int, int], _Pipe] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether machines must wait until people have read more."""
+        return self.limit is not None and sum(len(pipe.waiting) for pipe in self._pipes.values()) > self.limit
+
+    def open(self, rank: int, streams: Iterable[int]) -> list[int]:
+        """Makes pipes for a rank's streams; returns their reading ends, which the receiver owns."""
+        readers = []
+        for stream in streams:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            self._pipes[rank, stream] = _Pipe(writer)
+            readers.append(reader)
+        return readers
+
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Adds what a rank has printed; b"": it will print no more."""
+        pipe = self._pipes.get((rank, stream))
+        if pipe is None:  # nobody reads it any more
+            return
+        pipe.waiting += data
+        pipe.ended = not data
+        self._write(rank, stream)
+
+    def end(self, rank: int) -> None:
+        """Notes that a rank will print no more."""
+        for number, stream in list(self._pipes):
+            if number == rank:
+                self.add(rank, stream, b"")
+
+    def blocked(self) -> list[int]:
+        """Returns the descriptors that must take more before ``flush`` can go on."""
+        return [pipe.fd for pipe in self._pipes.values() if pipe.waiting]
+
+    def flush(self) -> None:
+        """Writes what can be written without waiting."""
+        for rank, stream in list(self._pipes):
+            self._write(rank, stream)
+
+    def _write(self, rank: int, stream: int) -> None:
+        pipe = self._pipes[rank, stream]
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while pipe.waiting:
+                    del pipe.waiting[: os.write(pipe.fd, pipe.waiting)]
+            except BrokenPipeError:
+                pipe.waiting.clear()
+                pipe.ended = True
+        if pipe.ended and not pipe.waiting:
+            os.close(self._pipes.pop((rank, stream)).fd)
+
+    def close(self) -> None:
+        """Closes all; what nobody reads by now is dropped."""
+        for pipe in self._pipes.values():
+            os.close(pipe.fd)
+        self._pipes.clear()

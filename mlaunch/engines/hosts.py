@@ -1,0 +1,88 @@
+"""Machines that are reached by ssh."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from mlaunch.base.errors import LaunchError
+from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.processes import Processes
+
+# Nobody is there to type a password, and a host that does not answer should not take minutes. Keys are checked.
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=5", "-o",
+        "ServerAliveCountMax=3")  # fmt: skip
+
+
+class Hosts(Engine):
+    """Uses the ``ssh`` program, with the user's configuration: aliases, keys, agent, jump hosts.
+
+    Args:
+        hosts: Their names, as ``ssh`` takes them; "b:4" for four ranks on b, whatever ``n_gpus`` says.
+        python: The interpreter there; None: the path of this one. mlaunch must be installed for it, in this version.
+        cwd: The directory of the ranks there; None: that of this process if it exists there, else the login's.
+        ssh: The program and its options.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        python: str | None = None,
+        cwd: str | None = None,
+        ssh: Sequence[str] = _SSH,
+    ) -> None:
+        super().__init__(python)
+        if isinstance(hosts, str) or not hosts:
+            raise ValueError(f"hosts={hosts!r}: allowed: a list of at least one name")
+        self._hosts = [_parted(host) for host in hosts]
+        self._cwd = cwd
+        self._ssh = list(ssh)
+
+    def place(self, machines: int | None, command: Sequence[str]) -> Placement:
+        """Takes the first hosts, as many as are wanted."""
+        if machines is not None and machines > len(self._hosts):
+            raise ValueError(f"machines={machines} with {len(self._hosts)} hosts: allowed: 1 to {len(self._hosts)}")
+        wanted = self._hosts[:machines]
+        there = " ".join(["exec", shlex.join(command)])
+        if self._cwd is not None:
+            there = f"cd {shlex.quote(self._cwd)} && {there}"
+        return _OnHosts(wanted, [*self._ssh], there)
+
+    def __repr__(self) -> str:
+        return f"Hosts({[host for host, _ in self._hosts]})"
+
+
+def _parted(host: str) -> tuple[str, int | None]:
+    name, colon, size = host.rpartition(":")
+    if not colon or not name or ":" in name:  # an IPv6 address has several
+        return host, None
+    if not size.isdecimal() or int(size) < 1:
+        raise ValueError(f"hosts: {host!r}: allowed: a name, or a name and a number of ranks, 'b:4'")
+    return name, int(size)
+
+
+class _OnHosts(Placement):
+    def __init__(self, hosts: Sequence[tuple[str, int | None]], ssh: Sequence[str], command: str) -> None:
+        self.sizes = [size for _, size in hosts]
+        self._names = [name for name, _ in hosts]
+        self._ssh = ssh
+        self._command = command
+        self._processes = Processes()
+
+    def state(self) -> str:
+        return ""
+
+    def start(self, machine: int) -> Ends:
+        try:
+            return self._processes.start(machine, [*self._ssh, self._names[machine], self._command])
+        except OSError as error:
+            raise LaunchError(
+                f"{self._ssh[0]} cannot be run here: {error.strerror}; install it, or give ssh="
+            ) from error
+
+    def fate(self, machine: int) -> str:
+        return self._processes.fate(machine, f"ssh to {self._names[machine]}")
+
+    def cancel(self) -> None:
+        self._processes.end()

@@ -1,0 +1,104 @@
+"""A machine of a launch, as its caller knows it: the stream to its member, and what that has said of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import deque
+from typing import Any
+
+from mlaunch import _version
+from mlaunch.base.errors import LaunchError
+from mlaunch.engines.engine import Ends
+from mlaunch.engines.messages import MARK, Prepared
+from mlaunch.engines.stream import Stream
+
+_TAIL = 20  # lines of what it wrote to standard error
+_READ = 65536
+
+
+class Machine:
+    """Owns the descriptors. ``rank_start`` and ``prepared`` are set for each launch."""
+
+    def __init__(self, number: int, ends: Ends) -> None:
+        self.number = number
+        self.stream = Stream(ends.stdout, ends.stdin)
+        self.stderr = ends.stderr
+        self.host = ""
+        self.prepared: Prepared | None = None
+        self.rank_start = 0
+        self.shift = 0.0  # seconds by which its clock is behind ours
+        self.lost = False
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._line = b""
+        if self.stderr >= 0:
+            os.set_blocking(self.stderr, False)
+
+    @property
+    def given(self) -> Prepared:
+        """What it gives to the launch, once it has said so."""
+        if self.prepared is None:
+            raise RuntimeError(f"host {self.host} was not asked what it can give")
+        return self.prepared
+
+    @property
+    def ranks(self) -> range:
+        """Its global ranks."""
+        return range(self.rank_start, self.rank_start + self.given.local_world_size)
+
+    def greet(self) -> bool:
+        """Takes in the member's first word, if it is there.
+
+        Raises:
+            EOFError: The member has ended without one.
+            LaunchError: What runs there cannot understand what would be sent.
+        """
+        line = self.stream.skip_to(MARK)
+        if line is None:
+            return False
+        hello: dict[str, Any] = json.loads(line)
+        self.host = str(hello["host"])
+        self._compare("mlaunch", str(hello["mlaunch"]), _version.__version__)
+        ours, theirs = platform.python_version(), str(hello["python"])
+        if theirs.split(".")[:2] != ours.split(".")[:2]:
+            self._compare("Python", theirs, ours)
+        return True
+
+    def _compare(self, what: str, theirs: str, ours: str) -> None:
+        if theirs != ours:
+            raise LaunchError(
+                f"host {self.host} has {what} {theirs}, and this process has {what} {ours}: functions and values "
+                f"cannot be sent between them; use the same on both (the engine's option python= chooses the "
+                f"interpreter over there)"
+            )
+
+    def hear_stderr(self) -> bool:
+        """Keeps what has come on its standard error; False once that is closed."""
+        try:
+            data = os.read(self.stderr, _READ)
+        except BlockingIOError:
+            return True
+        *lines, self._line = (self._line + data).split(b"\n")
+        self._tail += [line.decode(errors="replace").rstrip() for line in lines]
+        if data:
+            return True
+        self._tail += [self._line.decode(errors="replace")] if self._line else []
+        os.close(self.stderr)
+        self.stderr = -1
+        return False
+
+    def last_words(self) -> str:
+        """Returns the end of what it wrote to standard error."""
+        while self.stderr >= 0 and self._more():
+            pass
+        return "\n".join(line for line in [*self._tail, self._line.decode(errors="replace")] if line.strip())
+
+    def _more(self) -> bool:
+        before = len(self._tail), self._line
+        return self.hear_stderr() and (len(self._tail), self._line) != before
+
+    def close(self) -> None:
+        self.stream.close()
+        if self.stderr >= 0:
+            os.close(self.stderr)

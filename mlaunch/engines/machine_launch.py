@@ -1,0 +1,163 @@
+"""One launch on one machine, told to a caller elsewhere: each record of its agent, and all that its ranks print."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Sequence
+
+from mlaunch.base.fds import close_all
+from mlaunch.caller.fork_server import ForkServer
+from mlaunch.caller.limits import Limits
+from mlaunch.engines.messages import FromAgent, Over, Printed, Rows
+from mlaunch.engines.stream import Stream
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages import (
+    AgentStarted,
+    Cancel,
+    Finished,
+    RankAnswered,
+    RankGone,
+    RanksStarting,
+    RankStarted,
+    Reaped,
+)
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import LaunchSpec
+
+_READ = 32768  # bytes of what a rank prints
+_FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
+_LOOK_DELAY = 0.2  # seconds between looks at the board
+_WITH_CONTENT = (RankAnswered, RankGone)
+
+
+class MachineLaunch:
+    """Starts it. ``call``: the memfd with the call, which stays the caller's of this."""
+
+    def __init__(self, stream: Stream, spec: LaunchSpec, server: ForkServer, call: int) -> None:
+        self._stream = stream
+        self._spec = spec
+        self._server = server
+        self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
+        self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
+        self._board: Board | None = None
+        self._rows: tuple[bytes, ...] = ()
+        self._look_at = time.monotonic()
+        self._alone = False  # the caller is gone
+        self._agent = server.launch(spec, Payload(memfd=call))
+
+    def run(self) -> None:
+        """Runs it to its end, or the caller's."""
+        try:
+            while self._step():
+                pass
+            self._end_output()
+            self._tell_rows()
+            self._stream.send(Over())
+        finally:
+            self._close()
+
+    def _step(self) -> bool:
+        """Waits for what comes next, and passes it on; False after the agent's last word."""
+        ready = self._wait()
+        if self._stream.outgoing in ready:
+            self._stream.flush()
+        if self._stream.incoming in ready:
+            self._hear_caller()
+        for fd in ready & self._pipes.keys():
+            self._carry(fd)
+        if time.monotonic() >= self._look_at:
+            self._tell_rows()
+        if self._limits.overdue() == "nobody":
+            return False
+        return self._agent.fileno() not in ready or self._hear_agent()
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        poll.register(self._agent.fileno(), select.POLLIN)
+        if not self._alone:
+            poll.register(self._stream.incoming, select.POLLIN)
+        if self._stream.unsent:
+            poll.register(self._stream.outgoing, select.POLLOUT)
+        if self._alone or self._stream.unsent < _FULL:
+            for fd in self._pipes:
+                poll.register(fd, select.POLLIN)
+        due = [self._look_at - time.monotonic(), *([left] if (left := self._limits.timeout()) is not None else [])]
+        return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
+
+    def _hear_caller(self) -> None:
+        try:
+            for record, _ in self._stream.receive():
+                if isinstance(record, Cancel):
+                    self._cancel(record)
+        except EOFError:
+            self._alone = True
+            self._stream.forget()
+            self._cancel(Cancel())
+
+    def _cancel(self, record: Cancel) -> None:
+        self._limits.begin_cancel(force=record.force)
+        self._agent.try_send(record)
+
+    def _hear_agent(self) -> bool:
+        try:
+            record, fds = self._agent.receive()
+        except EOFError:
+            self._stream.send(FromAgent(Reaped(1)))
+            return False
+        if isinstance(record, RankGone):
+            self._tell_rows()
+        content = fds[0] if fds and isinstance(record, _WITH_CONTENT) else -1
+        if not isinstance(record, AgentStarted | Finished):
+            self._stream.send(FromAgent(record), content)
+        self._take(record, fds)
+        return not isinstance(record, Finished | Reaped)
+
+    def _take(self, record: object, fds: Sequence[int]) -> None:
+        """Takes the descriptors, which are this machine's business."""
+        if isinstance(record, AgentStarted):
+            self._limits.agent = fds[0]
+        elif isinstance(record, RanksStarting):
+            self._board = Board(fds[0])
+        elif isinstance(record, RankStarted):
+            for fd, stream in zip(fds, self._spec.streams(record.rank - self._spec.rank_start), strict=True):
+                os.set_blocking(fd, False)
+                self._pipes[fd] = record.rank, stream
+        else:
+            close_all(fds)
+
+    def _carry(self, fd: int) -> bool:
+        """Passes on what a rank has printed; False if nothing was there."""
+        rank, stream = self._pipes[fd]
+        try:
+            data = os.read(fd, _READ)
+        except BlockingIOError:
+            return False
+        if not data:
+            del self._pipes[fd]
+            os.close(fd)
+        self._stream.send(Printed(rank, stream, data))
+        return True
+
+    def _tell_rows(self) -> None:
+        self._look_at = time.monotonic() + _LOOK_DELAY
+        if self._board is None:
+            return
+        rows = tuple(map(self._board.row, range(self._spec.local_world_size)))
+        if rows != self._rows:
+            self._rows = rows
+            self._stream.send(Rows(rows))
+
+    def _end_output(self) -> None:
+        """Passes on what ranks left in their pipes; somebody who outlived them may still hold the other end."""
+        while any([self._carry(fd) for fd in list(self._pipes)]):
+            pass
+
+    def _close(self) -> None:
+        close_all(self._pipes)
+        self._agent.close()
+        if self._limits.agent is not None:
+            os.close(self._limits.agent)
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,69 @@
+"""What one machine of a launch is asked for, and can give."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import time
+
+from mlaunch.caller.options import Options
+from mlaunch.caller.plan import Attempt, Machine, place, plan
+from mlaunch.caller.warm import warm_server
+from mlaunch.engines.messages import Prepare, Prepared, Start
+from mlaunch.protocol.prepared import with_details
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rendezvous.address import addresses
+
+_STREAMS = (1, 2)
+
+
+class MachinePlan:
+    """Raises ValueError or LaunchError for what this machine cannot give."""
+
+    def __init__(self, order: Prepare) -> None:
+        self._order = order
+        self._options = Options(**order.options)
+        self._environ = {**os.environ, **(self._options.env or {})}
+        self._cwd = order.cwd if os.path.isdir(order.cwd) else os.getcwd()
+        self.server = warm_server.get(self._environ)
+        self._machine = Machine(self.server.ready(), self.server.count_devices)
+        self._placed = place(self._options, self._machine, self._environ)
+
+    def prepared(self) -> Prepared:
+        """Says what it can give."""
+        return Prepared(
+            self._placed.local_world_size,
+            self._placed.device_type,
+            self._placed.visible_devices,
+            self._machine.ready.torch_version,
+            next(iter(addresses()), socket.gethostname()),
+            _free_port(),
+            time.monotonic(),
+        )
+
+    def spec(self, order: Start) -> LaunchSpec:
+        """Returns the launch on this machine."""
+        alone = order.world_size == self._placed.local_world_size
+        own = {
+            "n_gpus": self._placed.local_world_size,
+            "world_size": order.world_size,
+            "rank_start": order.rank_start,
+            "master_ip": "localhost" if alone else order.master_ip,
+            "port": 0 if alone else order.port,
+            "token": order.token,
+        }
+        attempt = Attempt(order.restart_count, order.details.time_left)
+        spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
+        spec = with_details(spec, order.details)
+        path = dict.fromkeys([*sys.path, *self._order.sys_path])
+        context = dataclasses.replace(spec.context, cwd=self._cwd, sys_path=tuple(path), main_file=None, main_name=None)
+        return dataclasses.replace(spec, context=context, piped=(_STREAMS,) * spec.local_world_size)
+
+
+def _free_port() -> int:
+    """Returns a port that is free at this moment; who takes it before the launch does is told of by that."""
+    with socket.create_server(("", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,113 @@
+"""``python -m mlaunch.engines.member``: what an engine starts on each machine of a launch.
+
+It is a caller without a person: it has a warm fork server, and starts the ranks of its machine as that machine's script
+would. What it is to run comes on standard input, secrets too, and what it has to tell goes to standard output. It ends
+with its standard input, and its ranks with it: whoever loses the caller loses nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import socket
+import sys
+from typing import NoReturn
+
+from mlaunch import _version
+from mlaunch.base import linux
+from mlaunch.base.errors import LaunchError
+from mlaunch.caller.warm import warm_server
+from mlaunch.engines.machine_launch import MachineLaunch
+from mlaunch.engines.machine_plan import MachinePlan
+from mlaunch.engines.messages import MARK, NotPrepared, Over, Prepare, Start
+from mlaunch.engines.stream import Stream
+
+# Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
+_TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
+_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR"}
+
+
+def main() -> NoReturn:
+    """Serves until standard input ends."""
+    stream = _take_over_streams()
+    for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
+        del os.environ[name]
+    code = 1
+    try:
+        _Member(stream).serve()
+        code = 0
+    finally:
+        warm_server.close()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _take_over_streams() -> Stream:
+    """Keeps standard input and output for ourselves: whoever prints here does so to standard error."""
+    stream = Stream(linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1)))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    return stream
+
+
+class _Member:
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._plan: MachinePlan | None = None
+
+    def serve(self) -> None:
+        hello = {
+            "mlaunch": _version.__version__,
+            "python": platform.python_version(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        os.set_blocking(self._stream.outgoing, True)
+        os.write(self._stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
+        os.set_blocking(self._stream.outgoing, False)
+        while True:
+            self._wait()
+            try:
+                for record, content in self._stream.receive():
+                    self._obey(record, content)
+            except EOFError:
+                return
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._stream.incoming, select.POLLIN)
+        if self._stream.unsent:
+            poll.register(self._stream.outgoing, select.POLLOUT)
+        poll.poll()
+        self._stream.flush()
+
+    def _obey(self, record: object, content: int) -> None:
+        if isinstance(record, Prepare):
+            self._prepare(record)
+        elif isinstance(record, Start) and self._plan is not None:
+            self._start(self._plan, record, content)
+        if content >= 0:
+            os.close(content)
+
+    def _prepare(self, order: Prepare) -> None:
+        try:
+            self._plan = MachinePlan(order)
+            self._stream.send(self._plan.prepared())
+        except (LaunchError, ValueError, OSError) as error:
+            self._stream.send(NotPrepared(f"{type(error).__name__}: {error}"))
+
+    def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
+        try:
+            launch = MachineLaunch(self._stream, plan.spec(order), plan.server, content)
+        except (LaunchError, ValueError, OSError) as error:
+            self._stream.send(Over(f"{type(error).__name__}: {error}"))
+            return
+        launch.run()
+
+
+if __name__ == "__main__":
+    main()

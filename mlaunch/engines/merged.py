@@ -1,0 +1,207 @@
+"""The agents of all machines, as one agent that a launch's handle can hear.
+
+A thread of the caller's turns what members tell into records and descriptors on a channel: values into memfds, what
+ranks print into pipes, rows of boards into one board, times into those of this machine's clock. So all that a caller
+makes of a launch on its own machine (output, progress, report, restarts, the first failure) it makes of this one, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlaunch.base.errors import RankFailure, describe_exit
+from mlaunch.base.fds import close_all
+from mlaunch.engines.backlog import Backlog
+from mlaunch.engines.machine import Machine
+from mlaunch.engines.messages import FromAgent, Over, Printed, Rows
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.machine_messages import Refused, Value, Waiting
+from mlaunch.protocol.messages import (
+    AgentFailed,
+    Cancel,
+    Finished,
+    RankAnswered,
+    RankGone,
+    RanksStarting,
+    RankStarted,
+    Reaped,
+)
+
+_STREAMS = (1, 2)
+
+
+class MergedAgent:
+    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
+
+    def __init__(
+        self, machines: Sequence[Machine], world_size: int, end_of: Callable[[Machine], tuple[str, str]]
+    ) -> None:
+        self.channel, self._theirs = Channel.pair()
+        self._machines = machines
+        self._world_size = world_size
+        self._end_of = end_of
+        self._open = {machine.stream.fileno(): machine for machine in machines}
+        self._board = Board.create(world_size)
+        self._backlog = Backlog()
+        self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
+        self._started = False
+        self._refused = False
+        self._hopeless = False  # the launch's handle has let go of it
+        self._lost = False  # some machine, or a process there, so that the others' word of that is no news
+        self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen. The machines are this thread's from now on, until ``join``."""
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Waits for its end; True if that has come."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._open and not self._hopeless:
+                self._step()
+        except Exception as error:  # of ours: the handle must not wait for ever
+            self._tell(AgentFailed(f"{type(error).__name__}: {error}"))
+        finally:
+            for machine in self._open.values():
+                machine.lost = True
+            self._backlog.close()
+            self._tell(Finished())
+            self._theirs.close()
+            self._board.close()
+            os.close(self._nothing)
+
+    def _step(self) -> None:
+        ready = self._wait()
+        self._backlog.flush()
+        for machine in self._machines:
+            if machine.stderr in ready:
+                machine.hear_stderr()
+            if machine.stream.outgoing in ready:
+                machine.stream.flush()
+        for fd in ready & self._open.keys():
+            self._hear(fd, self._open[fd])
+        if self._theirs.fileno() in ready:
+            self._hear_handle()
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        poll.register(self._theirs.fileno(), select.POLLIN)
+        for fd in self._open if not self._backlog.full else ():
+            poll.register(fd, select.POLLIN)
+        for machine in self._machines:
+            if machine.stderr >= 0:
+                poll.register(machine.stderr, select.POLLIN)
+            if machine.stream.unsent:
+                poll.register(machine.stream.outgoing, select.POLLOUT)
+        for fd in self._backlog.blocked():
+            poll.register(fd, select.POLLOUT)
+        return {fd for fd, _ in poll.poll()}
+
+    def _hear_handle(self) -> None:
+        """Passes on that the launch is to end. What ranks print holds up nothing any more."""
+        try:
+            record, _ = self._theirs.receive()
+        except EOFError:
+            record, self._hopeless = Cancel(force=True), True
+        self._backlog.limit = None
+        for machine in self._open.values():
+            machine.stream.send(record)
+
+    def _hear(self, fd: int, machine: Machine) -> None:
+        try:
+            for record, content in machine.stream.receive():
+                self._take(machine, record, content)
+                if content >= 0:
+                    os.close(content)
+                if isinstance(record, Over):
+                    del self._open[fd]
+        except EOFError:
+            del self._open[fd]
+            self._lose(machine)
+
+    def _lose(self, machine: Machine) -> None:
+        """Tells that a machine is gone, and ends the launch on the others."""
+        machine.lost = True
+        fate, words = self._end_of(machine)
+        what = f"was lost: {fate}" if fate else "was lost: its member has ended"
+        hints = tuple(f"it wrote: {line}" for line in words.splitlines()[-3:])
+        self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
+        for rank in machine.ranks:
+            self._backlog.end(rank)
+        for other in self._open.values():
+            other.stream.send(Cancel())
+
+    def _fail(self, failure: RankFailure) -> None:
+        self._lost = True
+        self._tell(failure)
+
+    def _take(self, machine: Machine, record: object, content: int) -> None:
+        if isinstance(record, Printed):
+            self._backlog.add(record.rank, record.stream, record.data)
+        elif isinstance(record, Rows):
+            for rank, row in zip(machine.ranks, record.rows, strict=True):
+                self._board.take_row(rank, row, machine.shift)
+        elif isinstance(record, FromAgent):
+            self._take_from_agent(machine, record.record, content)
+        elif isinstance(record, Over) and record.error:
+            self._refuse(f"host {machine.host}: {record.error}")
+
+    def _take_from_agent(self, machine: Machine, record: Any, content: int) -> None:
+        if isinstance(record, RanksStarting):
+            self._begin(record)
+        elif isinstance(record, RankStarted):
+            readers = self._backlog.open(record.rank, _STREAMS)
+            self._tell(self._shifted(machine, record), readers)
+            close_all(readers)
+        elif isinstance(record, RankGone):
+            self._tell(self._shifted(machine, record), [content if content >= 0 else self._nothing])
+        elif isinstance(record, Reaped):
+            if record.exitcode != 0:
+                who = f"the agent on host {machine.host}"
+                self._fail(RankFailure(None, 0, describe_exit(record.exitcode), host=machine.host, subject=who))
+        elif isinstance(record, Refused):
+            self._refuse(record.text, late=record.late)
+        elif isinstance(record, RankFailure):
+            self._take_peers_failure(record)
+        elif not isinstance(record, Value) and (machine.number == 0 or not isinstance(record, Waiting)):
+            self._tell(self._shifted(machine, record), [content] if content >= 0 else [])
+
+    def _take_peers_failure(self, record: RankFailure) -> None:
+        """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
+        if record.rank is None and not self._lost:
+            self._fail(record)
+
+    def _refuse(self, text: str, *, late: bool = False) -> None:
+        if not self._refused:
+            self._refused = True
+            self._tell(Refused(text, late))
+        for machine in self._open.values():
+            machine.stream.send(Cancel())
+
+    def _begin(self, record: RanksStarting) -> None:
+        """Tells of the start once, as that of all ranks."""
+        if self._started:
+            return
+        self._started = True
+        all_of_them = RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size)
+        self._tell(all_of_them, [self._board.fd])
+
+    def _shifted(self, machine: Machine, record: Any) -> Any:
+        """Returns a record with its time as this machine's clock has it."""
+        if isinstance(record, RankStarted | RankAnswered | RankGone):
+            return dataclasses.replace(record, at=record.at + machine.shift)
+        return record
+
+    def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
+        self._theirs.try_send(record, fds)

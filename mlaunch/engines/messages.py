@@ -1,0 +1,90 @@
+"""What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
+
+member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
+caller -> member   Prepare, Start, Cancel
+member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, and Over as the launch's last word
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.protocol.prepared import Details
+
+MARK = b"mlaunch-member "
+MODULE = "mlaunch.engines.member"
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Asks what a machine can give to a launch. ``options``: as the launcher takes them, less what differs."""
+
+    options: Mapping[str, Any]
+    name: str
+    cwd: str  # of the caller; used if it exists there
+    sys_path: tuple[str, ...]  # of the caller, behind the machine's own
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What it gives. ``clock``: its monotonic seconds now."""
+
+    local_world_size: int
+    device_type: str
+    visible_devices: str | None
+    torch_version: str
+    address: str  # at which other machines find it
+    port: int  # that is free there
+    clock: float
+
+
+@dataclass(frozen=True)
+class NotPrepared:
+    """Why it can give nothing: text of the error."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Starts the ranks of this machine. The content: the call."""
+
+    world_size: int
+    rank_start: int
+    master_ip: str
+    port: int
+    token: str = field(repr=False)
+    restart_count: int
+    details: Details
+
+
+@dataclass(frozen=True)
+class FromAgent:
+    """A record of the machine's agent. The content: what was in the descriptor beside it."""
+
+    record: Any
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a rank has printed; b"": it will print no more."""
+
+    rank: int
+    stream: int  # 1 or 2
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of the machine's board, by local rank."""
+
+    rows: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Over:
+    """Nothing of the launch is left on this machine. ``error``: what kept it from starting."""
+
+    error: str = ""

@@ -1,0 +1,64 @@
+"""The programs on this machine through which an engine reaches others: ``ssh``, ``srun``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from mlaunch.base.errors import describe_exit
+from mlaunch.engines.engine import Ends
+
+_FATE_TIMEOUT = 1.0  # seconds for a program whose streams have ended
+_END_TIMEOUT = 3.0  # seconds for all whose standard input has ended, and for those that were asked to end
+
+
+class Processes:
+    """One for each machine, by its number."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, machine: int, command: Sequence[str], environ: Mapping[str, str] | None = None) -> Ends:
+        """Starts one; returns our ends of its streams. OSError as ``subprocess.Popen`` raises it."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,  # a terminal's Ctrl-C is this process's to answer
+        )
+        self._running[machine] = process
+        ours = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
+        ends = [os.dup(stream.fileno()) for stream in ours]
+        for stream in ours:
+            stream.close()
+        process.stdin = process.stdout = process.stderr = None
+        return Ends(*ends)
+
+    def fate(self, machine: int, name: str) -> str:
+        """Says how it has ended; "" if it lives."""
+        process = self._running.get(machine)
+        if process is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"{name} {describe_exit(process.wait(_FATE_TIMEOUT))}".replace(" (sys.exit or os._exit)", "")
+        return ""
+
+    def end(self) -> None:
+        """Ends all. Their standard input is closed by now, at which they end by themselves."""
+        self._wait()
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for process in self._running.values():
+                if process.poll() is None:
+                    end(process)
+            self._wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _END_TIMEOUT
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))

@@ -1,0 +1,217 @@
+"""Records and what belongs to them over two byte streams: between a caller and a member on another machine.
+
+Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a socket. A frame is::
+
+    size of the record, size of the content | the record, pickled | the content
+
+What is large is content. It goes from a file and into a memfd, so that neither side holds it in memory a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from mlaunch.base.fds import close_all
+from mlaunch.protocol import payload
+
+_HEAD = struct.Struct("!IQ")
+_CHUNK = 1 << 20  # bytes that are read or written at once
+_MOST = 1 << 24  # bytes of a record: what says more is not one of ours
+
+
+@dataclass
+class _Piece:
+    """What waits to be written: bytes, or the rest of a file."""
+
+    data: memoryview
+    fd: int = -1
+    offset: int = 0
+    size: int = 0
+
+    def next(self) -> memoryview:
+        """Returns what comes next; empty at the end."""
+        if not self.data and self.fd >= 0 and self.offset < self.size:
+            self.data = memoryview(os.pread(self.fd, min(_CHUNK, self.size - self.offset), self.offset))
+            self.offset += len(self.data)
+            if not self.data:
+                raise OSError(f"a file of {self.size} bytes ended before its end; who cut it?")
+        return self.data
+
+    @property
+    def left(self) -> int:
+        return len(self.data) + max(0, self.size - self.offset)
+
+
+class Stream:
+    """One end, which owns its descriptors and never waits. Who uses it polls ``fileno()``, and ``outgoing``."""
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self.incoming, self.outgoing = incoming, outgoing
+        os.set_blocking(incoming, False)
+        os.set_blocking(outgoing, False)
+        self._waiting: deque[_Piece] = deque()
+        self._came = bytearray()
+        self._content: _Content | None = None
+
+    def fileno(self) -> int:
+        return self.incoming
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait to be written."""
+        return sum(piece.left for piece in self._waiting)
+
+    def send(self, record: object, content: int = -1) -> None:
+        """Queues a record, and a duplicate of the file that belongs to it; writes what can be written now."""
+        data = pickle.dumps(record)
+        size = os.fstat(content).st_size if content >= 0 else 0
+        self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data)))
+        if size:
+            self._waiting.append(_Piece(memoryview(b""), os.dup(content), 0, size))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Writes what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
+        try:
+            while self._waiting:
+                piece = self._waiting[0]
+                data = piece.next()
+                if data:
+                    piece.data = data[os.write(self.outgoing, data) :]
+                elif piece.left == 0:
+                    self._drop_first()
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):  # which reading tells, too
+            self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Drops what waits to be written."""
+        while self._waiting:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        piece = self._waiting.popleft()
+        if piece.fd >= 0:
+            os.close(piece.fd)
+
+    def skip_to(self, mark: bytes) -> bytes | None:
+        """Returns the line that begins with ``mark`` once it is there, less the mark; None: it is not yet.
+
+        What comes before it, as a login shell's greeting, is dropped. EOFError if it never comes.
+        """
+        with contextlib.suppress(BlockingIOError):
+            self._fill()
+        start = self._came.find(mark)
+        end = self._came.find(b"\n", start) if start >= 0 else -1
+        if end < 0:
+            return None
+        line = bytes(self._came[start + len(mark) : end])
+        del self._came[: end + 1]
+        return line
+
+    def receive(self) -> list[tuple[Any, int]]:
+        """Returns what has come in full: records, each with a memfd that the receiver owns, or -1.
+
+        Raises:
+            EOFError: The other end is gone, and all that it sent was received before.
+        """
+        found: list[tuple[Any, int]] = []
+        try:
+            if self._content is None or self._content.fill(self.incoming):
+                self._fill()
+        except BlockingIOError:
+            pass
+        except EOFError:
+            found = self._take()
+            if not found:
+                raise
+            return found
+        return self._take()
+
+    def _fill(self) -> None:
+        try:
+            data = os.read(self.incoming, _CHUNK)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError("the other end of the stream is closed")
+        self._came += data
+
+    def _take(self) -> list[tuple[Any, int]]:
+        found: list[tuple[Any, int]] = []
+        while True:
+            if self._content is None and not self._begin():
+                return found
+            content = self._content
+            if content is None or not content.take(self._came):
+                return found
+            found.append((pickle.loads(content.record), content.release()))
+            self._content = None
+
+    def _begin(self) -> bool:
+        """Begins the next frame; False if its record is not there yet."""
+        if len(self._came) < _HEAD.size:
+            return False
+        size, content = _HEAD.unpack_from(self._came)
+        if size > _MOST:
+            raise OSError(f"a record of {size} bytes came: something else than mlaunch writes into this stream")
+        if len(self._came) < _HEAD.size + size:
+            return False
+        self._content = _Content(bytes(self._came[_HEAD.size : _HEAD.size + size]), content)
+        del self._came[: _HEAD.size + size]
+        return True
+
+    def close(self) -> None:
+        self.forget()
+        if self._content is not None:
+            self._content.close()
+        close_all({self.incoming, self.outgoing})
+
+
+class _Content:
+    """A record whose content is on its way into a memfd."""
+
+    def __init__(self, record: bytes, size: int) -> None:
+        self.record = record
+        self._left = size
+        self._fd = payload.create("content") if size else -1
+
+    def fill(self, incoming: int) -> bool:
+        """Moves some straight from the stream into the memfd; True if nothing lacks."""
+        while self._left:
+            data = os.read(incoming, min(_CHUNK, self._left))
+            if not data:
+                raise EOFError("the other end of the stream is closed")
+            self._write(data)
+        return True
+
+    def take(self, came: bytearray) -> bool:
+        """Takes it from what has come before; True if nothing lacks."""
+        most = min(self._left, len(came))
+        if most:
+            self._write(bytes(came[:most]))
+            del came[:most]
+        return self._left == 0
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._left -= len(data)
+
+    def release(self) -> int:
+        """Returns the memfd; the receiver owns it."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
