@@ -3,5 +3,6 @@
 from mlaunch.engines.cluster import Cluster
 from mlaunch.engines.engine import Ends, Engine, Placement
 from mlaunch.engines.hosts import Hosts
+from mlaunch.engines.slurm import Slurm
 
-__all__ = ["Cluster", "Ends", "Engine", "Hosts", "Placement"]
+__all__ = ["Cluster", "Ends", "Engine", "Hosts", "Placement", "Slurm"]

@@ -2,9 +2,9 @@
 
 Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a socket. A frame is::
 
-    size of the record, size of the content | the record, pickled | the content
+    size of the record, size of the content | the record, pickled | the content | a line feed
 
-What is large is content. It goes from a file and into a memfd, so that neither side holds it in memory a second time.
+The line feed is for engines that pass on whole lines (Slurm does). What is large is content. It goes from a file and into a memfd, so that neither side holds it in memory a second time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlaunch.base.fds import close_all
 from mlaunch.protocol import payload
 
 _HEAD = struct.Struct("!IQ")
+_END = b"\n"
 _CHUNK = 1 << 20  # bytes that are read or written at once
 _MOST = 1 << 24  # bytes of a record: what says more is not one of ours
 
@@ -71,9 +72,10 @@ class Stream:
         """Queues a record, and a duplicate of the file that belongs to it; writes what can be written now."""
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
-        self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data)))
+        self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data + (b"" if size else _END))))
         if size:
             self._waiting.append(_Piece(memoryview(b""), os.dup(content), 0, size))
+            self._waiting.append(_Piece(memoryview(_END)))
         self.flush()
 
     def flush(self) -> bool:
@@ -153,6 +155,9 @@ class Stream:
             content = self._content
             if content is None or not content.take(self._came):
                 return found
+            if not self._came:
+                return found
+            del self._came[: len(_END)]
             found.append((pickle.loads(content.record), content.release()))
             self._content = None
 

@@ -67,7 +67,19 @@ def test_who_needs_torch() -> None:
 
 
 # Ordered as the processes fork: a module imports from its own room and from those to the right of it.
-ROOMS = ("top", "cli", "engines", "caller", "forkserver", "agent", "rank", "collectives", "rendezvous", "protocol", "base")
+ROOMS = (
+    "top",
+    "cli",
+    "engines",
+    "caller",
+    "forkserver",
+    "agent",
+    "rank",
+    "collectives",
+    "rendezvous",
+    "protocol",
+    "base",
+)
 
 
 def room_of(module: str) -> int:

@@ -1,0 +1,129 @@
+"""Machines that Slurm allocates, through its commands: ``salloc``, ``srun``, ``squeue``, ``scancel``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from mlaunch.base.errors import LaunchError
+from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.processes import Processes
+from mlaunch.engines.slurm_allocation import Allocation, Existing
+
+_SSH = ("ssh", "-T", "-o", "BatchMode=yes")
+# Those of an outer job steer what an inner srun does: one that binds tasks to cores makes ranks slow.
+_OUTER = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMIX_", "PMI_")
+_NEEDED = {"SLURM_CONF"}
+_COMMAND_TIMEOUT = 20.0  # seconds for a command that asks
+_LOOK_DELAY = 1.0  # seconds between questions to the controller
+
+
+class Slurm(Engine):
+    """Asks for an allocation, with the options of ``salloc`` as keywords; inside a job it uses that job's.
+
+    Args:
+        host: A login node, reached by ``ssh``, where Slurm's commands are; None: here.
+        python: The interpreter on the nodes; None: the path of this one. mlaunch must be installed for it, in this
+            version.
+        **options: ``partition="gpu"`` is ``--partition=gpu``, ``gpus_per_node=8`` is ``--gpus-per-node=8``, True is a
+            flag alone. The number of nodes is that of ``machines``; one without it.
+    """
+
+    def __init__(self, *, host: str | None = None, python: str | None = None, **options: str | int | bool) -> None:
+        super().__init__(python)
+        for name in ("nodes", "ntasks", "no_shell", "job_name"):
+            if name in options:
+                raise TypeError(f"Slurm: {name}= is the launcher's to say; machines= is the number of nodes")
+        self._shell = Shell(host)
+        self._options = [_flag(name, value) for name, value in options.items() if value is not False]
+        self._per_task = [flag for flag in self._options if flag.startswith("--cpus-per-task")]
+
+    def place(self, machines: int | None, command: Sequence[str]) -> Placement:
+        job = os.environ.get("SLURM_JOB_ID")
+        if job is not None and not self._options and self._shell.host is None:
+            return _OnNodes(self._shell, Existing(self._shell, job, machines), command, self._per_task)
+        count = machines or 1
+        flags = [f"--nodes={count}", "--ntasks-per-node=1", *self._options]
+        return _OnNodes(self._shell, Allocation(self._shell, flags, count), command, self._per_task)
+
+    def __repr__(self) -> str:
+        return f"Slurm({' '.join(self._options)})"
+
+
+def _flag(name: str, value: str | int | bool) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag}={value}"
+
+
+class Shell:
+    """Where Slurm's commands run: here, or on a login node."""
+
+    def __init__(self, host: str | None) -> None:
+        self.host = host
+
+    def environ(self) -> Mapping[str, str]:
+        """Returns this process's environment without an outer job's variables."""
+        return {name: value for name, value in os.environ.items() if name in _NEEDED or not name.startswith(_OUTER)}
+
+    def command(self, args: Sequence[str]) -> list[str]:
+        """Returns what runs this command there."""
+        return list(args) if self.host is None else [*_SSH, self.host, shlex.join(args)]
+
+    def ask(self, *args: str) -> str:
+        """Returns what a command prints; "" if it fails or does not answer."""
+        try:
+            done = subprocess.run(
+                self.command(args),
+                check=False,
+                capture_output=True,
+                text=True,
+                env=self.environ(),
+                stdin=subprocess.DEVNULL,
+                timeout=_COMMAND_TIMEOUT,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class _OnNodes(Placement):
+    def __init__(
+        self, shell: Shell, allocation: Allocation | Existing, command: Sequence[str], per_task: Sequence[str]
+    ) -> None:
+        self._shell = shell
+        self._allocation = allocation
+        self._command = command
+        self._per_task = per_task
+        self._processes = Processes()
+        self._asked, self._state = 0.0, "asks Slurm for an allocation"
+        self.sizes: Sequence[int | None] = [None] * allocation.count
+
+    def state(self) -> str:
+        if time.monotonic() - self._asked > _LOOK_DELAY:
+            self._state = self._allocation.state()
+            self._asked = time.monotonic()
+        return self._state
+
+    def start(self, machine: int) -> Ends:
+        node = self._allocation.nodes[machine]
+        step = ["srun", f"--jobid={self._allocation.job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+        step += ["--cpu-bind=none", "--kill-on-bad-exit=1", "--job-name=mlaunch", *self._per_task]
+        try:
+            command = self._shell.command([*step, *self._command])
+            return self._processes.start(machine, command, self._shell.environ())
+        except OSError as error:
+            raise LaunchError(f"srun cannot be run here: {error.strerror}") from error
+
+    def fate(self, machine: int) -> str:
+        """Says what Slurm knows: of the job, of the node, of srun."""
+        node = self._allocation.nodes[machine]
+        ended = self._processes.fate(machine, f"srun on {node}")
+        return self._allocation.fate(node) or ended
+
+    def cancel(self) -> None:
+        self._allocation.release()
+        self._processes.end()
+        self._allocation.wait()
