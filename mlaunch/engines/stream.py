@@ -4,7 +4,8 @@ Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a 
 
     size of the record, size of the content | the record, pickled | the content | a line feed
 
-The line feed is for engines that pass on whole lines (Slurm does). What is large is content. It goes from a file and into a memfd, so that neither side holds it in memory a second time.
+The line feed is for engines that pass on whole lines, as Slurm does. What is large is content: it goes from a file and
+into a memfd, so that neither side holds it in memory a second time.
 """
 
 from __future__ import annotations

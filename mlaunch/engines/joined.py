@@ -1,0 +1,116 @@
+"""``python -m mlaunch.engines.joined``: what a program starts on each machine that joins all their standard streams.
+
+``mpirun`` gives its standard input to its first process alone, and mixes what all print. So each says where it listens,
+in one line that also has a secret, and prints nothing more; the first one hears from the caller of all, connects to
+them, and carries what they and the caller say to each other. Each is a member then, over its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Listener
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.engines import member
+from mlaunch.engines.meeting import MARK, Lead, Where
+from mlaunch.engines.messages import MODULE
+from mlaunch.engines.mux import Mux
+from mlaunch.engines.stream import Stream
+from mlaunch.rendezvous.address import LOOPBACK, addresses
+
+_JOIN_TIMEOUT = 60  # seconds in which the first one must come
+_READ = 65536
+# The number of a process, and how many there are, as programs say it.
+_NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE"),
+            ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # fmt: skip
+
+
+def main() -> NoReturn:
+    """Serves until the caller ends, or the first one."""
+    incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
+    os.dup2(2, 1)
+    secret = secrets.token_hex(32)
+    with Listener(("0.0.0.0", 0), authkey=secret.encode()) as listener:
+        where = _say_where(outgoing, listener.address[1], secret)
+        lead = _hear(incoming, where)
+        if lead is None:
+            _follow(listener)
+    _lead(Stream(incoming, outgoing), lead, where)
+    os._exit(0)
+
+
+def _say_where(outgoing: int, port: int, secret: str) -> Where:
+    number, size = next(((os.environ[a], os.environ[b]) for a, b in _NUMBERS if {a, b} <= os.environ.keys()), (-1, 0))
+    address = next(iter(addresses()), LOOPBACK)
+    where = Where(f"{socket.gethostname()}-{os.getpid()}", address, port, int(number), int(size), secret)
+    os.write(outgoing, b"\n" + MARK + json.dumps(vars(where)).encode() + b"\n")
+    return where
+
+
+def _hear(incoming: int, where: Where) -> Lead | None:
+    """Waits for the caller's word; None if it is for another one, or comes to others alone."""
+    stream = Stream(incoming, os.open(os.devnull, os.O_WRONLY))
+    with contextlib.suppress(EOFError):
+        while True:
+            select.select([incoming], [], [])
+            for record, _ in stream.receive():
+                if isinstance(record, Lead) and record.name == where.name:
+                    return record
+                threading.Thread(target=_drain, args=(incoming,), daemon=True).start()
+                return None
+    if where.number == 0:  # to whom it would have come: the caller is gone
+        os._exit(1)
+    return None
+
+
+def _drain(incoming: int) -> None:
+    """Reads what a program gives to all of its processes, and is not for this one."""
+    os.set_blocking(incoming, True)
+    while os.read(incoming, _READ):
+        pass
+
+
+def _follow(listener: Listener) -> NoReturn:
+    """Is a member for the first one."""
+    signal.alarm(_JOIN_TIMEOUT)
+    while True:
+        try:
+            connection = listener.accept()
+            break
+        except (AuthenticationError, OSError, EOFError):  # a stranger
+            continue
+    signal.alarm(0)
+    for standard in (0, 1):
+        os.dup2(connection.fileno(), standard)
+    connection.close()
+    member.main()
+
+
+def _lead(stream: Stream, lead: Lead, own: Where) -> None:
+    """Carries for all, and starts the member of this machine."""
+    ends = {}
+    for place, where in lead.all.items():
+        ends[place] = _start_member() if where.name == own.name else where.connect()
+    Mux(stream, ends).run()
+
+
+def _start_member() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        subprocess.Popen([sys.executable, "-u", "-m", MODULE], stdin=theirs.fileno(), stdout=theirs.fileno())
+    return ours
+
+
+if __name__ == "__main__":
+    main()
