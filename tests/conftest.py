@@ -25,7 +25,7 @@ from mlaunch.caller.warm import warm_server
 from mlaunch.protocol import registry
 from tests.fresh import Watch, is_fresh
 from tests.imported import serve_while_used
-from tests.processes import alive, children, descendants, session_of, wait_gone
+from tests.processes import alive, children, descendants, ours, session_of, wait_gone
 
 TORCH = importlib.util.find_spec("torch") is not None  # tests/matrix/run has Pythons without it
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,10 +127,10 @@ def _what_is_there() -> dict[str, object]:
     for replaced in warm_server._retired:
         replaced._wait(30)
     warm_server.get(os.environ)  # forgets them
-    servers = [pid for pid in descendants(os.getpid()) if session_of(pid) == pid]
+    servers = [pid for pid in ours() if session_of(pid) == pid]
     wait_gone([agent for server in servers for agent in children(server)])  # the last call's may still be exiting
     return {
-        "processes": len([pid for pid in descendants(os.getpid()) if alive(pid)]),
+        "processes": len([pid for pid in ours() if alive(pid)]),
         "in the fork server's session": sorted(_in_sessions(servers)),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "fds": _open_files(),

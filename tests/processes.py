@@ -37,6 +37,15 @@ def children(pid: int) -> list[int]:
     return found
 
 
+apart: set[int] = set()  # children of this process that outlive a test on purpose, with their families
+
+
+def ours() -> list[int]:
+    """The descendants of this process that no test may leave behind."""
+    spared = {pid for root in apart for pid in (root, *descendants(root))}
+    return [pid for pid in descendants(os.getpid()) if pid not in spared]
+
+
 def descendants(pid: int) -> list[int]:
     found = children(pid)
     for child in list(found):

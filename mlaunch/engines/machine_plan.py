@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import socket
 import sys
 import time
@@ -14,9 +15,10 @@ from mlaunch.caller.warm import warm_server
 from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.protocol.prepared import with_details
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rendezvous.address import addresses
+from mlaunch.rendezvous.address import addresses, is_taken
 
 _STREAMS = (1, 2)
+_PORTS = range(15000, 25000)
 
 
 class MachinePlan:
@@ -63,7 +65,8 @@ class MachinePlan:
 
 
 def _free_port() -> int:
-    """Returns a port that is free at this moment; who takes it before the launch does is told of by that."""
-    with socket.create_server(("", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a port at which nobody listens, of those that the system gives to no client."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        if not is_taken(port):
+            return port
+    raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free here; give port=")

@@ -54,7 +54,8 @@ class MergedAgent:
         self._started = False
         self._refused = False
         self._hopeless = False  # the launch's handle has let go of it
-        self._lost = False  # some machine, or a process there, so that the others' word of that is no news
+        self._lost = False  # some machine, or a process there
+        self._hearsay: RankFailure | None = None  # what others say of a machine, which may be about to say more itself
         self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
 
     def start(self) -> None:
@@ -76,6 +77,8 @@ class MergedAgent:
             for machine in self._open.values():
                 machine.lost = True
             self._backlog.close()
+            if self._hearsay is not None and not self._lost:
+                self._tell(self._hearsay)
             self._tell(Finished())
             self._theirs.close()
             self._board.close()
@@ -179,8 +182,8 @@ class MergedAgent:
 
     def _take_peers_failure(self, record: RankFailure) -> None:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
-        if record.rank is None and not self._lost:
-            self._fail(record)
+        if record.rank is None:
+            self._hearsay = self._hearsay or record
 
     def _refuse(self, text: str, *, late: bool = False) -> None:
         if not self._refused:

@@ -124,6 +124,6 @@ class _OnNodes(Placement):
         return self._allocation.fate(node) or ended
 
     def cancel(self) -> None:
-        self._allocation.release()
         self._processes.end()
+        self._allocation.release()
         self._allocation.wait()

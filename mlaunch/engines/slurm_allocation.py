@@ -14,7 +14,8 @@ from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
 
 # It asks, says how that ended, and gives the allocation back when its standard input ends: with the caller, however
-# that ends, and also while the job still waits. $0 is the job's name, which nobody else has.
+# that ends, and also while the job still waits. Members end with the caller, too, and tidy up, for which they have ten
+# seconds. $0 is the job's name, which nobody else has.
 _GUARD = """
 exec 3<&0
 salloc --no-shell --job-name="$0" "$@" </dev/null &
@@ -24,6 +25,12 @@ caller=$!
 wait $asking
 echo "asked $?"
 wait $caller
+job=$(squeue --noheader --name="$0" --format=%i)
+turn=0
+while [ -n "$job" ] && [ $turn -lt 50 ] && squeue --noheader --steps --jobs="$job" --format=%i | grep -q '[.][0-9]'; do
+    sleep 0.2
+    turn=$((turn + 1))
+done
 exec scancel --quiet --name="$0"
 """
 _JOB = re.compile(r"allocation (\d+)")

@@ -1,0 +1,232 @@
+"""A process that calls on an engine's machines: it takes the name of a scenario per line, and answers in JSON.
+
+argv: how the engine is made, and how many machines there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlaunch import engines, launcher
+from mlaunch.base.errors import report_of
+from mlaunch.engines import Cluster
+
+SIZE = 2  # ranks on a machine that says nothing else
+
+
+class Point:
+    """It travels by value."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+class Trigger(io.StringIO):
+    """Interrupts this process once a text has been printed, as Ctrl-C would."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self._text in self.getvalue():
+            self._text = "\0"
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_for_ever() -> None:
+    while True:  # a request for stacks ends a pause
+        signal.pause()
+
+
+def values(engine: Any) -> Any:
+    factor = 10
+
+    def work(point: Point) -> tuple[int, float, Point, str]:
+        total = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(total)
+        return dist.get_rank(), total.item(), Point(point.x * factor), os.environ.get("SLURM_PROCID", "")
+
+    call = launcher(work, engine=engine)
+    found = call(Point(4))
+    report = call.last
+    rows = [] if report is None else [(row.rank, row.end) for row in report.ranks]
+    return [[rank, total, point.x, task] for rank, total, point, task in found], rows
+
+
+def printing(engine: Any) -> Any:
+    def work() -> None:
+        print(f"rank {dist.get_rank()} prints")
+        sys.stderr.write("all of them\n")
+
+    return launcher(work, engine=engine)()
+
+
+def raising(engine: Any) -> Any:
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no such luck")
+        dist.barrier()
+
+    return launcher(work, engine=engine)()
+
+
+def killed(engine: Any) -> Any:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_ever()
+
+    return launcher(work, engine=engine)()
+
+
+def member_killed(engine: Any) -> Any:
+    def work() -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            pid = os.getpid()
+            for _ in range(3):  # agent, fork server, member
+                pid = parent(pid)
+            os.kill(pid, signal.SIGKILL)
+        wait_for_ever()
+
+    return launcher(work, engine=engine)()
+
+
+def interrupted(engine: Any) -> Any:
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print("running", flush=True)
+        wait_for_ever()
+
+    with contextlib.redirect_stdout(Trigger("running")):
+        return launcher(work, engine=engine, grace_period=0.5)()
+
+
+def late(engine: Any) -> Any:
+    return launcher(wait_for_ever, engine=engine, deadline=0.3, grace_period=0.5)()
+
+
+def restarted(engine: Any) -> Any:
+    def work() -> str:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 0:
+            raise ValueError("the first time")
+        return attempt
+
+    return launcher(work, engine=engine, max_restarts=1)()
+
+
+def large(engine: Any) -> Any:
+    tensor = torch.arange(4 << 20)  # 32 MiB
+
+    def work(given: torch.Tensor) -> torch.Tensor:
+        return given + dist.get_rank()
+
+    found = launcher(work, engine=engine)(tensor)
+    return [bool(torch.equal(value, tensor + rank)) for rank, value in enumerate(found)]
+
+
+def processes(engine: Any) -> Any:
+    """Tells of all processes of a call while it runs, and is never done."""
+
+    def work() -> None:
+        pids = [os.getpid()]
+        for _ in range(3):
+            pids.append(parent(pids[-1]))
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, pids)
+        if dist.get_rank() == 0:
+            print(json.dumps({"pids": sorted({pid for some in found for pid in some})}), flush=True)
+        wait_for_ever()
+
+    out = sys.__stdout__
+    assert out is not None
+    with contextlib.redirect_stdout(Straight()):
+        return launcher(work, engine=engine, output="all", progress=False)()
+
+
+class Straight(io.StringIO):
+    """Passes on what ranks print, without their prefix."""
+
+    def write(self, text: str) -> int:
+        out = sys.__stdout__
+        if out is not None and "{" in text:
+            out.write(text[text.index("{") :])
+            out.flush()
+        return len(text)
+
+
+SCENARIOS: dict[str, Callable[[Any], Any]] = {
+    run.__name__: run
+    for run in (
+        values, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
+    )
+}  # fmt: skip
+
+
+def answer(run: Callable[[Any], Any], engine: Any) -> dict[str, Any]:
+    out, err = io.StringIO(), io.StringIO()
+    found: dict[str, Any] = {}
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            found["value"] = run(engine)
+        except BaseException as error:
+            report = report_of(error)
+            found |= {"error": type(error).__name__, "text": str(error), "report": str(report or "")}
+            found["notes"] = [*getattr(error, "__notes__", []), *getattr(report, "__notes__", [])]
+            found["trace"] = traceback.format_exc()
+    return {**found, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def main() -> None:
+    made = eval(sys.argv[1], vars(engines).copy())
+    machines = int(sys.argv[2])
+    held: Cluster | None = None
+    print("ready", flush=True)
+    for line in sys.stdin:
+        name, _, how = line.strip().partition(" ")
+        if name == "hold":
+            held = made.hold(machines, SIZE)
+            print(json.dumps(held.hosts), flush=True)
+            continue
+        if name == "close" and held is not None:
+            held.close()
+            print(json.dumps("closed"), flush=True)
+            continue
+        engine = held if how == "held" else OnItsOwn(made, machines)
+        print(json.dumps(answer(SCENARIOS[name], engine)), flush=True)
+
+
+class OnItsOwn:
+    """An engine that gives so many machines to each call."""
+
+    def __init__(self, engine: Any, machines: int) -> None:
+        self._engine, self._machines = engine, machines
+
+    def call(self, options: Any, *others: Any) -> Any:
+        size = options.n_gpus or SIZE
+        return self._engine.call(options.replaced({"machines": self._machines, "n_gpus": size}), *others)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Real engines with two machines each, and a calling process that uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.processes import apart, descendants, wait_gone
+from tests.system import slurm
+from tests.system.network import free_port
+
+_CALLER = str(ROOT / "tests" / "system" / "engine_caller.py")
+_RAY = str(ROOT / "tests" / "system" / "ray_cluster.py")
+MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca oob_tcp_if_include lo -np 2"
+
+
+class Rig:
+    """``engine``: how it is made; ``prefix``: what runs a command where its caller belongs."""
+
+    def __init__(self, engine: str, environ: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+        self.engine = engine
+        self.environ = {**os.environ, **environ}
+        self._prefix = list(prefix)
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*self._prefix, sys.executable, _CALLER, self.engine, "2"],
+            env=self.environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        apart.add(process.pid)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the caller has ended"
+        return json.loads(line)
+
+    def ask(self, line: str) -> Any:
+        self.say(line)
+        return self.hear()
+
+    def kill(self) -> None:
+        """Kills the caller."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        family = descendants(self.process.pid)
+        self.process.communicate()
+        apart.discard(self.process.pid)
+        wait_gone(family)
+
+
+@contextlib.contextmanager
+def ssh(folder: Path) -> Iterator[Rig]:
+    """A daemon on loopback, under two names."""
+    if shutil.which("sshd") is None or os.geteuid() != 0:
+        pytest.skip("openssh-server is not installed, or this is not root")
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    port = free_port()
+    known = " ".join((folder / "host.pub").read_text().split()[:2])
+    (folder / "known").write_text(f"[127.0.0.1]:{port} {known}\n")
+    runtime = folder / "runtime"
+    runtime.mkdir(mode=0o700)
+    (folder / "sshd.conf").write_text(
+        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
+        f"StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\nMaxStartups 100\n"
+        f"SetEnv XDG_RUNTIME_DIR={runtime}\n"
+    )
+    (folder / "ssh.conf").write_text(
+        f"Host a b\n  HostName 127.0.0.1\n  Port {port}\n  User root\n  IdentityFile {folder}/user\n"
+        f"  UserKnownHostsFile {folder}/known\n  IdentitiesOnly yes\n  BatchMode yes\n"
+    )
+    Path("/run/sshd").mkdir(exist_ok=True)  # where it shuts its children in; Debian's service makes it
+    daemon = subprocess.Popen([str(shutil.which("sshd")), "-D", "-e", "-f", folder / "sshd.conf"],
+                              stderr=subprocess.DEVNULL)  # fmt: skip
+    apart.add(daemon.pid)
+    try:
+        rig = Rig(f"Hosts(['a', 'b:3'], ssh=['ssh', '-T', '-F', '{folder}/ssh.conf'])", {})
+        yield rig
+        rig.close()
+    finally:
+        daemon.kill()
+        daemon.wait()
+        apart.discard(daemon.pid)
+
+
+@contextlib.contextmanager
+def slurm_here(folder: Path) -> Iterator[Rig]:
+    """Two nodes of a Slurm of our own; the caller has an outer job's variables around it."""
+    if why := slurm.why_not():
+        pytest.skip(f"Slurm: {why}")
+    with slurm.running(folder) as environ:
+        rig = Rig("Slurm(time='10:00')", {**environ, "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS": "7"})
+        yield rig
+        rig.close()
+
+
+@contextlib.contextmanager
+def mpirun(_folder: Path) -> Iterator[Rig]:
+    if shutil.which("mpirun") is None:
+        pytest.skip("openmpi-bin is not installed")
+    rig = Rig(f"Command({MPIRUN!r})", {})
+    yield rig
+    rig.close()
+
+
+@contextlib.contextmanager
+def ray(_folder: Path) -> Iterator[Rig]:
+    """Two nodes, and their head, in a network namespace of their own."""
+    if importlib.util.find_spec("ray") is None or os.geteuid() != 0:
+        pytest.skip("ray is not installed, or this is not root, who can make a network namespace")
+    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    inside = ["unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$0" "$@"']
+    cluster = subprocess.Popen(
+        [*inside, sys.executable, _RAY],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    apart.add(cluster.pid)
+    assert cluster.stdout is not None
+    address = cluster.stdout.readline().strip()
+    assert address, "Ray did not start"
+    family = descendants(cluster.pid)
+    try:
+        made = f"Ray(address={address!r}, resources={{'CPU': 2}})"
+        rig = Rig(made, {"RAY_USAGE_STATS_ENABLED": "0"}, ["nsenter", f"--net=/proc/{cluster.pid}/ns/net", "--"])
+        yield rig
+        rig.close()
+    finally:
+        cluster.communicate()
+        apart.discard(cluster.pid)
+        wait_gone(family)

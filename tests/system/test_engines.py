@@ -1,0 +1,109 @@
+"""Launches on the machines of real engines: the same scenarios on each, which are those of a launch here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.processes import wait_gone
+from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh
+
+pytestmark = pytest.mark.slow
+SIZES = {"ssh": 5}  # ranks in all; its second machine says that it has three
+LIMIT = 60.0
+
+
+@pytest.fixture(scope="module", params=["ssh", "slurm", "mpirun", "ray"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = {"ssh": ssh, "slurm": slurm_here, "mpirun": mpirun, "ray": ray}[request.param]
+    with made(tmp_path_factory.mktemp(request.param)) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def held(rig: Rig) -> Rig:
+    assert len(rig.ask("hold")) == 2
+    return rig
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest) -> int:
+    return SIZES.get(request.node.callspec.params["rig"], 4)
+
+
+def lines(found: dict[str, Any], stream: str = "out") -> list[str]:
+    return sorted(found[stream].splitlines())
+
+
+def test_values_of_all_ranks_in_their_order(held: Rig, size: int) -> None:
+    found = held.ask("values held")
+    assert "value" in found, found["trace"]
+    values, rows = found["value"]
+    assert values == [[rank, sum(range(size)), 40, ""] for rank in range(size)]
+    assert rows == [[rank, "returned"] for rank in range(size)]
+
+
+def test_what_ranks_print(held: Rig, size: int) -> None:
+    found = held.ask("printing held")
+    assert lines(found) == [f"[{rank}] rank {rank} prints" for rank in range(size)]
+    assert f"[0-{size - 1}] all of them" in found["err"] or found["err"].count("all of them") > 1
+
+
+def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> None:
+    found = held.ask("raising held")
+    assert (found["error"], found["text"]) == ("ValueError", "no such luck")
+    assert f"rank {size - 1} of raising.<locals>.work() raised ValueError: no such luck" in found["report"]
+    others = found["report"].partition("meanwhile:\n")[2].splitlines()
+    assert others
+    place = r"  ranks? [-\d, ]+ (was|were) (reporting an exception, )?in barrier at engine_caller\.py:\d+"
+    assert all(re.fullmatch(place, line) for line in others), found["report"]
+
+
+def test_a_rank_that_is_killed(held: Rig) -> None:
+    found = held.ask("killed held")
+    assert found["error"] == "LaunchError"
+    assert found["text"].startswith("rank 1 of killed.<locals>.work() was killed by SIGKILL\n  host "), found["text"]
+
+
+def test_a_deadline(held: Rig) -> None:
+    found = held.ask("late held")
+    assert found["error"] == "LaunchTimeout"
+    assert "did not finish within its deadline of 0.3 s" in found["text"]
+
+
+def test_ctrl_c(held: Rig) -> None:
+    found = held.ask("interrupted held")
+    assert found["error"] == "KeyboardInterrupt"
+    assert re.search(r"was ended by this; ranks 0-\d were in wait_for_ever at", found["notes"][0]), found["notes"]
+
+
+def test_a_restart(held: Rig, size: int) -> None:
+    found = held.ask("restarted held")
+    assert found["value"] == ["1"] * size, found
+    assert "is started again (restart 1 of at most 1)" in found["err"]
+
+
+def test_large_arguments_and_values(held: Rig, size: int) -> None:
+    assert held.ask("large held")["value"] == [True] * size
+
+
+def test_a_member_that_is_killed(held: Rig) -> None:
+    """The next call gets other machines."""
+    held.ask("close")
+    found = held.ask("member_killed")
+    assert found["error"] == "LaunchError"
+    assert re.match(r"host \S+ of member_killed.<locals>.work\(\) was lost", found["text"]), found["text"]
+
+
+def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
+    rig.say("processes")
+    pids = rig.hear()["pids"]
+    rig.kill()
+    wait_gone(pids, LIMIT)
+    if "Slurm" in rig.engine:
+        while subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout:
+            pass
