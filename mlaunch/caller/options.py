@@ -198,9 +198,10 @@ class Options:
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError that names the option, the value and what is allowed."""
-        for given in fields(self):
-            about(given.name).allowed.check(given.name, getattr(self, given.name))
-        check_together(self)
+        values = {given.name: getattr(self, given.name) for given in fields(self)}
+        for name, value in values.items():
+            about(name).allowed.check(name, value)
+        check_together(values)
 
     @property
     def timeout_seconds(self) -> float | None:

@@ -2,8 +2,9 @@
 
 from mlaunch.engines.cluster import Cluster
 from mlaunch.engines.command import Command
-from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.engine import Engine
 from mlaunch.engines.hosts import Hosts
+from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.ray import Ray
 from mlaunch.engines.slurm import Slurm
 

@@ -26,8 +26,8 @@ from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.start import naming_culprits
 from mlaunch.caller.warn import warn_caller
-from mlaunch.engines.cluster import Cluster, say
 from mlaunch.engines.machine import Machine
+from mlaunch.engines.machines import Machines, say
 from mlaunch.engines.merged import MergedAgent
 from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.protocol import calls
@@ -45,7 +45,7 @@ _END_TIMEOUT = 5.0  # seconds for the last words of a launch
 
 
 def call_on_machines(
-    cluster: Cluster, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    machines: Machines, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Ended:
     """Runs the function on every machine's ranks; returns how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
@@ -56,8 +56,8 @@ def call_on_machines(
         options = options.replaced({"log_dir": log_dir})
 
     def attempt(time_left: float | None, restart_count: int) -> Ended:
-        cluster.renew()
-        return _Attempt(cluster, options, name, restart_count, time_left).run(call)
+        machines.renew()
+        return _Attempt(machines, options, name, restart_count, time_left).run(call)
 
     with interrupts.deferred():
         return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
@@ -66,11 +66,11 @@ def call_on_machines(
 class _AllServers:
     """What is behind the agents, for a handle."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
 
     def kill(self) -> None:
-        self._cluster.kill()
+        self._machines.kill()
 
     def describe_end(self) -> str:
         return "what hears its machines has ended"
@@ -86,7 +86,7 @@ class _Handle(LaunchHandle):
 
 @dataclass
 class _Attempt:
-    cluster: Cluster
+    placed: Machines
     options: Options
     name: str
     restart_count: int
@@ -95,9 +95,9 @@ class _Attempt:
     def run(self, call: Call) -> Ended:
         history = History()
         tell = say if self.options.progress else lambda _text: None
-        self.cluster.open(lambda state: tell(f"{self.name} waits: {state}"))
-        self.cluster.prepare(self._order())
-        machines = self.cluster.machines
+        self.placed.open(lambda state: tell(f"{self.name} waits: {state}"))
+        self.placed.prepare(self._order())
+        machines = self.placed.machines
         spec = self._spec(machines)
         history.ready = time.monotonic()
         history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
@@ -107,9 +107,9 @@ class _Attempt:
         return self._hear(spec, history)
 
     def _hear(self, spec: LaunchSpec, history: History) -> Ended:
-        merged = MergedAgent(self.cluster.machines, spec.world_size, self.cluster.end_of)
+        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of)
         relay = Relay(self._output(spec, history.hosts), spec.world_size, self.restart_count)
-        handle = _Handle(spec, _AllServers(self.cluster), merged.channel, relay, history)
+        handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
         handle.outcome.hosts = history.hosts
         merged.start()
         try:
@@ -117,7 +117,7 @@ class _Attempt:
         finally:
             handle.close()
             if not merged.join(_END_TIMEOUT):
-                self.cluster.kill()
+                self.placed.kill()
                 merged.join(_END_TIMEOUT)
 
     def _order(self) -> Prepare:
@@ -142,7 +142,7 @@ class _Attempt:
         """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
         if self.options.master_ip != "localhost":
             return self.options.master_ip
-        return LOOPBACK if len(set(self.cluster.hosts)) == 1 else head.address
+        return LOOPBACK if len(set(self.placed.hosts)) == 1 else head.address
 
     def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
         """Returns the launch as this process sees it: one machine with all ranks."""

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.engine import Engine
 from mlaunch.engines.meeting import MARK, Lead, Where
 from mlaunch.engines.mux import Mux
+from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes
 from mlaunch.engines.stream import Stream
 

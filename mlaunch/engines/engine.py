@@ -5,51 +5,16 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from mlaunch.engines.call import call_on_machines
+from mlaunch.engines.cluster import Cluster
+from mlaunch.engines.machines import Machines
+from mlaunch.engines.placement import Placement
 
 if TYPE_CHECKING:
     from mlaunch.caller.options import Options
     from mlaunch.caller.settle import Ended
-    from mlaunch.engines.cluster import Cluster
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Our ends of a process's standard streams: descriptors, which the receiver owns. ``stderr`` -1: it has none."""
-
-    stdin: int
-    stdout: int
-    stderr: int = -1
-
-
-class Placement(ABC):
-    """Machines that an engine gives to one launch, or to several one after the other.
-
-    ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it.
-    """
-
-    sizes: Sequence[int | None]
-
-    @abstractmethod
-    def state(self) -> str:
-        """Says in the engine's words what the machines wait for; "" once they are there.
-
-        Raises:
-            LaunchError: They will not come.
-        """
-
-    @abstractmethod
-    def start(self, machine: int) -> Ends:
-        """Starts the command on a machine, by number from 0. Called once for each, when ``state()`` is ""."""
-
-    @abstractmethod
-    def fate(self, machine: int) -> str:
-        """Says what the engine knows of why a machine was lost: "NODE_FAIL on n2", "exited with code 255"; or ""."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Ends all processes and gives the machines back. Called once, in every case; does not wait for long."""
 
 
 class Engine(ABC):
@@ -73,21 +38,16 @@ class Engine(ABC):
         Raises:
             LaunchError: The engine does not give them, or mlaunch cannot run there.
         """
-        from mlaunch.engines.cluster import Cluster
-
-        cluster = Cluster(self, machines, n_gpus, idle_timeout)
-        cluster.open()
-        return cluster
+        held = Machines(self.place, self.python, machines, n_gpus)
+        held.open()
+        return Cluster(held, idle_timeout)
 
     def call(
         self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ended:
         """Runs a function on machines of its own; see ``call_on_machines``."""
-        from mlaunch.engines.call import call_on_machines
-        from mlaunch.engines.cluster import Cluster
-
-        cluster = Cluster(self, options.machines, options.n_gpus, None)
+        machines = Machines(self.place, self.python, options.machines, options.n_gpus)
         try:
-            return call_on_machines(cluster, options, function, args, kwargs)
+            return call_on_machines(machines, options, function, args, kwargs)
         finally:
-            cluster.close()
+            machines.close()

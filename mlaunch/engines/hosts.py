@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.engine import Engine
+from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes
 
 # Nobody is there to type a password, and a host that does not answer should not take minutes. Keys are checked.

@@ -10,8 +10,8 @@ from typing import Any
 
 from mlaunch import _version
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines.engine import Ends
 from mlaunch.engines.messages import MARK, Prepared
+from mlaunch.engines.placement import Ends
 from mlaunch.engines.stream import Stream
 
 _TAIL = 20  # lines of what it wrote to standard error

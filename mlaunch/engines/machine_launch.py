@@ -50,6 +50,7 @@ class MachineLaunch:
     def run(self) -> None:
         """Runs it to its end, or the caller's."""
         try:
+            self._hear_caller()  # what came with the order to start
             while self._step():
                 pass
             self._end_output()

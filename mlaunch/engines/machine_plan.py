@@ -36,6 +36,7 @@ class MachinePlan:
     def prepared(self) -> Prepared:
         """Says what it can give."""
         return Prepared(
+            self._order.number,
             self._placed.local_world_size,
             self._placed.device_type,
             self._placed.visible_devices,

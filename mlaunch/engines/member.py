@@ -36,7 +36,7 @@ def main() -> NoReturn:
         del os.environ[name]
     code = 1
     try:
-        _Member(stream).serve()
+        serve(stream, socket.gethostname())
         code = 0
     finally:
         warm_server.close()
@@ -54,28 +54,30 @@ def _take_over_streams() -> Stream:
     return stream
 
 
+def serve(stream: Stream, host: str) -> None:
+    """Serves a caller until its end of the stream is closed."""
+    hello = {"mlaunch": _version.__version__, "python": platform.python_version(), "host": host, "pid": os.getpid()}
+    os.set_blocking(stream.outgoing, True)
+    os.write(stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
+    os.set_blocking(stream.outgoing, False)
+    _Member(stream).serve()
+
+
 class _Member:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._plan: MachinePlan | None = None
 
     def serve(self) -> None:
-        hello = {
-            "mlaunch": _version.__version__,
-            "python": platform.python_version(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        os.set_blocking(self._stream.outgoing, True)
-        os.write(self._stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
-        os.set_blocking(self._stream.outgoing, False)
         while True:
-            self._wait()
             try:
-                for record, content in self._stream.receive():
-                    self._obey(record, content)
+                found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
             except EOFError:
                 return
+            for record, content in found:
+                self._obey(record, content)
+            if not found:
+                self._wait()
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -98,7 +100,7 @@ class _Member:
             self._plan = MachinePlan(order)
             self._stream.send(self._plan.prepared())
         except (LaunchError, ValueError, OSError) as error:
-            self._stream.send(NotPrepared(f"{type(error).__name__}: {error}"))
+            self._stream.send(NotPrepared(order.number, f"{type(error).__name__}: {error}"))
 
     def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
         try:

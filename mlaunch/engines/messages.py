@@ -25,12 +25,14 @@ class Prepare:
     name: str
     cwd: str  # of the caller; used if it exists there
     sys_path: tuple[str, ...]  # of the caller, behind the machine's own
+    number: int = 0  # of the call, which the answer repeats
 
 
 @dataclass(frozen=True)
 class Prepared:
     """What it gives. ``clock``: its monotonic seconds now."""
 
+    number: int
     local_world_size: int
     device_type: str
     visible_devices: str | None
@@ -44,6 +46,7 @@ class Prepared:
 class NotPrepared:
     """Why it can give nothing: text of the error."""
 
+    number: int
     text: str
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mlaunch.base.errors import describe_exit
-from mlaunch.engines.engine import Ends
+from mlaunch.engines.placement import Ends
 
 _FATE_TIMEOUT = 1.0  # seconds for a program whose streams have ended
 _END_TIMEOUT = 3.0  # seconds for all whose standard input has ended, and for those that were asked to end

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.engine import Engine
+from mlaunch.engines.placement import Ends, Placement
 
 _READ = 1 << 18  # bytes in a call of an actor
 _WORDS = 300  # characters of what Ray says of an error

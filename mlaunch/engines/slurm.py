@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines.engine import Ends, Engine, Placement
+from mlaunch.engines.engine import Engine
+from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes
 from mlaunch.engines.slurm_allocation import Allocation, Existing
 

@@ -120,8 +120,10 @@ class Stream:
         del self._came[: end + 1]
         return line
 
-    def receive(self) -> list[tuple[Any, int]]:
+    def receive(self, most: int | None = None) -> list[tuple[Any, int]]:
         """Returns what has come in full: records, each with a memfd that the receiver owns, or -1.
+
+        With ``most``, the rest waits for the next time, though nothing may be left to read then.
 
         Raises:
             EOFError: The other end is gone, and all that it sent was received before.
@@ -133,11 +135,11 @@ class Stream:
         except BlockingIOError:
             pass
         except EOFError:
-            found = self._take()
+            found = self._take(most)
             if not found:
                 raise
             return found
-        return self._take()
+        return self._take(most)
 
     def _fill(self) -> None:
         try:
@@ -148,9 +150,11 @@ class Stream:
             raise EOFError("the other end of the stream is closed")
         self._came += data
 
-    def _take(self) -> list[tuple[Any, int]]:
+    def _take(self, most: int | None) -> list[tuple[Any, int]]:
         found: list[tuple[Any, int]] = []
         while True:
+            if len(found) == most:
+                return found
             if self._content is None and not self._begin():
                 return found
             content = self._content

@@ -205,6 +205,9 @@ def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
     """Returns the options; what is wrong with them is the doing of whoever gave them."""
     try:
         about("keep").allowed.check("idle_timeout", idle_timeout)
+        if options.get("engine") is not None:
+            raise ValueError("Ranks with engine=: allowed: None, since ranks that stay are on this machine; to keep "
+                             "machines between calls, hold() them: engine=Slurm().hold(machines=2)")  # fmt: skip
         return Options().replaced(options)
     except (TypeError, ValueError) as error:
         raise misuse(error) from None

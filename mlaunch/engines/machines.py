@@ -1,0 +1,179 @@
+"""The machines of a call: asked for, greeted, asked what they can give, and given back."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mlaunch import _version
+from mlaunch.base.errors import LaunchError
+from mlaunch.caller import interrupts
+from mlaunch.engines.machine import Machine
+from mlaunch.engines.messages import MODULE, NotPrepared, Prepare
+from mlaunch.engines.placement import Placement
+
+_LOOK_DELAY = 0.1  # seconds between questions to the engine
+_LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
+
+
+class Machines:
+    """``place``: an engine's; ``python``: the interpreter there; ``wanted``: how many, None: as the engine has it;
+    ``n_gpus``: ranks on each, where a call does not say it."""
+
+    def __init__(
+        self,
+        place: Callable[[int | None, Sequence[str]], Placement],
+        python: str,
+        wanted: int | None,
+        n_gpus: int | None,
+    ) -> None:
+        self._place = place
+        self._python = python
+        self._wanted = wanted
+        self._n_gpus = n_gpus
+        self._placement: Placement | None = None
+        self._asked = 0  # calls for which machines were
+        self.machines: list[Machine] = []
+
+    @property
+    def hosts(self) -> list[str]:
+        """Their names, in the order of their ranks; [] before they are there, and after."""
+        return [machine.host for machine in self.machines]
+
+    def open(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Waits until the machines are there, unless they are. ``tell``: gets what they wait for, when that changes.
+
+        Raises:
+            LaunchError: They do not come, or mlaunch cannot run there.
+        """
+        if self.machines:
+            return
+        atexit.register(self.close)
+        try:
+            self._open(tell)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _open(self, tell: Callable[[str], None]) -> None:
+        self._placement = placement = self._place(self._wanted, [self._python, "-u", "-m", MODULE])
+        told = ""
+        while state := placement.state():
+            if state != told:
+                tell(state)
+            told = state
+            interrupts.wait_readable([], _LOOK_DELAY)
+        for number in range(len(placement.sizes)):
+            self.machines.append(Machine(number, placement.start(number)))
+        waiting = list(self.machines)
+        while waiting:
+            self._wait(waiting)
+            waiting = [machine for machine in waiting if not self._greeted(machine)]
+
+    def _wait(self, machines: Sequence[Machine]) -> None:
+        """Waits until one has said something. What they write to standard error is kept."""
+        errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
+        ready = interrupts.wait_readable([*(machine.stream.fileno() for machine in machines), *errors])
+        for fd in ready:
+            if fd in errors:
+                errors[fd].hear_stderr()
+
+    def _greeted(self, machine: Machine) -> bool:
+        try:
+            return machine.greet()
+        except EOFError:
+            raise LaunchError(self._why_not(machine)) from None
+
+    def _why_not(self, machine: Machine) -> str:
+        """Says why a member did not start."""
+        fate, words = self.end_of(machine)
+        name = machine.host or f"machine {machine.number}"
+        lines = [f"mlaunch did not start on {name}" + (f": {fate}" if fate else "")]
+        lines += [f"  {line}" for line in words.splitlines()]
+        if "No module named" in words and "mlaunch" in words:
+            install = shlex.join([self._python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
+            lines.append(f"mlaunch must be installed there: {install}")
+        return "\n".join(lines)
+
+    def end_of(self, machine: Machine) -> tuple[str, str]:
+        """Returns what the engine says of a member that has ended, and what that wrote last."""
+        until = time.monotonic() + _LAST_WORDS_TIMEOUT
+        fate = self._placement.fate(machine.number) if self._placement is not None else ""
+        while machine.stderr >= 0 and time.monotonic() < until:
+            interrupts.wait_readable([machine.stderr], until - time.monotonic())
+            machine.hear_stderr()
+        return fate, machine.last_words()
+
+    def prepare(self, order: Prepare) -> None:
+        """Asks all machines what they can give to a launch.
+
+        Raises:
+            LaunchError: A machine cannot give it, or has ended.
+        """
+        self._asked += 1
+        for machine in self.machines:
+            machine.prepared = None
+            machine.stream.send(self._for(machine, order))
+        waiting = list(self.machines)
+        while waiting:
+            self._wait(waiting)
+            for machine in waiting:
+                self._hear_prepared(machine)
+            waiting = [machine for machine in waiting if machine.prepared is None]
+        start = 0
+        for machine in self.machines:
+            machine.rank_start = start
+            start += len(machine.ranks)
+
+    def _for(self, machine: Machine, order: Prepare) -> Prepare:
+        size = self._placement.sizes[machine.number] if self._placement is not None else None
+        given = size or order.options.get("n_gpus") or self._n_gpus
+        return replace(order, number=self._asked, options={**order.options, "n_gpus": given})
+
+    def _hear_prepared(self, machine: Machine) -> None:
+        try:
+            found = machine.stream.receive()
+        except EOFError:
+            machine.lost = True
+            fate, words = self.end_of(machine)
+            raise LaunchError(f"host {machine.host} was lost: {fate or words or 'its member has ended'}") from None
+        for record, _ in found:
+            if record.number != self._asked:  # an answer for a call that was given up before it came
+                continue
+            if isinstance(record, NotPrepared):
+                raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
+            machine.prepared = record
+            machine.shift = time.monotonic() - record.clock
+
+    def renew(self) -> None:
+        """Gives the machines back if one of them is lost, so that ``open`` gets others."""
+        if any(machine.lost for machine in self.machines):
+            self._give_back()
+
+    def kill(self) -> None:
+        """Ends all that runs on them."""
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            placement.cancel()
+
+    def close(self) -> None:
+        """Gives them back. May be called again; ``open`` gets others."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        machines, self.machines = self.machines, []
+        placement, self._placement = self._placement, None
+        for machine in machines:
+            machine.close()
+        if placement is not None:
+            placement.cancel()
+        atexit.unregister(self.close)
+
+
+def say(text: str) -> None:
+    """Tells people what a call waits for."""
+    print(f"mlaunch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,45 @@
+"""What an engine gives: a process on each of several machines, and word of what becomes of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Our ends of a process's standard streams: descriptors, which the receiver owns. ``stderr`` -1: it has none."""
+
+    stdin: int
+    stdout: int
+    stderr: int = -1
+
+
+class Placement(ABC):
+    """Machines that an engine gives to one launch, or to several one after the other.
+
+    ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it.
+    """
+
+    sizes: Sequence[int | None]
+
+    @abstractmethod
+    def state(self) -> str:
+        """Says in the engine's words what the machines wait for; "" once they are there.
+
+        Raises:
+            LaunchError: They will not come.
+        """
+
+    @abstractmethod
+    def start(self, machine: int) -> Ends:
+        """Starts the command on a machine, by number from 0. Called once for each, when ``state()`` is ""."""
+
+    @abstractmethod
+    def fate(self, machine: int) -> str:
+        """Says what the engine knows of why a machine was lost: "NODE_FAIL on n2", "exited with code 255"; or ""."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ends all processes and gives the machines back. Called once, in every case; does not wait for long."""

@@ -1,0 +1,240 @@
+"""Calls on machines of an engine that a third party could have written: its machines are threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
+from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member
+from mlaunch.engines.messages import MARK
+from mlaunch.engines.stream import Stream
+
+LIMIT = 60.0
+
+
+class Threads(Engine):
+    """Serves each machine in a thread. ``states``: what it says before they are there."""
+
+    def __init__(self, serve: Callable[[Stream, str], None] = member.serve, states: Sequence[str] = ()) -> None:
+        super().__init__("python-over-there")
+        self.serve, self.states, self.placements = serve, states, list[Placed]()
+
+    def place(self, machines: int | None, command: Sequence[str]) -> Placement:
+        assert command == ["python-over-there", "-u", "-m", "mlaunch.engines.member"]
+        self.placements.append(Placed(self, machines or 2))
+        return self.placements[-1]
+
+
+class Placed(Placement):
+    def __init__(self, engine: Threads, machines: int) -> None:
+        self.sizes = [None] * (machines - 1) + [1]
+        self._engine, self._states, self.threads = engine, list(engine.states), list[threading.Thread]()
+
+    def state(self) -> str:
+        return self._states.pop(0) if self._states else ""
+
+    def start(self, machine: int) -> Ends:
+        ours, theirs = socket.socketpair()
+        stream = Stream(os.dup(theirs.fileno()), theirs.detach())
+        thread = threading.Thread(target=self._serve, args=(stream, f"m{machine}"), daemon=True)
+        self.threads.append(thread)
+        thread.start()
+        return Ends(os.dup(ours.fileno()), ours.detach())
+
+    def _serve(self, stream: Stream, host: str) -> None:
+        with contextlib.closing(stream):
+            self._engine.serve(stream, host)
+
+    def fate(self, machine: int) -> str:
+        return f"POWER_CUT on m{machine}"
+
+    def cancel(self) -> None:
+        for thread in self.threads:
+            thread.join(LIMIT)
+
+
+@pytest.fixture
+def engine() -> Iterator[Threads]:
+    made = Threads()
+    yield made
+    assert made.placements
+    assert not [thread for placed in made.placements for thread in placed.threads if thread.is_alive()]
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def test_values_output_and_report(engine: Threads, capfd: pytest.CaptureFixture[str]) -> None:
+    """The second machine says that it has one rank."""
+
+    def work(tensor: torch.Tensor) -> torch.Tensor:
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
+        print("everybody")
+        return tensor + dist.get_rank()
+
+    call = launcher(work, 2, engine=engine)
+    assert [value.tolist() for value in call(torch.ones(2))] == [[1, 1], [2, 2], [3, 3]]
+    lines = capfd.readouterr().out.splitlines()
+    assert {"[m0:0] rank 0 of 3", "[m0:1] rank 1 of 3", "[m1:2] rank 2 of 3"} <= set(lines)
+    assert {"".join(re.findall(r"m\d:", line)) for line in lines if "everybody" in line} <= {"m0:m1:", "m0:", "m1:"}
+    report = call.last
+    assert report is not None
+    assert [(row.rank, row.host, row.end) for row in report.ranks] == [
+        (0, "m0", "returned"), (1, "m0", "returned"), (2, "m1", "returned"),
+    ]  # fmt: skip
+    assert report.title.startswith("test_values_output_and_report.<locals>.work()  3 ranks on m0, m1, ")
+    assert "host" in str(report).splitlines()[1]
+
+
+def test_the_first_failure_of_all_machines(engine: Threads) -> None:
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 2:
+            raise ValueError("no such luck")
+        dist.barrier()
+
+    with pytest.raises(ValueError, match="no such luck") as caught:
+        launcher(work, 2, engine=engine)()
+    report = str(caught.value.__cause__)
+    assert "rank 2 of" in report
+    assert re.search(r"ranks? 0.* (was|were) (reporting an exception, )?in barrier", report)
+
+
+def test_a_death_is_on_its_machine(engine: Threads) -> None:
+    def work() -> None:
+        if dist.get_rank() == 2:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(LaunchError, match=r"rank 2 of .* exited with code 3.*\n  host m1, cpu, pid"):
+        launcher(work, 2, engine=engine)()
+
+
+def test_a_deadline(engine: Threads) -> None:
+    with pytest.raises(LaunchTimeout, match="ranks 0-2 had not returned"):
+        launcher(lambda: threading.Event().wait(), 2, engine=engine, deadline=0.3, grace_period=0.1)()
+
+
+def test_machines_that_are_held(engine: Threads) -> None:
+    with engine.hold(2, n_gpus=1) as held:
+        assert (held.hosts, repr(held)) == (["m0", "m1"], "<2 machines: m0, m1>")
+        assert launcher(rank, engine=held)() == [0, 1]
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            launcher(print, engine=held)(threading.Lock())
+        with pytest.raises(LaunchError, match=r"host m\d cannot take part: ValueError: devices="):
+            launcher(rank, engine=held, devices=[7])()
+        assert launcher(rank, engine=held)() == [0, 1]
+    assert len(engine.placements) == 1
+    assert repr(held) == "<no machines any more>"
+    with pytest.raises(LaunchError, match=r"was given back \(close\(\) was called\); hold\(\) another one"):
+        launcher(rank, engine=held)()
+
+
+def test_machines_that_nobody_uses_are_given_back(engine: Threads) -> None:
+    held = engine.hold(1, idle_timeout=0.05)
+    for thread in engine.placements[0].threads:
+        thread.join(LIMIT)
+    with pytest.raises(LaunchError, match=r"no call came for 0.05 s"):
+        launcher(rank, engine=held)()
+
+
+def test_what_machines_wait_for_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = Threads(states=["queued (Priority)", "queued (Priority)", "queued (Resources)"])
+    assert launcher(rank, 1, engine=engine, machines=1)() == [0]
+    assert capfd.readouterr().err.splitlines()[:2] == [
+        "mlaunch: rank() waits: queued (Priority)",
+        "mlaunch: rank() waits: queued (Resources)",
+    ]
+    assert launcher(rank, 1, engine=engine, machines=1, progress=False)() == [0]
+    assert capfd.readouterr().err == ""
+
+
+def hello(**changes: Any) -> Callable[[Stream, str], None]:
+    """A member of another kind."""
+
+    def serve(stream: Stream, host: str) -> None:
+        ours = {"mlaunch": "0.1.0", "python": ".".join(map(str, (3, 1, 4))), "host": host, "pid": 1}
+        os.write(stream.outgoing, MARK + json.dumps({**ours, **changes}).encode() + b"\n")
+
+    return serve
+
+
+def test_a_member_that_cannot_serve() -> None:
+    for serve, words in (
+        (hello(mlaunch="0.0.1"), r"host m\d has mlaunch 0\.0\.1, and this process has mlaunch 0\.1\.0"),
+        (hello(), r"host m\d has Python 3\.1\.4, and this process has Python 3\.\d+\.\d+"),
+        (lambda _stream, _host: None, r"mlaunch did not start on machine \d: POWER_CUT on m\d"),
+    ):
+        with pytest.raises(LaunchError, match=words):
+            launcher(rank, 1, engine=Threads(serve))()
+
+
+def test_a_machine_that_is_lost_while_ranks_run(tmp_path: Path) -> None:
+    """The connection to it ends; the ranks of the other one are stopped."""
+    running = tmp_path / "running"
+    os.mkfifo(running)
+
+    def serve(stream: Stream, host: str) -> None:
+        if host == "m1":
+            threading.Thread(target=cut, args=(os.dup(stream.outgoing),), daemon=True).start()
+        member.serve(stream, host)
+
+    def cut(fd: int) -> None:
+        running.read_text()
+        with socket.socket(fileno=fd) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            running.write_text("x")
+        threading.Event().wait()
+
+    with pytest.raises(LaunchError, match=r"(?s)host m1 of .* was lost: POWER_CUT on m1"):
+        launcher(work, 1, engine=Threads(serve), grace_period=0.1)()
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"machines": 2}, "machines=2 without engine=: nobody is there"),
+    ({"engine": Threads(), "world_size": 4}, "world_size=4 with engine=: allowed: None"),
+    ({"engine": Threads(), "keep": 4.0}, "keep=4.0 with engine=: allowed: None"),
+    ({"engine": Threads(), "output": "raw"}, "output='raw' with engine=: ranks elsewhere have no stream"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_options_that_do_not_go_with_engines(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        launcher(rank, **options)
+
+
+def test_other_mistakes() -> None:
+    with pytest.raises(TypeError, match=r"engine=<class .*allowed: an engine of mlaunch.engines"):
+        launcher(rank, engine=Threads)
+    with pytest.raises(ValueError, match="ranks that stay are on this machine"):
+        Ranks(engine=Threads())
+    with pytest.raises(ValueError, match="allowed: a list of at least one name"):
+        Hosts("a")
+    with pytest.raises(ValueError, match="'b:many': allowed: a name, or a name and a number of ranks"):
+        Hosts(["a", "b:many"])
+    with pytest.raises(ValueError, match="machines=3 with 2 hosts: allowed: 1 to 2"):
+        launcher(rank, engine=Hosts(["a", "b:4"]), machines=3)()
+    with pytest.raises(TypeError, match="nodes= is the launcher's to say"):
+        Slurm(nodes=3)
+    with pytest.raises(ValueError, match="allowed: a command that starts a process"):
+        Command("")
+    assert repr(Slurm(gpus_per_node=8, exclusive=True)) == "Slurm(--gpus-per-node=8 --exclusive)"
+    assert (repr(Hosts(["a", "b:4"])), repr(Command("mpirun -N 1"))) == ("Hosts(['a', 'b'])", "Command('mpirun -N 1')")

@@ -1,0 +1,185 @@
+"""What engines carry: records with contents over any byte stream, several streams over one, what ranks print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from mlaunch.engines.backlog import Backlog
+from mlaunch.engines.mux import Mux
+from mlaunch.engines.stream import Stream
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages import Phase
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[Stream, Stream]]:
+    ours, theirs = socket.socketpair()
+    ends = [Stream(os.dup(end.fileno()), end.detach()) for end in (ours, theirs)]
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for end in ends:
+            end.close()
+
+
+def memfd(data: bytes) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.write(fd, data)
+    return fd
+
+
+def content_of(fd: int) -> bytes:
+    with open(fd, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def test_records_come_with_their_contents_in_order() -> None:
+    large = random.Random(1).randbytes(3 << 20)
+    with pair() as (one, other):
+        for data in (b"", b"\n", large, b"x"):
+            fd = memfd(data)
+            one.send(Word(f"{len(data)} bytes"), fd if data else -1)
+            os.close(fd)
+        found = []
+        while len(found) < 4:
+            one.flush()
+            found += other.receive()
+        assert [record.text for record, _ in found] == ["0 bytes", "1 bytes", f"{len(large)} bytes", "1 bytes"]
+        assert [content_of(fd) if fd >= 0 else b"" for _, fd in found] == [b"", b"\n", large, b"x"]
+        assert one.unsent == 0
+
+
+def test_a_frame_that_comes_byte_by_byte() -> None:
+    with pair() as (one, other):
+        fd = memfd(b"content")
+        one.send(Word("slow"), fd)
+        os.close(fd)
+        data = os.read(other.incoming, 1 << 16)
+        found = []
+        for byte in data:
+            os.write(one.outgoing, bytes([byte]))
+            found += other.receive()
+        [(record, content)] = found
+        assert (record, content_of(content)) == (Word("slow"), b"content")
+
+
+def test_an_end_that_is_closed_is_told_after_what_it_sent() -> None:
+    with pair() as (one, other):
+        one.send(Word("last"))
+        os.close(one.outgoing)
+        one.outgoing = os.open(os.devnull, os.O_WRONLY)
+        os.close(one.incoming)
+        one.incoming = os.open(os.devnull, os.O_RDONLY)
+        assert [record for record, _ in other.receive()] == [Word("last")]
+        with pytest.raises(EOFError):
+            other.receive()
+        other.send(Word("to nobody"))
+        assert other.unsent == 0
+
+
+def test_what_comes_before_the_first_word_is_dropped() -> None:
+    with pair() as (one, other):
+        os.write(one.outgoing, b"Welcome to host7!\nLast login: yesterday\nmark {")
+        assert other.skip_to(b"mark ") is None
+        os.write(one.outgoing, b"}\n")
+        one.send(Word("next"))
+        assert other.skip_to(b"mark ") == b"{}"
+        assert [record for record, _ in other.receive()] == [Word("next")]
+
+
+def test_something_else_than_a_frame_is_an_error() -> None:
+    with pair() as (one, other):
+        os.write(one.outgoing, b"\xff" * 100)
+        with pytest.raises(OSError, match="something else than mlaunch writes into this stream"):
+            other.receive()
+
+
+def test_several_streams_over_one() -> None:
+    """Also what is larger than any buffer between, and each stream's end."""
+    inner = [socket.socketpair() for _ in range(2)]
+    outer = [socket.socketpair() for _ in range(2)]
+    with pair() as (one, other):
+        muxes = [
+            Mux(one, {number: pair[1] for number, pair in enumerate(inner)}),
+            Mux(other, {number: pair[1] for number, pair in enumerate(outer)}),
+        ]
+        threads = [threading.Thread(target=mux.run, daemon=True) for mux in muxes]
+        for thread in threads:
+            thread.start()
+        texts = [random.Random(number).randbytes(6 << 20) for number in range(2)]
+        writers = [threading.Thread(target=say, args=(inner[i][0], texts[i]), daemon=True) for i in range(2)]
+        for writer in writers:
+            writer.start()
+        assert [heard(outer[i][0]) for i in range(2)] == texts
+        for number in range(2):
+            say(outer[number][0], b"answer")
+        assert [heard(inner[i][0]) for i in range(2)] == [b"answer"] * 2
+        for thread in (*threads, *writers):
+            thread.join(30)
+            assert not thread.is_alive()
+    for end, _ in (*inner, *outer):
+        end.close()
+
+
+def say(end: socket.socket, data: bytes) -> None:
+    end.sendall(data)
+    end.shutdown(socket.SHUT_WR)
+
+
+def heard(end: socket.socket) -> bytes:
+    with end.makefile("rb") as file:
+        return file.read()
+
+
+def test_what_ranks_print_waits_for_who_reads_it() -> None:
+    backlog = Backlog()
+    [reader] = backlog.open(3, [1])
+    most = 1 << 20
+    for _ in range(5):
+        backlog.add(3, 1, b"x" * most)
+    assert backlog.full
+    assert backlog.blocked()
+    backlog.limit = None
+    assert not backlog.full
+    backlog.add(3, 2, b"of a stream that is not ours")
+    backlog.end(3)
+    size = 0
+    while data := os.read(reader, most):
+        size += len(data)
+        backlog.flush()
+    assert size == 5 * most
+    assert not backlog.blocked()
+    os.close(reader)
+    [reader] = backlog.open(4, [1])
+    os.close(reader)
+    backlog.add(4, 1, b"to nobody")
+    backlog.close()
+
+
+def test_rows_of_a_board_go_to_another_machines_clock() -> None:
+    here, there = Board.create(3), Board.create(1)
+    there[0] = Phase.RUNNING
+    there.begin_loop(0, 10, "epochs")
+    there.count(0, 4)
+    here.take_row(2, there.row(0), 100.0)
+    assert here[2] is Phase.RUNNING
+    assert (here.loop(2).done, here.loop(2).description) == (4, "epochs")
+    assert here.loop(2).start == there.loop(0).start + 100.0
+    assert [at for at in here.times(2) if at] == [at + 100.0 for at in there.times(0) if at]
+    assert not any(here.times(1))
+    here.close()
+    there.close()
