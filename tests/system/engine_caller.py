@@ -122,6 +122,22 @@ def interrupted(engine: Any) -> Any:
         return launcher(work, engine=engine, grace_period=0.5)()
 
 
+def queued(engine: Any) -> Any:
+    """Interrupted while it waits for machines."""
+    with contextlib.redirect_stderr(Trigger("is queued by Slurm")):
+        return launcher(wait_for_ever, engine=engine)()
+
+
+def waiting(engine: Any) -> Any:
+    """Tells when it waits for machines."""
+    with contextlib.redirect_stderr(Straight("is queued by Slurm", '{"waits": true}\n')):
+        return launcher(wait_for_ever, engine=engine)()
+
+
+def nowhere(_engine: Any) -> Any:
+    return launcher(wait_for_ever, engine=engines.Slurm(partition="nope"))()
+
+
 def late(engine: Any) -> Any:
     return launcher(wait_for_ever, engine=engine, deadline=0.3, grace_period=0.5)()
 
@@ -159,19 +175,21 @@ def processes(engine: Any) -> Any:
             print(json.dumps({"pids": sorted({pid for some in found for pid in some})}), flush=True)
         wait_for_ever()
 
-    out = sys.__stdout__
-    assert out is not None
-    with contextlib.redirect_stdout(Straight()):
-        return launcher(work, engine=engine, output="all", progress=False)()
+    with contextlib.redirect_stdout(Straight("{")):
+        return launcher(work, engine=engine)()
 
 
 class Straight(io.StringIO):
-    """Passes on what ranks print, without their prefix."""
+    """Passes on what is printed from a mark on, or words instead of that."""
+
+    def __init__(self, mark: str, words: str = "") -> None:
+        super().__init__()
+        self._mark, self._words = mark, words
 
     def write(self, text: str) -> int:
         out = sys.__stdout__
-        if out is not None and "{" in text:
-            out.write(text[text.index("{") :])
+        if out is not None and self._mark in text:
+            out.write(self._words or text[text.index(self._mark) :])
             out.flush()
         return len(text)
 
@@ -180,6 +198,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
+        queued, waiting, nowhere,
     )
 }  # fmt: skip
 

@@ -116,7 +116,10 @@ def slurm_here(folder: Path) -> Iterator[Rig]:
     if why := slurm.why_not():
         pytest.skip(f"Slurm: {why}")
     with slurm.running(folder) as environ:
-        rig = Rig("Slurm(time='10:00')", {**environ, "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS": "7"})
+        rig = Rig(
+            "Slurm(time='10:00', exclusive=True)",
+            {**environ, "SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_NTASKS": "7"},
+        )
         yield rig
         rig.close()
 

@@ -99,11 +99,36 @@ def test_a_member_that_is_killed(held: Rig) -> None:
     assert re.match(r"host \S+ of member_killed.<locals>.work\(\) was lost", found["text"]), found["text"]
 
 
+def jobs(rig: Rig) -> str:
+    return subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_queue(rig: Rig) -> None:
+    """Ctrl-C and SIGKILL while the job waits, and a partition that there is not."""
+    if "Slurm" not in rig.engine:
+        pytest.skip("only Slurm has a queue")
+    rig.ask("hold")
+    found = rig.ask("queued")
+    assert (found["error"], found.get("value")) == ("KeyboardInterrupt", None)
+    assert len(jobs(rig).splitlines()) == 1
+    other = Rig(rig.engine, rig.environ)
+    other.say("waiting")
+    assert other.hear() == {"waits": True}
+    other.kill()
+    other.close()
+    while len(jobs(rig).splitlines()) > 1:
+        pass
+    found = rig.ask("nowhere")
+    assert found["text"].startswith("Slurm gives no allocation:\n  salloc: error: invalid partition specified: nope")
+    rig.ask("close")
+    while jobs(rig):
+        pass
+
+
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     rig.say("processes")
     pids = rig.hear()["pids"]
     rig.kill()
     wait_gone(pids, LIMIT)
-    if "Slurm" in rig.engine:
-        while subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout:
-            pass
+    while "Slurm" in rig.engine and jobs(rig):
+        pass
