@@ -41,7 +41,7 @@ _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
     "ranks", "engine", "machines", "max_restarts", "start_method", "join",
 }  # fmt: skip
-_END_TIMEOUT = 5.0  # seconds for the last words of a launch
+_END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 
 
 def call_on_machines(
@@ -107,7 +107,8 @@ class _Attempt:
         return self._hear(spec, history)
 
     def _hear(self, spec: LaunchSpec, history: History) -> Ended:
-        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of)
+        patience = spec.grace_period + _END_TIMEOUT
+        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of, patience)
         relay = Relay(self._output(spec, history.hosts), spec.world_size, self.restart_count)
         handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
         handle.outcome.hosts = history.hosts

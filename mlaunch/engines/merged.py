@@ -38,15 +38,24 @@ _STREAMS = (1, 2)
 
 
 class MergedAgent:
-    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
+    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last.
+
+    ``patience``: seconds that ranks may take to end, after which a machine that is said to be lost is.
+    """
 
     def __init__(
-        self, machines: Sequence[Machine], world_size: int, end_of: Callable[[Machine], tuple[str, str]]
+        self,
+        machines: Sequence[Machine],
+        world_size: int,
+        end_of: Callable[[Machine], tuple[str, str]],
+        patience: float,
     ) -> None:
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
         self._end_of = end_of
+        self._patience = patience
+        self._give_up_at: float | None = None
         self._open = {machine.stream.fileno(): machine for machine in machines}
         self._board = Board.create(world_size)
         self._backlog = Backlog()
@@ -86,6 +95,8 @@ class MergedAgent:
 
     def _step(self) -> None:
         ready = self._wait()
+        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+            self._give_up()
         self._backlog.flush()
         for machine in self._machines:
             if machine.stderr in ready:
@@ -109,7 +120,8 @@ class MergedAgent:
                 poll.register(machine.stream.outgoing, select.POLLOUT)
         for fd in self._backlog.blocked():
             poll.register(fd, select.POLLOUT)
-        return {fd for fd, _ in poll.poll()}
+        left = None if self._give_up_at is None else 1000 * max(0.0, self._give_up_at - time.monotonic())
+        return {fd for fd, _ in poll.poll(left)}
 
     def _hear_handle(self) -> None:
         """Passes on that the launch is to end. What ranks print holds up nothing any more."""
@@ -182,8 +194,18 @@ class MergedAgent:
 
     def _take_peers_failure(self, record: RankFailure) -> None:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
-        if record.rank is None:
-            self._hearsay = self._hearsay or record
+        if record.rank is None and self._hearsay is None:
+            self._hearsay = record
+            self._give_up_at = time.monotonic() + self._patience
+
+    def _give_up(self) -> None:
+        """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
+        self._give_up_at = None
+        for machine in self._open.values():
+            machine.lost = True
+            for rank in machine.ranks:
+                self._backlog.end(rank)
+        self._open.clear()
 
     def _refuse(self, text: str, *, late: bool = False) -> None:
         if not self._refused:

@@ -11,6 +11,7 @@ into a memfd, so that neither side holds it in memory a second time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import struct
@@ -57,6 +58,9 @@ class Stream:
         self.incoming, self.outgoing = incoming, outgoing
         os.set_blocking(incoming, False)
         os.set_blocking(outgoing, False)
+        for end in (incoming, outgoing):
+            with contextlib.suppress(OSError):  # it is no pipe, or this user has too many large ones
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _CHUNK)
         self._waiting: deque[_Piece] = deque()
         self._came = bytearray()
         self._content: _Content | None = None

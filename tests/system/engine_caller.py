@@ -122,6 +122,19 @@ def interrupted(engine: Any) -> Any:
         return launcher(work, engine=engine, grace_period=0.5)()
 
 
+def cut(engine: Any) -> Any:
+    """Tells when its ranks run, and never ends by itself."""
+
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print("running", flush=True)
+        wait_for_ever()
+
+    with contextlib.redirect_stdout(Straight("running", '{"runs": true}\n')):
+        return launcher(work, engine=engine, heartbeat_timeout=2, grace_period=0.5)()
+
+
 def queued(engine: Any) -> Any:
     """Interrupted while it waits for machines."""
     with contextlib.redirect_stderr(Trigger("is queued by Slurm")):
@@ -198,7 +211,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
-        queued, waiting, nowhere,
+        queued, waiting, nowhere, cut,
     )
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import apart, descendants, wait_gone
 from tests.system import slurm
-from tests.system.network import free_port
+from tests.system.network import Host, free_port
 
 _CALLER = str(ROOT / "tests" / "system" / "engine_caller.py")
 _RAY = str(ROOT / "tests" / "system" / "ray_cluster.py")
@@ -74,40 +75,75 @@ class Rig:
         wait_gone(family)
 
 
-@contextlib.contextmanager
-def ssh(folder: Path) -> Iterator[Rig]:
-    """A daemon on loopback, under two names."""
-    if shutil.which("sshd") is None or os.geteuid() != 0:
-        pytest.skip("openssh-server is not installed, or this is not root")
+def _ssh_files(folder: Path, hosts: Mapping[str, str]) -> list[str]:
+    """Writes what a server and a client need, ``hosts`` being addresses by name; returns the server's command."""
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
     shutil.copy(folder / "user.pub", folder / "authorized")
     port = free_port()
     known = " ".join((folder / "host.pub").read_text().split()[:2])
-    (folder / "known").write_text(f"[127.0.0.1]:{port} {known}\n")
+    (folder / "known").write_text("".join(f"[{address}]:{port} {known}\n" for address in set(hosts.values())))
     runtime = folder / "runtime"
     runtime.mkdir(mode=0o700)
     (folder / "sshd.conf").write_text(
-        f"ListenAddress 127.0.0.1:{port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\n"
-        f"StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\nMaxStartups 100\n"
-        f"SetEnv XDG_RUNTIME_DIR={runtime}\n"
+        f"Port {port}\n"
+        + "".join(f"ListenAddress {address}\n" for address in ["127.0.0.1"] if address in hosts.values())
+        + f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nStrictModes no\nUsePAM no\nPidFile none\n"
+        f"PermitRootLogin yes\nMaxStartups 100\nSetEnv XDG_RUNTIME_DIR={runtime}\n"
     )
     (folder / "ssh.conf").write_text(
-        f"Host a b\n  HostName 127.0.0.1\n  Port {port}\n  User root\n  IdentityFile {folder}/user\n"
+        "".join(f"Host {name}\n  HostName {address}\n" for name, address in hosts.items())
+        + f"Host *\n  Port {port}\n  User root\n  IdentityFile {folder}/user\n"
         f"  UserKnownHostsFile {folder}/known\n  IdentitiesOnly yes\n  BatchMode yes\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True)  # where it shuts its children in; Debian's service makes it
-    daemon = subprocess.Popen([str(shutil.which("sshd")), "-D", "-e", "-f", folder / "sshd.conf"],
-                              stderr=subprocess.DEVNULL)  # fmt: skip
-    apart.add(daemon.pid)
+    return [str(shutil.which("sshd")), "-D", "-e", "-f", str(folder / "sshd.conf")]
+
+
+@contextlib.contextmanager
+def _serving(commands: Sequence[Sequence[str]]) -> Iterator[None]:
+    """Runs daemons."""
+    daemons = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
+    apart.update(daemon.pid for daemon in daemons)
     try:
+        yield
+    finally:
+        family = [pid for daemon in daemons for pid in descendants(daemon.pid)]
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
+            apart.discard(daemon.pid)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ssh(folder: Path) -> Iterator[Rig]:
+    """A daemon on loopback, under two names."""
+    _need_sshd()
+    with _serving([_ssh_files(folder, {"a": "127.0.0.1", "b": "127.0.0.1"})]):
         rig = Rig(f"Hosts(['a', 'b:3'], ssh=['ssh', '-T', '-F', '{folder}/ssh.conf'])", {})
         yield rig
         rig.close()
-    finally:
-        daemon.kill()
-        daemon.wait()
-        apart.discard(daemon.pid)
+
+
+@contextlib.contextmanager
+def ssh_between(hosts: Sequence[Host], folder: Path) -> Iterator[Rig]:
+    """A daemon on all of these hosts but the first, where the caller is."""
+    _need_sshd()
+    caller, *others = hosts
+    command = _ssh_files(folder, {host.name: host.address for host in others})
+    with _serving([[*host.prefix, *command] for host in others]):
+        names = [host.name for host in others]
+        rig = Rig(f"Hosts({names}, ssh=['ssh', '-T', '-F', '{folder}/ssh.conf'])", {}, caller.prefix)
+        yield rig
+        rig.close()
+
+
+def _need_sshd() -> None:
+    if shutil.which("sshd") is None or os.geteuid() != 0:
+        pytest.skip("openssh-server is not installed, or this is not root")
 
 
 @contextlib.contextmanager

@@ -27,16 +27,19 @@ def free_port() -> int:
 
 
 class Host:
-    """``name``, ``address``; ``start`` runs Python there. ``idle``: a calling process that waits for orders."""
+    """``name``, ``address``; ``start`` runs Python there, ``prefix`` any command.
+
+    ``idle``: a calling process that waits for orders.
+    """
 
     def __init__(self, name: str, address: str, prefix: list[str], runtime: str) -> None:
         self.name, self.address = name, address
-        self._prefix, self._runtime = prefix, runtime
+        self.prefix, self._runtime = prefix, runtime
         self.idle: subprocess.Popen[str] | None = None
 
     def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*self._prefix, sys.executable, *args],
+            [*self.prefix, sys.executable, *args],
             env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": self._runtime, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes import wait_gone
-from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh
+from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between
+from tests.system.network import Namespaces, why_no_namespaces
 
 pytestmark = pytest.mark.slow
 SIZES = {"ssh": 5}  # ranks in all; its second machine says that it has three
@@ -103,10 +105,9 @@ def jobs(rig: Rig) -> str:
     return subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_queue(rig: Rig) -> None:
     """Ctrl-C and SIGKILL while the job waits, and a partition that there is not."""
-    if "Slurm" not in rig.engine:
-        pytest.skip("only Slurm has a queue")
     rig.ask("hold")
     found = rig.ask("queued")
     assert (found["error"], found.get("value")) == ("KeyboardInterrupt", None)
@@ -132,3 +133,25 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     wait_gone(pids, LIMIT)
     while "Slurm" in rig.engine and jobs(rig):
         pass
+
+
+def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:
+    """Their names stand before what they print, and the one whose cable is pulled is named."""
+    if why := why_no_namespaces():
+        pytest.skip(why)
+    network = Namespaces(3)
+    try:
+        with ssh_between(network.hosts, tmp_path) as rig:
+            assert rig.ask("hold") == ["h2", "h3"]
+            found = rig.ask("printing held")
+            assert {"[h2:0] rank 0 prints", "[h3:3] rank 3 prints"} <= set(found["out"].splitlines()), found
+            rig.say("cut held")
+            assert rig.hear() == {"runs": True}
+            network.cable(2, "down")
+            found = rig.hear()
+            assert found["error"] == "LaunchError"
+            assert "host h3" in found["text"].splitlines()[0], found["text"]
+            network.cable(2, "up")
+            rig.ask("close")
+    finally:
+        network.close()
