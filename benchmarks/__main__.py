@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cold, command, failure, gather, large, memory, ranks, repeat, scale, warm
+from benchmarks import cold, command, engines, failure, gather, large, memory, ranks, repeat, scale, warm
 from benchmarks.measure import table
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +25,7 @@ _ALL = {
     "repeat": repeat.run,
     "ranks": ranks.run,
     "scale": scale.run,
+    "engines": engines.run,
 }
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.system import slurm
 from tests.system.network import Host, free_port
 
 _CALLER = str(ROOT / "tests" / "system" / "engine_caller.py")
+_TIMEOUT = 60.0  # seconds
 _RAY = str(ROOT / "tests" / "system" / "ray_cluster.py")
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca oob_tcp_if_include lo -np 2"
 
@@ -75,7 +77,7 @@ class Rig:
         wait_gone(family)
 
 
-def _ssh_files(folder: Path, hosts: Mapping[str, str]) -> list[str]:
+def ssh_files(folder: Path, hosts: Mapping[str, str]) -> list[str]:
     """Writes what a server and a client need, ``hosts`` being addresses by name; returns the server's command."""
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
@@ -101,7 +103,7 @@ def _ssh_files(folder: Path, hosts: Mapping[str, str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _serving(commands: Sequence[Sequence[str]]) -> Iterator[None]:
+def serving(commands: Sequence[Sequence[str]]) -> Iterator[None]:
     """Runs daemons."""
     daemons = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
     apart.update(daemon.pid for daemon in daemons)
@@ -122,7 +124,8 @@ def _serving(commands: Sequence[Sequence[str]]) -> Iterator[None]:
 def ssh(folder: Path) -> Iterator[Rig]:
     """A daemon on loopback, under two names."""
     _need_sshd()
-    with _serving([_ssh_files(folder, {"a": "127.0.0.1", "b": "127.0.0.1"})]):
+    with serving([ssh_files(folder, {"a": "127.0.0.1", "b": "127.0.0.1"})]):
+        wait_for_ssh(folder, ["a", "b"])
         rig = Rig(f"Hosts(['a', 'b:3'], ssh=['ssh', '-T', '-F', '{folder}/ssh.conf'])", {})
         yield rig
         rig.close()
@@ -133,12 +136,22 @@ def ssh_between(hosts: Sequence[Host], folder: Path) -> Iterator[Rig]:
     """A daemon on all of these hosts but the first, where the caller is."""
     _need_sshd()
     caller, *others = hosts
-    command = _ssh_files(folder, {host.name: host.address for host in others})
-    with _serving([[*host.prefix, *command] for host in others]):
+    command = ssh_files(folder, {host.name: host.address for host in others})
+    with serving([[*host.prefix, *command] for host in others]):
         names = [host.name for host in others]
+        wait_for_ssh(folder, names, caller.prefix)
         rig = Rig(f"Hosts({names}, ssh=['ssh', '-T', '-F', '{folder}/ssh.conf'])", {}, caller.prefix)
         yield rig
         rig.close()
+
+
+def wait_for_ssh(folder: Path, names: Sequence[str], prefix: Sequence[str] = ()) -> None:
+    """Waits until servers answer."""
+    until = time.monotonic() + _TIMEOUT
+    for name in names:
+        command = [*prefix, "ssh", "-T", "-F", str(folder / "ssh.conf"), name, "true"]
+        while subprocess.run(command, check=False, capture_output=True).returncode != 0:
+            assert time.monotonic() < until, f"{name} does not answer"
 
 
 def _need_sshd() -> None:
