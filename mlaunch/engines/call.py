@@ -28,7 +28,7 @@ from mlaunch.caller.start import naming_culprits
 from mlaunch.caller.warn import warn_caller
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.machines import Machines, say
-from mlaunch.engines.merged import MergedAgent
+from mlaunch.engines.merged import MergedAgent, Times
 from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
@@ -95,8 +95,8 @@ class _Attempt:
     def run(self, call: Call) -> Ended:
         history = History()
         tell = say if self.options.progress else lambda _text: None
-        self.placed.open(lambda state: tell(f"{self.name} waits: {state}"))
-        self.placed.prepare(self._order())
+        self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.name} waits: {state}"))
+        self.placed.prepare(self._order(), self.options.join_timeout)
         machines = self.placed.machines
         spec = self._spec(machines)
         history.ready = time.monotonic()
@@ -107,8 +107,8 @@ class _Attempt:
         return self._hear(spec, history)
 
     def _hear(self, spec: LaunchSpec, history: History) -> Ended:
-        patience = spec.grace_period + _END_TIMEOUT
-        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of, patience)
+        times = Times(spec.grace_period + _END_TIMEOUT, spec.seconds)
+        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of, times)
         relay = Relay(self._output(spec, history.hosts), spec.world_size, self.restart_count)
         handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
         handle.outcome.hosts = history.hosts
@@ -189,7 +189,6 @@ class _Prefix:
         return f"[{','.join(f'{host}:{ranges(there, chr(44))}' for host, there in found.items())}] "
 
 
-def _devices(prepared: Sequence[Prepared]) -> str | None:
-    """Returns the names of all ranks' devices on their machines, with commas; None if a machine has none to name."""
-    named = [one.visible_devices for one in prepared]
-    return None if None in named else ",".join(name for name in named if name is not None)
+def _devices(prepared: Sequence[Prepared]) -> str:
+    """Returns the names of all ranks' devices on their machines, with commas."""
+    return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.caller.options import Options
 from mlaunch.engines.call import call_on_machines
 from mlaunch.engines.cluster import Cluster
 from mlaunch.engines.machines import Machines
 from mlaunch.engines.placement import Placement
 
 if TYPE_CHECKING:
-    from mlaunch.caller.options import Options
     from mlaunch.caller.settle import Ended
 
 
@@ -39,7 +39,7 @@ class Engine(ABC):
             LaunchError: The engine does not give them, or mlaunch cannot run there.
         """
         held = Machines(self.place, self.python, machines, n_gpus)
-        held.open()
+        held.open(Options().join_timeout)
         return Cluster(held, idle_timeout)
 
     def call(

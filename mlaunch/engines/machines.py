@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mlaunch import _version
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.messages import MODULE, NotPrepared, Prepare
@@ -44,8 +44,11 @@ class Machines:
         """Their names, in the order of their ranks; [] before they are there, and after."""
         return [machine.host for machine in self.machines]
 
-    def open(self, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Waits until the machines are there, unless they are. ``tell``: gets what they wait for, when that changes.
+    def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Waits until the machines are there, unless they are, however long a queue takes.
+
+        ``timeout``: seconds in which all members must have started then. ``tell``: gets what the machines wait for,
+        when that changes.
 
         Raises:
             LaunchError: They do not come, or mlaunch cannot run there.
@@ -54,12 +57,12 @@ class Machines:
             return
         atexit.register(self.close)
         try:
-            self._open(tell)
+            self._open(timeout, tell)
         except BaseException:
             self._give_back()
             raise
 
-    def _open(self, tell: Callable[[str], None]) -> None:
+    def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
         self._placement = placement = self._place(self._wanted, [self._python, "-u", "-m", MODULE])
         told = ""
         while state := placement.state():
@@ -69,15 +72,20 @@ class Machines:
             interrupts.wait_readable([], _LOOK_DELAY)
         for number in range(len(placement.sizes)):
             self.machines.append(Machine(number, placement.start(number)))
-        waiting = list(self.machines)
+        waiting, until = list(self.machines), time.monotonic() + timeout
         while waiting:
-            self._wait(waiting)
+            self._wait(waiting, until)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
 
-    def _wait(self, machines: Sequence[Machine]) -> None:
-        """Waits until one has said something. What they write to standard error is kept."""
+    def _wait(self, machines: Sequence[Machine], until: float) -> None:
+        """Waits until one has said something, by then. What they write to standard error is kept."""
         errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
-        ready = interrupts.wait_readable([*(machine.stream.fileno() for machine in machines), *errors])
+        fds = [*(machine.stream.fileno() for machine in machines), *errors]
+        ready = interrupts.wait_readable(fds, max(0.0, until - time.monotonic()))
+        if not ready:
+            names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
+            words = "\n".join(word for machine in machines if (word := machine.last_words()))
+            raise LaunchTimeout(f"mlaunch has not answered within join_timeout on {names}" + (words and f":\n{words}"))
         for fd in ready:
             if fd in errors:
                 errors[fd].hear_stderr()
@@ -108,8 +116,8 @@ class Machines:
             machine.hear_stderr()
         return fate, machine.last_words()
 
-    def prepare(self, order: Prepare) -> None:
-        """Asks all machines what they can give to a launch.
+    def prepare(self, order: Prepare, timeout: float) -> None:
+        """Asks all machines what they can give to a launch, which they must say within ``timeout`` seconds.
 
         Raises:
             LaunchError: A machine cannot give it, or has ended.
@@ -118,9 +126,9 @@ class Machines:
         for machine in self.machines:
             machine.prepared = None
             machine.stream.send(self._for(machine, order))
-        waiting = list(self.machines)
+        waiting, until = list(self.machines), time.monotonic() + timeout
         while waiting:
-            self._wait(waiting)
+            self._wait(waiting, until)
             for machine in waiting:
                 self._hear_prepared(machine)
             waiting = [machine for machine in waiting if machine.prepared is None]

@@ -8,6 +8,7 @@ makes of a launch on its own machine (output, progress, report, restarts, the fi
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import select
 import threading
@@ -37,25 +38,48 @@ from mlaunch.protocol.messages import (
 _STREAMS = (1, 2)
 
 
-class MergedAgent:
-    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last.
+class Times:
+    """Of one launch, in seconds. ``patience``: that ranks may take to end, after which a machine that is said to be
+    lost is. ``deadline``: after which what nobody reads holds up nothing any more; None: it does until the end."""
 
-    ``patience``: seconds that ranks may take to end, after which a machine that is said to be lost is.
-    """
+    def __init__(self, patience: float, deadline: float | None) -> None:
+        self._patience = patience
+        self._give_up_at = math.inf
+        self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
+
+    def milliseconds(self) -> float | None:
+        """Returns how long a poll may take; None: for ever."""
+        due = min(self._give_up_at, self._lift_at)
+        return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
+
+    def begin_to_give_up(self) -> None:
+        """Notes that others say that a machine is lost."""
+        self._give_up_at = min(self._give_up_at, time.monotonic() + self._patience)
+
+    def take_due(self) -> tuple[bool, bool]:
+        """Tells whether to give up, and whether the deadline has passed; each once."""
+        now = time.monotonic()
+        gives_up, lifts = now >= self._give_up_at, now >= self._lift_at
+        self._give_up_at = math.inf if gives_up else self._give_up_at
+        self._lift_at = math.inf if lifts else self._lift_at
+        return gives_up, lifts
+
+
+class MergedAgent:
+    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
 
     def __init__(
         self,
         machines: Sequence[Machine],
         world_size: int,
         end_of: Callable[[Machine], tuple[str, str]],
-        patience: float,
+        times: Times,
     ) -> None:
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
         self._end_of = end_of
-        self._patience = patience
-        self._give_up_at: float | None = None
+        self._times = times
         self._open = {machine.stream.fileno(): machine for machine in machines}
         self._board = Board.create(world_size)
         self._backlog = Backlog()
@@ -95,8 +119,11 @@ class MergedAgent:
 
     def _step(self) -> None:
         ready = self._wait()
-        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+        gives_up, passed = self._times.take_due()
+        if gives_up:
             self._give_up()
+        if passed:
+            self._backlog.limit = None
         self._backlog.flush()
         for machine in self._machines:
             if machine.stderr in ready:
@@ -120,8 +147,7 @@ class MergedAgent:
                 poll.register(machine.stream.outgoing, select.POLLOUT)
         for fd in self._backlog.blocked():
             poll.register(fd, select.POLLOUT)
-        left = None if self._give_up_at is None else 1000 * max(0.0, self._give_up_at - time.monotonic())
-        return {fd for fd, _ in poll.poll(left)}
+        return {fd for fd, _ in poll.poll(self._times.milliseconds())}
 
     def _hear_handle(self) -> None:
         """Passes on that the launch is to end. What ranks print holds up nothing any more."""
@@ -196,11 +222,10 @@ class MergedAgent:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
         if record.rank is None and self._hearsay is None:
             self._hearsay = record
-            self._give_up_at = time.monotonic() + self._patience
+            self._times.begin_to_give_up()
 
     def _give_up(self) -> None:
         """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
-        self._give_up_at = None
         for machine in self._open.values():
             machine.lost = True
             for rank in machine.ranks:

@@ -167,7 +167,8 @@ def hello(**changes: Any) -> Callable[[Stream, str], None]:
 
     def serve(stream: Stream, host: str) -> None:
         ours = {"mlaunch": "0.1.0", "python": ".".join(map(str, (3, 1, 4))), "host": host, "pid": 1}
-        os.write(stream.outgoing, MARK + json.dumps({**ours, **changes}).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the caller has heard enough of the other one
+            os.write(stream.outgoing, MARK + json.dumps({**ours, **changes}).encode() + b"\n")
 
     return serve
 
@@ -180,6 +181,15 @@ def test_a_member_that_cannot_serve() -> None:
     ):
         with pytest.raises(LaunchError, match=words):
             launcher(rank, 1, engine=Threads(serve))()
+
+
+def test_a_member_that_says_nothing() -> None:
+    def serve(stream: Stream, _host: str) -> None:
+        os.set_blocking(stream.incoming, True)
+        os.read(stream.incoming, 1)
+
+    with pytest.raises(LaunchTimeout, match=r"mlaunch has not answered within join_timeout on machine 0, machine 1$"):
+        launcher(rank, 1, engine=Threads(serve), join_timeout=0.1)()
 
 
 def test_a_machine_that_is_lost_while_ranks_run(tmp_path: Path) -> None:
