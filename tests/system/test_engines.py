@@ -59,10 +59,11 @@ def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> No
     found = held.ask("raising held")
     assert (found["error"], found["text"]) == ("ValueError", "no such luck")
     assert f"rank {size - 1} of raising.<locals>.work() raised ValueError: no such luck" in found["report"]
-    others = found["report"].partition("meanwhile:\n")[2].splitlines()
+    others = re.findall(r"^  (ranks? \d.*)$", found["report"], re.MULTILINE)
     assert others
-    place = r"  ranks? [-\d, ]+ (was|were) (reporting an exception, )?in barrier at engine_caller\.py:\d+"
-    assert all(re.fullmatch(place, line) for line in others), found["report"]
+    # Ranks on another machine may have seen that their peer has ended before they were stopped.
+    place = r"ranks? [-\d, ]+ (was|were) (in barrier at engine_caller\.py:\d+|reporting an exception.*)"
+    assert all(re.fullmatch(rf"{place}|rank \d raised RuntimeError: .*", line) for line in others), found["report"]
 
 
 def test_a_rank_that_is_killed(held: Rig) -> None:
