@@ -53,9 +53,10 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
 
 
 def remove(environ: Mapping[str, str], launch_id: str) -> None:
-    """Removes the launch's socket, if there is one."""
-    with contextlib.suppress(OSError):
-        (home(environ) / f"{launch_id}{_SUFFIX}").unlink()
+    """Removes the launch's socket, if there is one, also one that was not finished."""
+    for suffix in (_SUFFIX, _UNFINISHED):
+        with contextlib.suppress(OSError):
+            (home(environ) / f"{launch_id}{suffix}").unlink()
 
 
 def connections(environ: Mapping[str, str]) -> Iterator[tuple[str, socket.socket]]:

@@ -176,6 +176,9 @@ def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, t
     assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
     assert inspect.ask(b"status") == []
     assert os.listdir(tmp_path / "mlaunch") == []
+    (tmp_path / "mlaunch" / "dead.new").touch()  # it was killed before it had finished that
+    registry.remove(os.environ, "dead")
+    assert os.listdir(tmp_path / "mlaunch") == []
 
 
 def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(
