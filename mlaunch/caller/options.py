@@ -189,6 +189,7 @@ class Options:
         Engine(),
         "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or an allocation that one holds. "
         "The list then has the values of all ranks. None: they run on this machine.",
+        flag="--engine",
     )
     machines: int | None = option(
         None,

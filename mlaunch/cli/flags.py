@@ -137,6 +137,8 @@ def _add_sizes(flags: Flags) -> None:
                "(a rank per device, per CPU without any); default: 1, or as many as --devices")  # fmt: skip
     flags.flag(group, "--nnodes", default="1", metavar="N", help="machines (default: 1)")
     flags.flag(group, "--node-rank", kind=int, metavar="N", help="which of them this is (default: 0)")
+    group.add_argument("--engine", metavar="NAME", help="who places the ranks on --nnodes machines: slurm:partition=P, "
+                       "ssh:HOST,HOST, ray:GPU=4, 'command:mpirun -N 1' (default: this machine)")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
     flags.switch(
         group, "--virtual-local-rank", help="each rank sees its own device alone, as device 0; LOCAL_RANK is 0"

@@ -28,6 +28,16 @@ class Wishes:
     log_dir: str | None
     prefix: str  # a template
 
+    @property
+    def own_prefix(self) -> bool:
+        """Whether somebody has asked for another than torchrun's."""
+        return self.prefix != _PREFIX
+
+    def prefix_of(self, role: str, rank: int, local_rank: int, host: str) -> str:
+        """Returns what stands before a rank's lines."""
+        template = string.Template(self.prefix)
+        return template.safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)
+
     def policies(self, size: int) -> dict[tuple[int, int], Policy]:
         """Returns those of the streams that are not simply left to their rank."""
         found = {}
@@ -76,11 +86,10 @@ def output_plan(
     wishes: Wishes, size: int, role: str, directory: str | None, rank_start: Callable[[], int]
 ) -> OutputPlan:
     """Makes the plan. ``rank_start``: asked when ranks print, since a machine hears it from the others."""
-    template, host = string.Template(wishes.prefix), socket.gethostname()
+    host = socket.gethostname()
 
     def prefix(ranks: Sequence[int]) -> str:
         (rank,) = ranks
-        local_rank = rank - rank_start()
-        return template.safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)
+        return wishes.prefix_of(role, rank, rank - rank_start(), host)
 
     return OutputPlan(wishes.policies(size), prefix, directory, by_local_rank=True, merge=False)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
 from mlaunch.base import rlimits
@@ -32,6 +32,8 @@ from mlaunch.cli.dry import describe
 from mlaunch.cli.job import Job, job_of
 from mlaunch.cli.job_spec import spec_of
 from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
+from mlaunch.cli.run_there import There, engine_of
+from mlaunch.engines.engine import Engine
 from mlaunch.protocol import error_file
 from mlaunch.rank import device
 
@@ -47,7 +49,10 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
     args = parser.parse_args(argv)
     try:
-        return _run(job_of(args, os.environ), wishes_of(args, os.environ), dry=args.dry_run)
+        job, wishes, engine = job_of(args, os.environ), wishes_of(args, os.environ), engine_of(args)
+        if engine is not None:
+            return _run_there(job, wishes, engine)
+        return _run(job, wishes, dry=args.dry_run)
     except UsageError as error:
         parser.exit(_USAGE, f"{prog}: {error}\n")
     except OSError as error:
@@ -85,6 +90,21 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             server.close()
 
 
+def _run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
+    """Runs the job on an engine's machines; returns the exit status."""
+    with _stopping_at(job.signals):
+        size = job.size if isinstance(job.size, int) else 1
+        there = There(job, engine, wishes, _directory(wishes, size, job))
+        try:
+            return _carry_out(job, there.attempt)
+        except LaunchError as error:
+            return _fail(error)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        finally:
+            there.close()
+
+
 def _interpreter(environ: Mapping[str, str]) -> str:
     """Returns the one that runs the ranks; torchrun's variable."""
     executable = environ.get("PYTHON_EXEC", sys.executable)
@@ -95,9 +115,7 @@ def _interpreter(environ: Mapping[str, str]) -> str:
 
 def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> int:
     """Runs the job; returns the exit status."""
-    directory = directory_of(wishes, size, job.run_id or "run")
-    if directory is not None and wishes.log_dir is None:
-        _say(f"output is kept in {directory}")
+    directory = _directory(wishes, size, job)
     machine = Machine(server.ready(), server.count_devices)
 
     def attempt(time_left: float | None, restart_count: int) -> Ended:
@@ -109,6 +127,18 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
         finally:
             handle.close()
 
+    return _carry_out(job, attempt)
+
+
+def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
+    directory = directory_of(wishes, size, job.run_id or "run")
+    if directory is not None and wishes.log_dir is None:
+        _say(f"output is kept in {directory}")
+    return directory
+
+
+def _carry_out(job: Job, attempt: Callable[[float | None, int], Ended]) -> int:
+    """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
     begun = time.monotonic()
     try:
         with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say).result()

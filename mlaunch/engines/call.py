@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import sys
-import time
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from mlaunch.base.text import ranges
 from mlaunch.caller import interrupts
 from mlaunch.caller.call import flush_streams
-from mlaunch.caller.fork_server import in_memfds
-from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.options import Options
 from mlaunch.caller.output.options import new_directory, output_plan
 from mlaunch.caller.output.plan import OutputPlan
-from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.plan import working_directory
-from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
-from mlaunch.caller.start import naming_culprits
 from mlaunch.caller.warn import warn_caller
-from mlaunch.engines.machine import Machine
-from mlaunch.engines.machines import Machines, say
-from mlaunch.engines.merged import MergedAgent, Times
-from mlaunch.engines.messages import Prepare, Prepared, Start
+from mlaunch.engines.launch import HostPrefix, MachinesLaunch, Work
+from mlaunch.engines.machines import Machines
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.prepared import details_of
-from mlaunch.protocol.spec import Context, LaunchSpec
-from mlaunch.rendezvous.address import LOOPBACK
-
-# What this process does with a launch, which machines need not know; or what an engine decides.
-_OURS = {
-    "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
-    "ranks", "engine", "machines", "max_restarts", "start_method", "join",
-}  # fmt: skip
-_END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
+from mlaunch.protocol.spec import LaunchSpec
 
 
 def call_on_machines(
@@ -49,146 +26,19 @@ def call_on_machines(
 ) -> Ended:
     """Runs the function on every machine's ranks; returns how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
-    call = Call(calls.portable(function), args, kwargs)
+    work = Work(name, Call(calls.portable(function), args, kwargs))
     log_dir = new_directory(options.log_dir, name)
     flush_streams()
     if log_dir is not None:
         options = options.replaced({"log_dir": log_dir})
 
+    def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
+        plan = output_plan(options, spec)
+        return replace(plan, prefix=HostPrefix(hosts)) if len(set(hosts.values())) > 1 else plan
+
     def attempt(time_left: float | None, restart_count: int) -> Ended:
         machines.renew()
-        return _Attempt(machines, options, name, restart_count, time_left).run(call)
+        return MachinesLaunch(machines, options, work, output, restart_count, time_left).run()
 
     with interrupts.deferred():
         return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
-
-
-class _AllServers:
-    """What is behind the agents, for a handle."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def kill(self) -> None:
-        self._machines.kill()
-
-    def describe_end(self) -> str:
-        return "what hears its machines has ended"
-
-
-class _Handle(LaunchHandle):
-    """Hears a MergedAgent: the agents were started by the machines' members, of whose ends it hears otherwise."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._has_begun = True
-
-
-@dataclass
-class _Attempt:
-    placed: Machines
-    options: Options
-    name: str
-    restart_count: int
-    time_left: float | None
-
-    def run(self, call: Call) -> Ended:
-        history = History()
-        tell = say if self.options.progress else lambda _text: None
-        self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.name} waits: {state}"))
-        self.placed.prepare(self._order(), self.options.join_timeout)
-        machines = self.placed.machines
-        spec = self._spec(machines)
-        history.ready = time.monotonic()
-        history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
-        with naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
-            for machine in machines:
-                machine.stream.send(self._start(spec, machine, machines[0].given), memfds[0])
-        return self._hear(spec, history)
-
-    def _hear(self, spec: LaunchSpec, history: History) -> Ended:
-        times = Times(spec.grace_period + _END_TIMEOUT, spec.seconds)
-        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of, times)
-        relay = Relay(self._output(spec, history.hosts), spec.world_size, self.restart_count)
-        handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
-        handle.outcome.hosts = history.hosts
-        merged.start()
-        try:
-            return handle.wait()
-        finally:
-            handle.close()
-            if not merged.join(_END_TIMEOUT):
-                self.placed.kill()
-                merged.join(_END_TIMEOUT)
-
-    def _order(self) -> Prepare:
-        given = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        theirs = {name: value for name, value in given.items() if name not in _OURS}
-        theirs["env"] = dict(self.options.env) if self.options.env is not None else None
-        return Prepare(theirs, self.name, working_directory(), tuple(sys.path))
-
-    def _start(self, spec: LaunchSpec, machine: Machine, head: Prepared) -> Start:
-        """Says how a machine starts: it finds the others at the first one."""
-        return Start(
-            world_size=spec.world_size,
-            rank_start=machine.rank_start,
-            master_ip=self._master_ip(head),
-            port=self.options.port or head.port,
-            token=spec.secret,
-            restart_count=self.restart_count,
-            details=details_of(spec),
-        )
-
-    def _master_ip(self, head: Prepared) -> str:
-        """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
-        if self.options.master_ip != "localhost":
-            return self.options.master_ip
-        return LOOPBACK if len(set(self.placed.hosts)) == 1 else head.address
-
-    def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
-        """Returns the launch as this process sees it: one machine with all ranks."""
-        prepared = [machine.given for machine in machines]
-        return LaunchSpec(
-            launch_id=uuid.uuid4().hex[:12],
-            name=self.name,
-            local_world_size=sum(one.local_world_size for one in prepared),
-            world_size=sum(one.local_world_size for one in prepared),
-            rank_start=0,
-            device_type=prepared[0].device_type,
-            visible_devices=_devices(prepared),
-            backend="",
-            timeout=self.options.timeout_seconds,
-            grace_period=self.options.grace_period,
-            deadline=self.options.deadline,
-            time_left=self.time_left,
-            restart_count=self.restart_count,
-            max_restarts=self.options.max_restarts,
-            seed=self.options.seed,
-            port=0,
-            torch_version=prepared[0].torch_version,
-            secret=secrets.token_hex(16),
-            context=Context({}, "", (), tuple(sys.argv), None, None, os.getpid()),
-            rank0_only=self.options.results == "rank0",
-        )
-
-    def _output(self, spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
-        plan = output_plan(self.options, spec)
-        return replace(plan, prefix=_Prefix(hosts)) if len(set(hosts.values())) > 1 else plan
-
-
-class _Prefix:
-    """Names ranks with their hosts: "[n1:0-3,n2:4] "."""
-
-    def __init__(self, hosts: dict[int, str]) -> None:
-        self._hosts = hosts
-
-    def __call__(self, ranks: Sequence[int]) -> str:
-        found: dict[str, list[int]] = {}
-        for rank in ranks:
-            found.setdefault(self._hosts[rank], []).append(rank)
-        return f"[{','.join(f'{host}:{ranges(there, chr(44))}' for host, there in found.items())}] "
-
-
-def _devices(prepared: Sequence[Prepared]) -> str:
-    """Returns the names of all ranks' devices on their machines, with commas."""
-    return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)

@@ -33,7 +33,7 @@ _WITH_CONTENT = (RankAnswered, RankGone)
 
 
 class MachineLaunch:
-    """Starts it. ``call``: the memfd with the call, which stays the caller's of this."""
+    """Starts it. ``call``: the memfd with the call, which stays the caller's of this; -1: ranks run a command."""
 
     def __init__(self, stream: Stream, spec: LaunchSpec, server: ForkServer, call: int) -> None:
         self._stream = stream
@@ -45,7 +45,7 @@ class MachineLaunch:
         self._rows: tuple[bytes, ...] = ()
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
-        self._agent = server.launch(spec, Payload(memfd=call))
+        self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
 
     def run(self) -> None:
         """Runs it to its end, or the caller's."""

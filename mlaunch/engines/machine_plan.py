@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import time
 
 from mlaunch.caller.options import Options
@@ -14,7 +15,7 @@ from mlaunch.caller.plan import Attempt, Machine, place, plan
 from mlaunch.caller.warm import warm_server
 from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.protocol.prepared import with_details
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import Command, LaunchSpec
 from mlaunch.rendezvous.address import addresses, is_taken
 
 _STREAMS = (1, 2)
@@ -60,9 +61,18 @@ class MachinePlan:
         attempt = Attempt(order.restart_count, order.details.time_left)
         spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
         spec = with_details(spec, order.details)
-        path = dict.fromkeys([*sys.path, *self._order.sys_path])
+        # A script's modules are looked for beside it first, a function's where the machine has its own.
+        first, then = (self._order.sys_path, sys.path) if order.command else (sys.path, self._order.sys_path)
+        path = dict.fromkeys([*first, *then])
         context = dataclasses.replace(spec.context, cwd=self._cwd, sys_path=tuple(path), main_file=None, main_name=None)
-        return dataclasses.replace(spec, context=context, piped=(_STREAMS,) * spec.local_world_size)
+        spec = dataclasses.replace(spec, context=context, piped=(_STREAMS,) * spec.local_world_size)
+        return spec if order.command is None else _of_command(spec, order.command, order)
+
+
+def _of_command(spec: LaunchSpec, command: Command, order: Start) -> LaunchSpec:
+    """Returns the launch of a command, which binds its devices itself."""
+    own = dataclasses.replace(command, run_id=command.run_id or spec.launch_id, temporary=tempfile.gettempdir())
+    return dataclasses.replace(spec, device_type="", command=own, node_rank=order.node_rank, num_nodes=order.num_nodes)
 
 
 def _free_port() -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.protocol.prepared import Details
+from mlaunch.protocol.spec import Command
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.engines.member"
@@ -52,7 +53,7 @@ class NotPrepared:
 
 @dataclass(frozen=True)
 class Start:
-    """Starts the ranks of this machine. The content: the call."""
+    """Starts the ranks of this machine. The content: the call; none if they run a command."""
 
     world_size: int
     rank_start: int
@@ -61,6 +62,9 @@ class Start:
     token: str = field(repr=False)
     restart_count: int
     details: Details
+    command: Command | None = None
+    node_rank: int = 0
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True)

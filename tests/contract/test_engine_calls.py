@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
-from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member
+from mlaunch.cli import main, run_there
+from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member, named
 from mlaunch.engines.messages import MARK
 from mlaunch.engines.stream import Stream
 
@@ -251,3 +252,72 @@ def test_other_mistakes() -> None:
         Command("")
     assert repr(Slurm(gpus_per_node=8, exclusive=True)) == "Slurm(--gpus-per-node=8 --exclusive)"
     assert (repr(Hosts(["a", "b:4"])), repr(Command("mpirun -N 1"))) == ("Hosts(['a', 'b'])", "Command('mpirun -N 1')")
+
+
+NAMES = [
+    ("slurm:partition=gpu,exclusive,gpus-per-node=8", "Slurm(--partition=gpu --exclusive --gpus-per-node=8)"),
+    ("ssh:a,b:4", "Hosts(['a', 'b'])"),
+    ("ray:GPU=4", "Ray({'GPU': 4.0})"),
+    ("command:mpirun -N 1", "Command('mpirun -N 1')"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), NAMES)
+def test_engines_by_name(text: str, shown: str) -> None:
+    assert repr(named.engine_named(text)) == shown
+
+
+REFUSED = [
+    (["--engine", "pbs"], "--engine pbs: allowed: slurm[:NAME=VALUE,...], ssh:HOST"),
+    (["--engine", "ssh:"], "--engine ssh:: hosts=[]: allowed: a list of at least one name"),
+    (["--engine", "slurm:nodes=2"], "--engine slurm:nodes=2: Slurm: nodes= is the launcher's to say"),
+    (["--engine", "slurm", "--devices", "1"], "--devices with --engine: allowed: one of the two"),
+    (["--engine", "ssh:a", "--nnodes", "2"], "machines=2 with 1 hosts: allowed: 1 to 1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
+def test_command_lines_that_are_refused(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(SystemExit) as left:
+        main(["run", *flags, str(tmp_path / "train.py")])
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+SCRIPT = """
+import os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")), sys.argv[1:])
+if sys.argv[1] == "fail" and dist.get_rank() == 2:
+    os._exit(7)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(("word", "status"), [("well", 0), ("fail", 7)])
+def test_a_script(
+    word: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = Threads()
+    engine.python = "python-over-there"
+    monkeypatch.setattr(run_there, "engine_named", lambda _name: engine)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    logs = tmp_path / "logs"
+    flags = ["--engine", "threads", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "1", "--log-dir", str(logs)]
+    assert main(["run", *flags, "train.py", word]) == status
+    told = capfd.readouterr()
+    assert sorted(line for line in told.out.splitlines() if "[m" in line) == [
+        f"[m{node}:{rank}] {rank} {local} {node} 3 ['{word}']"
+        for rank, local, node in ((0, 0, 0), (1, 1, 0), (2, 0, 1))
+    ]
+    [directory] = logs.iterdir()
+    kept = sorted(str(path.relative_to(directory)) for path in directory.rglob("stdout*"))
+    assert kept == [f"attempt_0/{rank}/stdout.log" for rank in range(3)]
+    if status:
+        assert "mlaunch: rank 2 of train.py exited with code 7 (sys.exit or os._exit)\n  host m1, " in told.err

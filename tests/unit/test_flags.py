@@ -190,7 +190,8 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
 }
-ELSEWHERE = {"devices", "log_dir"}  # seen to by the command itself: test_devices, test_what_becomes_of_the_output
+# Seen to by the command itself: test_devices, test_engines_by_name, test_what_becomes_of_the_output.
+ELSEWHERE = {"devices", "engine", "log_dir"}
 
 
 def test_the_flags_of_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

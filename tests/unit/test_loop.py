@@ -105,6 +105,7 @@ INSIDE = {
     "mlaunch.engines.call": "test_machines_that_are_held",
     "mlaunch.engines.cluster": "test_machines_that_are_held",
     "mlaunch.engines.engine": "test_machines_that_are_held",
+    "mlaunch.engines.launch": "test_machines_that_are_held",
     "mlaunch.engines.machine": "test_machines_that_are_held",
     "mlaunch.engines.machine_launch": "test_machines_that_are_held",
     "mlaunch.engines.machine_plan": "test_machines_that_are_held",

@@ -1,0 +1,185 @@
+"""One launch on the machines of an engine: of a function or of a command."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+from mlaunch.base.text import ranges
+from mlaunch.caller.fork_server import in_memfds
+from mlaunch.caller.handle import LaunchHandle
+from mlaunch.caller.options import Options
+from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.plan import working_directory
+from mlaunch.caller.report.history import History
+from mlaunch.caller.settle import Ended
+from mlaunch.caller.start import naming_culprits
+from mlaunch.engines.machine import Machine
+from mlaunch.engines.machines import Machines, say
+from mlaunch.engines.merged import MergedAgent, Times
+from mlaunch.engines.messages import Prepare, Prepared, Start
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.prepared import details_of
+from mlaunch.protocol.spec import Command, Context, LaunchSpec
+from mlaunch.rendezvous.address import LOOPBACK
+
+# What this process does with a launch, which machines need not know; or what an engine decides.
+_OURS = {
+    "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
+    "ranks", "engine", "machines", "max_restarts", "start_method", "join",
+}  # fmt: skip
+_END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
+
+
+class _AllServers:
+    """What is behind the agents, for a handle."""
+
+    def __init__(self, machines: Machines) -> None:
+        self._machines = machines
+
+    def kill(self) -> None:
+        self._machines.kill()
+
+    def describe_end(self) -> str:
+        return "what hears its machines has ended"
+
+
+class _Handle(LaunchHandle):
+    """Hears a MergedAgent: the agents were started by the machines' members, of whose ends it hears otherwise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._has_begun = True
+
+
+@dataclass(frozen=True)
+class Work:
+    """What ranks run. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` behind the machine's own."""
+
+    name: str
+    call: Call | None
+    command: Command | None = None
+    argv: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
+    path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+
+
+@dataclass
+class MachinesLaunch:
+    """``output``: plans what becomes of what ranks print, for their hosts by rank."""
+
+    placed: Machines
+    options: Options
+    work: Work
+    output: Callable[[LaunchSpec, dict[int, str]], OutputPlan]
+    restart_count: int
+    time_left: float | None
+
+    def run(self) -> Ended:
+        """Runs it to its end; see ``call_on_machines``."""
+        history = History()
+        tell = say if self.options.progress else lambda _text: None
+        self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
+        self.placed.prepare(self._order(), self.options.join_timeout)
+        machines = self.placed.machines
+        spec = self._spec(machines)
+        history.ready = time.monotonic()
+        history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
+        call = self.work.call
+        with naming_culprits(spec, call), in_memfds([("call", call)] if call is not None else []) as memfds:
+            for machine in machines:
+                machine.stream.send(self._start(spec, machine), memfds[0] if memfds else -1)
+        return self._hear(spec, history)
+
+    def _hear(self, spec: LaunchSpec, history: History) -> Ended:
+        times = Times(spec.grace_period + _END_TIMEOUT, spec.seconds)
+        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of, times)
+        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count)
+        handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
+        handle.outcome.hosts = history.hosts
+        merged.start()
+        try:
+            return handle.wait()
+        finally:
+            handle.close()
+            if not merged.join(_END_TIMEOUT):
+                self.placed.kill()
+                merged.join(_END_TIMEOUT)
+
+    def _order(self) -> Prepare:
+        given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
+        theirs = {name: value for name, value in given.items() if name not in _OURS}
+        theirs["env"] = dict(self.options.env) if self.options.env is not None else None
+        return Prepare(theirs, self.work.name, working_directory(), self.work.path)
+
+    def _start(self, spec: LaunchSpec, machine: Machine) -> Start:
+        """Says how a machine starts: it finds the others at the first one."""
+        head = self.placed.machines[0].given
+        return Start(
+            world_size=spec.world_size,
+            rank_start=machine.rank_start,
+            master_ip=self._master_ip(head),
+            port=self.options.port or head.port,
+            token=spec.secret,
+            restart_count=self.restart_count,
+            details=details_of(spec),
+            command=self.work.command,
+            node_rank=machine.number,
+            num_nodes=len(self.placed.machines),
+        )
+
+    def _master_ip(self, head: Prepared) -> str:
+        """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
+        if self.options.master_ip != "localhost":
+            return self.options.master_ip
+        return LOOPBACK if len(set(self.placed.hosts)) == 1 else head.address
+
+    def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
+        """Returns the launch as this process sees it: one machine with all ranks."""
+        prepared = [machine.given for machine in machines]
+        return LaunchSpec(
+            launch_id=uuid.uuid4().hex[:12],
+            name=self.work.name,
+            local_world_size=sum(one.local_world_size for one in prepared),
+            world_size=sum(one.local_world_size for one in prepared),
+            rank_start=0,
+            device_type=prepared[0].device_type,
+            visible_devices=_devices(prepared),
+            backend="",
+            timeout=self.options.timeout_seconds,
+            grace_period=self.options.grace_period,
+            deadline=self.options.deadline,
+            time_left=self.time_left,
+            restart_count=self.restart_count,
+            max_restarts=self.options.max_restarts,
+            seed=self.options.seed,
+            port=0,
+            torch_version=prepared[0].torch_version,
+            secret=secrets.token_hex(16),
+            context=Context({}, "", (), self.work.argv, None, None, os.getpid()),
+            rank0_only=self.options.results == "rank0",
+            command=self.work.command,
+        )
+
+
+class HostPrefix:
+    """Names ranks with their hosts: "[n1:0-3,n2:4] "."""
+
+    def __init__(self, hosts: dict[int, str]) -> None:
+        self._hosts = hosts
+
+    def __call__(self, ranks: Sequence[int]) -> str:
+        found: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            found.setdefault(self._hosts[rank], []).append(rank)
+        return f"[{','.join(f'{host}:{ranges(there, chr(44))}' for host, there in found.items())}] "
+
+
+def _devices(prepared: Sequence[Prepared]) -> str:
+    """Returns the names of all ranks' devices on their machines, with commas."""
+    return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)

@@ -1,0 +1,40 @@
+"""Engines by name, as a command line says them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlaunch.engines.command import Command
+from mlaunch.engines.engine import Engine
+from mlaunch.engines.hosts import Hosts
+from mlaunch.engines.ray import Ray
+from mlaunch.engines.slurm import Slurm
+
+ALLOWED = "slurm[:NAME=VALUE,...], ssh:HOST[:RANKS],..., ray[:CPU=N,GPU=N,...], command:PROGRAM with its options"
+
+
+def engine_named(text: str) -> Engine:
+    """Makes the engine: "slurm:partition=gpu,time=1:00:00", "ssh:a,b:4", "ray:GPU=4", "command:mpirun -N 1".
+
+    Raises:
+        ValueError: There is no such engine, or it has no such option.
+    """
+    name, _, rest = text.partition(":")
+    try:
+        if name == "slurm":
+            options: dict[str, Any] = {key: value or True for key, value in _pairs(rest)}
+            return Slurm(**options)
+        if name == "ssh":
+            return Hosts([host for host in rest.split(",") if host])
+        if name == "ray":
+            return Ray(resources={key: float(value) for key, value in _pairs(rest)} or None)
+        if name == "command":
+            return Command(rest)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text}: {error}") from None
+    raise ValueError(f"{text}: allowed: {ALLOWED}")
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    parts = [part.partition("=") for part in text.split(",") if part]
+    return [(key.strip().lstrip("-").replace("-", "_"), value.strip()) for key, _, value in parts]
