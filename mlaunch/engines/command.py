@@ -72,7 +72,9 @@ class _Started(Placement):
             raise LaunchError(self._why_not()) from None
         sizes = [where.size for where in self._found if where.size]
         wanted = self._wanted or next(iter(sizes), 0)
-        if not self._found or len(self._found) < (wanted or len(self._found) + 1):
+        if self._found and not wanted:
+            raise LaunchError(f"{self._name} does not tell its processes how many they are; give machines=")
+        if not self._found or len(self._found) < wanted:
             return f"{self._name} has started {len(self._found)} of {wanted or 'its'} processes"
         if not self._streams:
             self._lead()

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
+from mlaunch.engines.forks import close_in_forks
 
 # It asks, says how that ended, and gives the allocation back when its standard input ends: with the caller, however
 # that ends, and also while the job still waits. Members end with the caller, too, and tidy up, for which they have ten
@@ -70,6 +71,8 @@ class Allocation:
             )
         except OSError as error:
             raise LaunchError(f"Slurm cannot be asked: {error}") from error
+        if self._guard.stdin is not None:
+            close_in_forks(self._guard.stdin)
 
     def state(self) -> str:
         """Says what the job waits for; "" once the nodes are there. LaunchError, in Slurm's words: there are none."""

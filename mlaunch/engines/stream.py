@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.fds import close_all
+from mlaunch.engines.forks import close_in_forks
 from mlaunch.protocol import payload
 
 _HEAD = struct.Struct("!IQ")
@@ -56,6 +57,7 @@ class Stream:
 
     def __init__(self, incoming: int, outgoing: int) -> None:
         self.incoming, self.outgoing = incoming, outgoing
+        close_in_forks(self)
         os.set_blocking(incoming, False)
         os.set_blocking(outgoing, False)
         for end in (incoming, outgoing):

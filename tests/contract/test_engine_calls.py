@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +146,19 @@ def test_machines_that_are_held(engine: Threads) -> None:
     assert repr(held) == "<no machines any more>"
     with pytest.raises(LaunchError, match=r"was given back \(close\(\) was called\); hold\(\) another one"):
         launcher(rank, engine=held)()
+
+
+def test_a_fork_of_the_caller_does_not_keep_machines(engine: Threads) -> None:
+    with engine.hold(1):
+        fork = os.fork()
+        if fork == 0:
+            while True:
+                signal.pause()
+    try:
+        assert not engine.placements[0].threads[0].is_alive()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
 
 
 def test_machines_that_nobody_uses_are_given_back(engine: Threads) -> None:
