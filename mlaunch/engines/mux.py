@@ -31,7 +31,10 @@ class _End:
 
 
 class Mux:
-    """Owns the sockets, by number, one for each stream. The same code serves on both sides."""
+    """Owns the sockets, by number, one for each stream. The same code serves on both sides.
+
+    Who does not read one of them holds up all, once some megabytes wait.
+    """
 
     def __init__(self, stream: Stream, ends: Mapping[int, socket.socket]) -> None:
         self._stream = stream
