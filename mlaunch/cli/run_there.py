@@ -18,7 +18,10 @@ from mlaunch.engines.named import engine_named
 from mlaunch.protocol.spec import Command, LaunchSpec
 
 # Flags that an engine or its machines decide.
-_DECIDED = ("node_rank", "master_addr", "rdzv_endpoint", "devices", "preload", "dry_run", "standalone", "token_file")
+_DECIDED = (
+    "node_rank", "master_addr", "master_port", "rdzv_endpoint", "devices", "preload", "dry_run", "standalone",
+    "token_file",
+)  # fmt: skip
 
 
 def engine_of(args: argparse.Namespace) -> Engine | None:

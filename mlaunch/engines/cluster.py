@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.errors import LaunchError
+from mlaunch.base.misuse import misuse
 from mlaunch.engines.call import call_on_machines
 from mlaunch.engines.machines import Machines
 
@@ -25,6 +26,7 @@ class Cluster:
 
     def __init__(self, machines: Machines, idle_timeout: float | None) -> None:
         self._machines = machines
+        self._size = len(machines.hosts)
         self._idle_timeout = idle_timeout
         self._timer: threading.Timer | None = None
         self._closed = ""  # why
@@ -51,6 +53,9 @@ class Cluster:
         with self._lock:
             if self._closed:
                 raise LaunchError(f"this allocation was given back ({self._closed}); hold() another one")
+            if options.machines not in {None, self._size}:
+                raise misuse(ValueError(f"machines={options.machines} on {self._size} held machines: allowed: "
+                                        f"{self._size}, or None"))  # fmt: skip
             self._stop_timer()
             try:
                 return call_on_machines(self._machines, options, function, args, kwargs)

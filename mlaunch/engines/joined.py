@@ -43,10 +43,11 @@ def main() -> NoReturn:
     secret = secrets.token_hex(32)
     with Listener(("0.0.0.0", 0), authkey=secret.encode()) as listener:
         where = _say_where(outgoing, listener.address[1], secret)
-        lead = _hear(incoming, where)
+        stream = Stream(incoming, outgoing)
+        lead = _hear(stream, where)
         if lead is None:
             _follow(listener)
-    _lead(Stream(incoming, outgoing), lead, where)
+    _lead(stream, lead, where)
     os._exit(0)
 
 
@@ -58,16 +59,15 @@ def _say_where(outgoing: int, port: int, secret: str) -> Where:
     return where
 
 
-def _hear(incoming: int, where: Where) -> Lead | None:
+def _hear(stream: Stream, where: Where) -> Lead | None:
     """Waits for the caller's word; None if it is for another one, or comes to others alone."""
-    stream = Stream(incoming, os.open(os.devnull, os.O_WRONLY))
     with contextlib.suppress(EOFError):
         while True:
-            select.select([incoming], [], [])
-            for record, _ in stream.receive():
+            select.select([stream], [], [])
+            for record, _ in stream.receive(1):  # what follows it is for who carries
                 if isinstance(record, Lead) and record.name == where.name:
                     return record
-                threading.Thread(target=_drain, args=(incoming,), daemon=True).start()
+                threading.Thread(target=_drain, args=(stream.incoming,), daemon=True).start()
                 return None
     if where.number == 0:  # to whom it would have come: the caller is gone
         os._exit(1)

@@ -177,7 +177,8 @@ class HostPrefix:
         found: dict[str, list[int]] = {}
         for rank in sorted(ranks):
             found.setdefault(self._hosts[rank], []).append(rank)
-        return f"[{','.join(f'{host}:{ranges(there, chr(44))}' for host, there in found.items())}] "
+        named = [f"{host}:{ranges(there, ',')}" for host, there in found.items()]
+        return f"[{','.join(named)}] "
 
 
 def _devices(prepared: Sequence[Prepared]) -> str:

@@ -74,18 +74,21 @@ class Machines:
             self.machines.append(Machine(number, placement.start(number)))
         waiting, until = list(self.machines), time.monotonic() + timeout
         while waiting:
-            self._wait(waiting, until)
+            self._wait(waiting, until, timeout)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
 
-    def _wait(self, machines: Sequence[Machine], until: float) -> None:
-        """Waits until one has said something, by then. What they write to standard error is kept."""
+    def _wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
+        """Waits until one has said something, by then; ``timeout``: seconds of all. Keeps their standard error."""
         errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
         fds = [*(machine.stream.fileno() for machine in machines), *errors]
         ready = interrupts.wait_readable(fds, max(0.0, until - time.monotonic()))
         if not ready:
             names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
             words = "\n".join(word for machine in machines if (word := machine.last_words()))
-            raise LaunchTimeout(f"mlaunch has not answered within join_timeout on {names}" + (words and f":\n{words}"))
+            raise LaunchTimeout(
+                f"mlaunch has not answered on {names} within join_timeout={timeout:g} s; is it slow to start there, or "
+                f"does something ask for input?" + (words and f" It wrote:\n{words}")
+            )
         for fd in ready:
             if fd in errors:
                 errors[fd].hear_stderr()
@@ -128,7 +131,7 @@ class Machines:
             machine.stream.send(self._for(machine, order))
         waiting, until = list(self.machines), time.monotonic() + timeout
         while waiting:
-            self._wait(waiting, until)
+            self._wait(waiting, until, timeout)
             for machine in waiting:
                 self._hear_prepared(machine)
             waiting = [machine for machine in waiting if machine.prepared is None]

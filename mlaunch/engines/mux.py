@@ -45,6 +45,7 @@ class Mux:
     def run(self) -> None:
         """Carries until the one stream ends, or all the others have on both sides."""
         try:
+            self._hear()  # what came with the word to begin
             while any(end.reads or not end.finished for end in self._ends.values()):
                 self._step()
         except EOFError:
@@ -64,9 +65,12 @@ class Mux:
         if self._stream.outgoing in ready:
             self._stream.flush()
         if self._stream.incoming in ready:
-            for record, _ in self._stream.receive():
-                if isinstance(record, Carried):
-                    self._take(self._ends[record.number], record.data)
+            self._hear()
+
+    def _hear(self) -> None:
+        for record, _ in self._stream.receive():
+            if isinstance(record, Carried):
+                self._take(self._ends[record.number], record.data)
 
     def _wait(self) -> dict[int, int]:
         poll = select.poll()

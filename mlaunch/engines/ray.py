@@ -44,8 +44,11 @@ class Ray(Engine):
         if not ray.is_initialized():
             try:
                 ray.init(address=self._address, log_to_driver=False, configure_logging=False)
-            except ConnectionError as error:
-                raise LaunchError(f"there is no Ray cluster at address={self._address!r}: {error}") from error
+            except (ConnectionError, RuntimeError) as error:
+                raise LaunchError(
+                    f"no Ray cluster answers at address={self._address!r} ({error}); this process belongs inside the "
+                    f"cluster: start one with `ray start --head`, or give its address="
+                ) from error
         return _InBundles(self._resources, machines or 1, command)
 
     def __repr__(self) -> str:

@@ -186,10 +186,12 @@ class Stream:
         return True
 
     def close(self) -> None:
+        """Closes both descriptors. May be called again: by then their numbers may be somebody else's."""
         self.forget()
         if self._content is not None:
             self._content.close()
-        close_all({self.incoming, self.outgoing})
+        owned, self.incoming, self.outgoing = {self.incoming, self.outgoing}, -1, -1
+        close_all(owned - {-1})
 
 
 class _Content:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.cli import main, run_there
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member, named
@@ -137,6 +139,8 @@ def test_machines_that_are_held(engine: Threads) -> None:
     with engine.hold(2, n_gpus=1) as held:
         assert (held.hosts, repr(held)) == (["m0", "m1"], "<2 machines: m0, m1>")
         assert launcher(rank, engine=held)() == [0, 1]
+        with pytest.raises(ValueError, match=r"machines=3 on 2 held machines: allowed: 2, or None"):
+            launcher(rank, engine=held, machines=3)()
         with pytest.raises(TypeError, match="cannot be pickled"):
             launcher(print, engine=held)(threading.Lock())
         with pytest.raises(LaunchError, match=r"host m\d cannot take part: ValueError: devices="):
@@ -201,12 +205,28 @@ def test_a_member_that_cannot_serve() -> None:
             launcher(rank, 1, engine=Threads(serve))()
 
 
+def test_a_machine_without_mlaunch(tmp_path: Path) -> None:
+    """An interpreter that finds no packages, behind what stands for ssh."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o700)
+    there = Hosts(["a"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"], python=str(bare), cwd="/")
+    with pytest.raises(LaunchError, match=r"No module named 'mlaunch'") as caught:
+        launcher(rank, 1, engine=there)()
+    assert str(caught.value).startswith("mlaunch did not start on machine 0: ssh to a exited with code 1\n")
+    assert str(caught.value).endswith(f"must be installed there: {bare} -m pip install mlaunch=={mlaunch.__version__}")
+    with pytest.raises(LaunchError, match="no-such-ssh cannot be run here: No such file or directory; install it"):
+        launcher(rank, 1, engine=Hosts(["a"], ssh=["no-such-ssh"]))()
+
+
 def test_a_member_that_says_nothing() -> None:
     def serve(stream: Stream, _host: str) -> None:
         os.set_blocking(stream.incoming, True)
         os.read(stream.incoming, 1)
 
-    with pytest.raises(LaunchTimeout, match=r"mlaunch has not answered within join_timeout on machine 0, machine 1$"):
+    with pytest.raises(
+        LaunchTimeout, match=r"mlaunch has not answered on machine 0, machine 1 within join_timeout=0\.1 s; "
+    ):
         launcher(rank, 1, engine=Threads(serve), join_timeout=0.1)()
 
 

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -147,6 +148,22 @@ def waiting(engine: Any) -> Any:
         return launcher(wait_for_ever, engine=engine)()
 
 
+def inside(_engine: Any) -> Any:
+    """In a job, as its shell would be, whose nodes are used and not given back."""
+    asked = ["salloc", "--no-shell", "--nodes=2", "--exclusive"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True).stderr
+    job = said.split()[-1]
+    os.environ["SLURM_JOB_ID"] = job
+    try:
+        found = launcher(dist.get_rank, SIZE, engine=engines.Slurm())()
+        return found, subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True).stdout.split() == [
+            job
+        ]
+    finally:
+        del os.environ["SLURM_JOB_ID"]
+        subprocess.run(["scancel", job], check=True)
+
+
 def nowhere(_engine: Any) -> Any:
     return launcher(wait_for_ever, engine=engines.Slurm(partition="nope"))()
 
@@ -211,7 +228,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
-        queued, waiting, nowhere, cut,
+        queued, waiting, inside, nowhere, cut,
     )
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def jobs(rig: Rig) -> str:
     return subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout
 
 
+def wait_for_jobs(rig: Rig, most: int) -> None:
+    """Waits until Slurm has no more than that many."""
+    until = time.monotonic() + LIMIT
+    while len((left := jobs(rig)).splitlines()) > most:
+        assert time.monotonic() < until, left
+
+
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_queue(rig: Rig) -> None:
     """Ctrl-C and SIGKILL while the job waits, and a partition that there is not."""
@@ -118,13 +126,13 @@ def test_a_queue(rig: Rig) -> None:
     assert other.hear() == {"waits": True}
     other.kill()
     other.close()
-    while len(jobs(rig).splitlines()) > 1:
-        pass
+    wait_for_jobs(rig, 1)
     found = rig.ask("nowhere")
     assert found["text"].startswith("Slurm gives no allocation:\n  salloc: error: invalid partition specified: nope")
     rig.ask("close")
-    while jobs(rig):
-        pass
+    wait_for_jobs(rig, 0)
+    assert rig.ask("inside")["value"] == [[0, 1, 2, 3], True]
+    wait_for_jobs(rig, 0)
 
 
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
@@ -132,8 +140,8 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     pids = rig.hear()["pids"]
     rig.kill()
     wait_gone(pids, LIMIT)
-    while "Slurm" in rig.engine and jobs(rig):
-        pass
+    if "Slurm" in rig.engine:
+        wait_for_jobs(rig, 0)
 
 
 def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:

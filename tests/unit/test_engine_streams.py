@@ -92,6 +92,19 @@ def test_an_end_that_is_closed_is_told_after_what_it_sent() -> None:
         assert other.unsent == 0
 
 
+def test_a_stream_that_is_closed_owns_nothing() -> None:
+    """What has taken its numbers since is not closed in a fork of this process, which closes streams."""
+    with pair() as (one, _):
+        one.close()
+        taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
+        fork = os.fork()
+        if fork == 0:
+            os._exit(sum(not os.path.exists(f"/proc/self/fd/{fd}") for fd in taken))
+        assert os.waitpid(fork, 0)[1] == 0
+        for fd in taken:
+            os.close(fd)
+
+
 def test_what_comes_before_the_first_word_is_dropped() -> None:
     with pair() as (one, other):
         os.write(one.outgoing, b"Welcome to host7!\nLast login: yesterday\nmark {")
