@@ -156,9 +156,8 @@ def inside(_engine: Any) -> Any:
     os.environ["SLURM_JOB_ID"] = job
     try:
         found = launcher(dist.get_rank, SIZE, engine=engines.Slurm())()
-        return found, subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True).stdout.split() == [
-            job
-        ]
+        left = subprocess.run(["squeue", "-h", "-o", "%i"], capture_output=True, text=True, check=True).stdout
+        return found, left.split() == [job]
     finally:
         del os.environ["SLURM_JOB_ID"]
         subprocess.run(["scancel", job], check=True)
