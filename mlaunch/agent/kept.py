@@ -58,7 +58,8 @@ class KeptSupervisor(Supervisor):
                 self._end_callers(record.number)
         elif isinstance(record, EndRanks):
             self._leaving = True
-            self._stopping.without_asking(force=False)
+            # One may have answered its launcher a moment ago and not be back yet: it leaves by itself, too.
+            self._stopping.without_asking(force=False, spare_leaving=True)
         else:
             return False
         return True

@@ -18,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.protocol import payload
 from tests.contract import crashes
+from tests.processes import wait_gone
 
 # Leaving
 
@@ -88,6 +89,30 @@ def test_exit_handlers_run_after_sys_exit(tmp_path: Path, code: int) -> None:
         with pytest.warns(RuntimeWarning, match="exited with code 0 without returning a value"):
             launcher(train, 1)()
     assert (tmp_path / "0").exists()
+
+
+class Late:
+    """An argument that rank 1 lets go of only when rank 0 is gone."""
+
+    def __del__(self) -> None:
+        if os.environ.get("RANK") == "1":
+            wait_gone([int(Path(os.environ["OTHER"]).read_text())])
+
+
+def test_exit_handlers_run_in_a_rank_that_is_not_back_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered, and its caller closes the ranks before it waits for the next call."""
+    monkeypatch.setenv("OTHER", str(tmp_path / "pid"))
+
+    def train(_: object) -> None:
+        if os.environ["RANK"] == "0":
+            (tmp_path / "pid").write_text(str(os.getpid()))
+        dist.barrier()
+        atexit.register((tmp_path / os.environ["RANK"]).touch)
+
+    with Ranks(n_gpus=2) as ranks:
+        ranks.run(train, Late())
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
 
 
 def test_a_checkpoint_that_is_being_saved_is_complete(tmp_path: Path) -> None:
