@@ -37,6 +37,8 @@ def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
     """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
     forked = [_prepare_and_fork(nursery, local_rank) for local_rank in range(nursery.spec.local_world_size)]
     for rank, started, readers in forked:
+        if nursery.spec.stays:
+            rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
         launcher.try_send(started, [*([rank.channel.fileno()] if nursery.spec.stays else []), *readers])
         nursery.owned.close(*readers)
     return [rank for rank, _, _ in forked]

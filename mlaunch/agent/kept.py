@@ -46,7 +46,6 @@ class KeptSupervisor(Supervisor):
         self._ask_at = self._call_back_at = self._lost_at = _NEVER
         for rank in scene.ranks:
             rank.answer = Kind.VALUE  # they are at work for nobody
-            rank.give_answer_file()
 
     # What the launcher says
 

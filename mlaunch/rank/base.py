@@ -117,7 +117,10 @@ class Rank:
     def _hear(self) -> tuple[object, list[int]]:
         """Waits for the next record that is not about where to write."""
         while True:
-            record, fds = self._args.channel.receive()
+            try:
+                record, fds = self._args.channel.receive()
+            except EOFError:  # the agent is gone, and the kernel is about to end us as well
+                os._exit(1)
             if not isinstance(record, AnswerFile):
                 return record, fds
             self._take_answer_fd(*fds)

@@ -69,12 +69,6 @@ class KeptRank(FunctionRank):
         number = self._task.number if self._task is not None else 0
         return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= number > 0
 
-    def _next_task(self) -> Task | None:
-        try:
-            return super()._next_task()
-        except EOFError:  # the agent is gone, and we are about to go with it
-            os._exit(1)
-
     def _run_task(self, task: Task) -> None:
         if task.errand is Errand.TELL_NUMBERS:
             self._answer(Kind.VALUE, step.since_the_call())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from mlaunch import launcher
 from mlaunch.agent.inspection import STATUS
 from mlaunch.caller.prepared import preparation
 from mlaunch.caller.warm import warm_server
@@ -51,5 +52,6 @@ def preparing() -> Iterator[None]:
         if before is not None:
             os.environ["MLAUNCH_PREPARE"] = before
         preparation.drop()
+        launcher(int, 1)()  # after it, the fork server no longer begins to prepare what was dropped
         servers = [pid for pid in children(os.getpid()) if session_of(pid) == pid]  # those that were replaced end, too
         wait_gone([*agents(), *(pid for pid in servers if pid != warm_server.get(os.environ).pid)], LIMIT)

@@ -9,10 +9,11 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent import supervisor as supervisor_module
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept import KeptSupervisor
@@ -23,14 +24,16 @@ from mlaunch.agent.stack_requests import StackRequests, request
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
+from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase
+from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase, RankStarted
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, step
+from mlaunch.rank.base import Rank
 from mlaunch.rank.step import Numbers
 
 BOTTOM = function.__file__
@@ -482,6 +485,49 @@ def begin(world: World, number: int) -> None:
 
 def end_ranks(world: World) -> None:
     world.ours.send(EndRanks())
+
+
+@dataclass
+class Listener:
+    """A launcher that looks, when it hears of a rank, whether that rank has heard of something before."""
+
+    rank_end: Channel
+    heard_before: list[bool] = field(default_factory=list)
+
+    def try_send(self, _record: object, _fds: object = ()) -> None:
+        self.heard_before.append(bool(wait_readable([self.rank_end.fileno()], 0.0)))
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_rank_that_can_be_called_has_where_to_write(monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+    """Its launcher sends calls by itself, and the first may have a value that is too large for the queue."""
+    channel, rank_end = Channel.pair()
+    rank = RankProcess(0, 0, os.getpid(), os.pidfd_open(os.getpid()), channel, os.memfd_create("crash"), -1)
+    monkeypatch.setattr(fork_ranks_module, "_prepare_and_fork", lambda *_: (rank, RankStarted(0, rank.pid, 0.0), []))
+    listener = Listener(rank_end)
+    nursery = SimpleNamespace(spec=SimpleNamespace(local_world_size=1, stays=stays), owned=SimpleNamespace(close=print))
+    fork_ranks_module.fork_ranks(cast(Any, nursery), cast(Any, listener))
+    assert listener.heard_before == [stays]  # one that does not stay gets it with its call
+    rank.close()
+    rank_end.close()
+
+
+def test_a_rank_whose_agent_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """The kernel closes the agent's end before it ends the rank."""
+    agent_end, rank_end = Channel.pair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            agent_end.close()
+            rank = Rank.__new__(Rank)
+            rank._args = cast(Any, SimpleNamespace(channel=rank_end))
+            rank._next_task()
+        finally:
+            os._exit(3)
+    rank_end.close()
+    agent_end.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert capfd.readouterr() == ("", "")
 
 
 def overs(told: list[object]) -> list[CallOver]:
