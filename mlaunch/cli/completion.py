@@ -1,4 +1,4 @@
-"""``mlaunch run --print-completion``: a script by which a shell completes this command, made by shtab."""
+"""What is made from the flags: completion by shells (``--print-completion``), and the page of ``man mlaunch``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,53 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from mlaunch._version import __version__
 from mlaunch.cli.parser import mlaunch_parser
 
 
-class PrintCompletion(argparse.Action):
-    """Prints the script and ends, as ``--help`` does."""
+class _Print(argparse.Action):
+    """Prints a text and ends, as ``--help`` does."""
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         _namespace: argparse.Namespace,
         values: str | Sequence[Any] | None,
-        _option_string: str | None = None,
+        option_string: str | None = None,
     ) -> None:
-        """Prints it for the shell that ``values`` names."""
-        try:
-            shtab = importlib.import_module("shtab")
-        except ImportError:
-            parser.error("--print-completion needs the package shtab: pip install 'mlaunch[completion]'")
-        if values not in shtab.SUPPORTED_SHELLS:
-            parser.error(f"--print-completion {values}: allowed: {', '.join(shtab.SUPPORTED_SHELLS)}")
-        print(shtab.complete(mlaunch_parser(parser), shell=values))
+        """Prints what ``values`` asks for."""
+        print(self._text(parser, f"{option_string}", values))
         parser.exit()
+
+    def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
+        raise NotImplementedError
+
+
+class PrintCompletion(_Print):
+    """Prints the script by which the shell that is named completes the command; shtab makes it."""
+
+    def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
+        shtab = _imported(parser, flag, "shtab", "shtab")
+        if wanted not in shtab.SUPPORTED_SHELLS:
+            parser.error(f"{flag} {wanted}: allowed: {', '.join(shtab.SUPPORTED_SHELLS)}")
+        return str(shtab.complete(mlaunch_parser(parser), shell=wanted))
+
+
+class PrintManPage(_Print):
+    """Prints the manual page of the command, in roff; argparse-manpage makes it."""
+
+    def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
+        del wanted
+        manpage = _imported(parser, flag, "argparse_manpage.manpage", "argparse-manpage")
+        whole = mlaunch_parser(parser)
+        about = {"project_name": "mlaunch", "version": __version__, "manual_title": "mlaunch"}
+        about["description"] = "run functions and scripts of PyTorch once per device"
+        return str(manpage.Manpage(whole, about, format="single-commands-section")).rstrip()
+
+
+def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: str) -> Any:
+    """Imports what makes the text; says which package has it where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        parser.error(f"{flag} needs the package {package}: pip install 'mlaunch[completion]'")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlaunch.cli.completion import PrintCompletion
+from mlaunch.cli.completion import PrintCompletion, PrintManPage
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -117,6 +117,8 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     _add_ending(flags)
     flags.add_argument("--print-completion", action=PrintCompletion, metavar="SHELL",
                        help="print what makes a shell (bash, zsh, tcsh) complete mlaunch; needs shtab")  # fmt: skip
+    flags.add_argument("--print-man-page", action=PrintManPage, nargs=0,
+                       help="print the page for man mlaunch; needs argparse-manpage")  # fmt: skip
     for name, reason in _REFUSED.items():
         flags.flag(flags, name, help=argparse.SUPPRESS, kind=_refuse(name, reason))
     flags.add_argument("training_script", metavar="SCRIPT", help=argparse.SUPPRESS)

@@ -84,6 +84,22 @@ def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatc
     assert said == ("mlaunch run: error: --print-completion needs the package shtab: pip install 'mlaunch[completion]'")
 
 
+def test_man_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("argparse_manpage")
+    with pytest.raises(SystemExit) as caught:
+        run.main(["--print-man-page"])
+    page = capsys.readouterr().out.replace("\\", "")
+    assert caught.value.code == 0
+    assert page.startswith(".TH MLAUNCH ")
+    shown = [action for action in flags.parser("mlaunch run", {})._actions if action.help != argparse.SUPPRESS]
+    assert {name for action in shown for name in action.option_strings if name not in page} == set()
+    monkeypatch.setitem(sys.modules, "argparse_manpage.manpage", None)
+    said = refused(capsys, "--print-man-page")
+    assert said == (
+        "mlaunch run: error: --print-man-page needs the package argparse-manpage: pip install 'mlaunch[completion]'"
+    )
+
+
 def test_every_flag_of_torchrun_is_known_or_refused_by_name() -> None:
     get_args_parser = pytest.importorskip("torch.distributed.run").get_args_parser
     ours = {name for action in flags.parser("mlaunch run", {})._actions for name in action.option_strings}

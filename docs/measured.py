@@ -1,0 +1,72 @@
+"""A Sphinx directive that shows figures of ``python -m benchmarks --json``: ``.. measured:: CASE ...``.
+
+The figures are in ``figures.json``. Without a case it says in a sentence when, on what and by which command they were
+made.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+FIGURES = Path(__file__).with_name("figures.json")
+
+
+class Measured(SphinxDirective):
+    """Takes names of benchmarks, or none."""
+
+    optional_arguments = 20
+
+    def run(self) -> list[nodes.Node]:
+        """Returns a table, or the sentence."""
+        self.env.note_dependency(str(FIGURES))
+        figures = json.loads(FIGURES.read_text())
+        rows = [row for name in self.arguments for row in figures["cases"][name]]
+        lines = table(rows) if self.arguments else [sentence(figures)]
+        parent = nodes.Element()
+        self.state.nested_parse(StringList(lines, source=str(FIGURES)), 0, parent)
+        return parent.children
+
+
+def sentence(figures: dict[str, Any]) -> str:
+    """Says when, on what and by which command figures were made."""
+    devices = f"{figures['accelerators']} accelerators" if figures["accelerators"] else "no GPU"
+    return (
+        f"Made on {figures['date']} by ``{figures['command']}``, with mlaunch {figures['mlaunch']}, Python "
+        f"{figures['python']} and torch {figures['torch']}, on a virtual machine with {figures['cpus']} CPUs, "
+        f"{figures['memory_gib']} GiB and {devices}."
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the lines of a list-table."""
+    lines = [".. list-table::", "   :header-rows: 1", "", *_line("Case", "Who", "Median", "Ratio", "Aim")]
+    for row in rows:
+        ratio = f"{row['ratio']:.3g} of {row['reference']}" if row["ratio"] is not None else ""
+        lines += _line(row["case"], row["name"], amount(row), ratio, row["bound"])
+    return lines
+
+
+def amount(row: dict[str, Any]) -> str:
+    """Returns the median with its unit."""
+    if row["median"] is None:
+        return "did not run"
+    if row["unit"] != "s":
+        return f"{row['median']:.3g} {row['unit']}".strip()
+    return f"{row['median'] * 1000:.3g} ms" if row["median"] < 1 else f"{row['median']:.3g} s"
+
+
+def _line(*cells: str) -> list[str]:
+    return [f"   {'  ' if number else '* '}- {cell}".rstrip() for number, cell in enumerate(cells)]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls this."""
+    app.add_directive("measured", Measured)
+    return {"parallel_read_safe": True}

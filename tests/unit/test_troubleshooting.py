@@ -1,0 +1,97 @@
+"""What docs/troubleshooting.rst says of messages, held against the messages in the source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+BLANK = "…"
+# What was given is named first.
+OPTION = re.compile(r"(Slurm: )?(--|[\w…]+=|new_group\()(?!… in the|… shows)|PYTHON_EXEC")
+PAGE = (ROOT / "docs" / "troubleshooting.rst").read_text()
+FOREIGN = {"Gloo connectFullMesh failed", "Connection closed by peer"}  # torch says these
+# What nobody sees, since it is caught here, or ends in another message; and what only a defect of ours can bring about.
+INTERNAL = (
+    "what came is no ",
+    "the connection was closed",
+    "its connection was closed",
+    "the other end of the ",
+    "a record of ",
+    "a line that is too long",
+    "a request with ",
+    "no client of torch's store",
+    "a client ",
+    "what answers there is no master of mlaunch",
+    "the value of rank … has a wrong signature",
+    "a … of … bytes; a record holds",
+    "a call came without its function",
+    "sent … where Ready was expected",
+    "was not asked what it can give",
+    "module 'mlaunch' has no attribute",
+    "__signature__",
+)
+
+
+def said(page: str) -> list[str]:
+    """Returns the messages that it explains."""
+    titles = re.findall(r"^``.*``.*$(?=\n    )", page, re.MULTILINE)
+    return [text for title in titles for text in re.findall(r"``(.+?)``", title) if not text.startswith("ulimit")]
+
+
+def text_of(node: ast.expr) -> str:
+    """Returns a string of the source, with a blank for each value that it holds."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else BLANK for part in node.values)
+    return text_of(node.left) + text_of(node.right) if isinstance(node, ast.BinOp) else ""
+
+
+@functools.cache
+def nodes() -> list[ast.AST]:
+    trees = [ast.parse(path.read_text()) for path in Path(ROOT, "mlaunch").rglob("*.py")]
+    return [node for tree in trees for node in ast.walk(tree)]
+
+
+@functools.cache
+def texts() -> list[str]:
+    """Returns all strings of the source, short ones and docstrings too."""
+    return [text_of(node) for node in nodes() if isinstance(node, (ast.Constant, ast.JoinedStr))]
+
+
+def raised() -> set[str]:
+    """Returns the messages of all raise statements."""
+    calls = [node.exc for node in nodes() if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    found = {text_of(call.args[0]) for call in calls if call.args}
+    return {text for text in found if text.strip(f"{BLANK}: ()")}
+
+
+def explains(message: str, text: str) -> bool:
+    """Tells whether the pieces of the message stand in the text, in this order."""
+    pieces = [re.escape(piece.strip()) for piece in message.split(BLANK) if piece.strip()]
+    return re.search(".*".join(pieces), text, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("message", said(PAGE))
+def test_what_is_explained_is_said(message: str) -> None:
+    assert message in FOREIGN or any(explains(message, text) for text in texts())
+
+
+def test_what_is_raised_is_explained() -> None:
+    explained = said(PAGE)
+    missing = [
+        text
+        for text in raised()
+        if "allowed" not in text
+        and not OPTION.match(text)
+        and not any(part in text for part in INTERNAL)
+        and not any(explains(message, text) for message in explained)
+    ]
+    assert sorted(missing) == []
+    assert len(explained) > 60
