@@ -193,7 +193,8 @@ class LaunchHandle:
 
     def _tidy_up(self) -> None:
         """Removes the files of an agent that was killed."""
-        registry.remove(self.spec.context.environ, self.outcome.spec.launch_id)
+        spec = self.outcome.spec
+        registry.remove(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         error_file.remove_directory(self.spec)
 
     def _press(self) -> bool:

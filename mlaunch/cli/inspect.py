@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.inspection import ALL_STACKS, STACKS, STATUS
+from mlaunch.agent.reception import ALL_STACKS, STACKS, STATUS
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.failure_text import in_words
 from mlaunch.protocol import registry
@@ -112,7 +112,11 @@ def _entry(launch: Mapping[str, Any]) -> str:
 
 
 def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    return [(str(rank["rank"]), str(rank["pid"]), rank["device"], rank["state"]) for rank in ranks]
+    return [(str(rank["rank"]), str(rank["pid"]), _place(rank), rank["state"]) for rank in ranks]
+
+
+def _place(rank: Mapping[str, Any]) -> str:
+    return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])
 
 
 def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -20,10 +20,12 @@ from mlaunch.caller.plan import working_directory
 from mlaunch.caller.report.history import History
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.start import naming_culprits
+from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.machines import Machines, say
-from mlaunch.engines.merged import MergedAgent, Times
+from mlaunch.engines.merged import MergedAgent
 from mlaunch.engines.messages import Prepare, Prepared, Start
+from mlaunch.engines.times import Times
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.prepared import details_of
 from mlaunch.protocol.spec import Command, Context, LaunchSpec
@@ -98,7 +100,8 @@ class MachinesLaunch:
 
     def _hear(self, spec: LaunchSpec, history: History) -> Ended:
         times = Times(spec.grace_period + _END_TIMEOUT, spec.seconds)
-        merged = MergedAgent(self.placed.machines, spec.world_size, self.placed.end_of, times)
+        machines = self.placed.machines
+        merged = MergedAgent(machines, spec.world_size, self.placed.end_of, times, Lookout(spec, machines))
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count)
         handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
         handle.outcome.hosts = history.hosts

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections import deque
 from typing import Any
 
-from mlaunch import _version
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines.messages import MARK, Prepared
+from mlaunch.engines.messages import MARK, Prepared, versions
 from mlaunch.engines.placement import Ends
 from mlaunch.engines.stream import Stream
 
@@ -59,14 +57,13 @@ class Machine:
             return False
         hello: dict[str, Any] = json.loads(line)
         self.host = str(hello["host"])
-        self._compare("mlaunch", str(hello["mlaunch"]), _version.__version__)
-        ours, theirs = platform.python_version(), str(hello["python"])
-        if theirs.split(".")[:2] != ours.split(".")[:2]:
-            self._compare("Python", theirs, ours)
+        for what, ours in versions().items():
+            self._compare(what, str(hello[what]), ours, parts=None if what == "mlaunch" else 2)
         return True
 
-    def _compare(self, what: str, theirs: str, ours: str) -> None:
-        if theirs != ours:
+    def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:
+        known = theirs and ours  # where torch is not installed, importing it will say so
+        if known and theirs.split(".")[:parts] != ours.split(".")[:parts]:
             raise LaunchError(
                 f"host {self.host} has {what} {theirs}, and this process has {what} {ours}: functions and values "
                 f"cannot be sent between them; use the same on both (the engine's option python= chooses the "

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from mlaunch.base.fds import close_all
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.limits import Limits
-from mlaunch.engines.messages import FromAgent, Over, Printed, Rows
+from mlaunch.engines.looks import Looks
+from mlaunch.engines.messages import FromAgent, Look, Over, Printed, Rows
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import (
@@ -45,6 +46,7 @@ class MachineLaunch:
         self._rows: tuple[bytes, ...] = ()
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
+        self._looks = Looks(stream, spec.context.environ)
         self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
 
     def run(self) -> None:
@@ -68,6 +70,7 @@ class MachineLaunch:
             self._hear_caller()
         for fd in ready & self._pipes.keys():
             self._carry(fd)
+        self._looks.serve(ready)
         if time.monotonic() >= self._look_at:
             self._tell_rows()
         if self._limits.overdue() == "nobody":
@@ -77,8 +80,8 @@ class MachineLaunch:
     def _wait(self) -> set[int]:
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
-        if not self._alone:
-            poll.register(self._stream.incoming, select.POLLIN)
+        for fd in [*self._looks.fds(), *([] if self._alone else [self._stream.incoming])]:
+            poll.register(fd, select.POLLIN)
         if self._stream.unsent:
             poll.register(self._stream.outgoing, select.POLLOUT)
         if self._alone or self._stream.unsent < _FULL:
@@ -92,6 +95,8 @@ class MachineLaunch:
             for record, _ in self._stream.receive():
                 if isinstance(record, Cancel):
                     self._cancel(record)
+                elif isinstance(record, Look):
+                    self._looks.ask(record)
         except EOFError:
             self._alone = True
             self._stream.forget()
@@ -121,6 +126,7 @@ class MachineLaunch:
             self._limits.agent = fds[0]
         elif isinstance(record, RanksStarting):
             self._board = Board(fds[0])
+            self._looks.learn(record)
         elif isinstance(record, RankStarted):
             for fd, stream in zip(fds, self._spec.streams(record.rank - self._spec.rank_start), strict=True):
                 os.set_blocking(fd, False)
@@ -157,6 +163,7 @@ class MachineLaunch:
 
     def _close(self) -> None:
         close_all(self._pipes)
+        self._looks.close()
         self._agent.close()
         if self._limits.agent is not None:
             os.close(self._limits.agent)

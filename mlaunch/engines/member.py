@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import select
 import socket
 import sys
 from typing import NoReturn
 
-from mlaunch import _version
 from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
 from mlaunch.caller.warm import warm_server
 from mlaunch.engines.machine_launch import MachineLaunch
 from mlaunch.engines.machine_plan import MachinePlan
-from mlaunch.engines.messages import MARK, NotPrepared, Over, Prepare, Start
+from mlaunch.engines.messages import MARK, NotPrepared, Over, Prepare, Start, versions
 from mlaunch.engines.stream import Stream
 
 # Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
@@ -56,7 +54,7 @@ def _take_over_streams() -> Stream:
 
 def serve(stream: Stream, host: str) -> None:
     """Serves a caller until its end of the stream is closed."""
-    hello = {"mlaunch": _version.__version__, "python": platform.python_version(), "host": host, "pid": os.getpid()}
+    hello = {**versions(), "host": host, "pid": os.getpid()}
     os.set_blocking(stream.outgoing, True)
     os.write(stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
     os.set_blocking(stream.outgoing, False)

@@ -8,7 +8,6 @@ makes of a launch on its own machine (output, progress, report, restarts, the fi
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import select
 import threading
@@ -19,8 +18,10 @@ from typing import Any
 from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.base.fds import close_all
 from mlaunch.engines.backlog import Backlog
+from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.machine import Machine
-from mlaunch.engines.messages import FromAgent, Over, Printed, Rows
+from mlaunch.engines.messages import FromAgent, Over, Printed, Rows, Seen
+from mlaunch.engines.times import Times
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Refused, Value, Waiting
@@ -38,33 +39,6 @@ from mlaunch.protocol.messages import (
 _STREAMS = (1, 2)
 
 
-class Times:
-    """Of one launch, in seconds. ``patience``: that ranks may take to end, after which a machine that is said to be
-    lost is. ``deadline``: after which what nobody reads holds up nothing any more; None: it does until the end."""
-
-    def __init__(self, patience: float, deadline: float | None) -> None:
-        self._patience = patience
-        self._give_up_at = math.inf
-        self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
-
-    def milliseconds(self) -> float | None:
-        """Returns how long a poll may take; None: for ever."""
-        due = min(self._give_up_at, self._lift_at)
-        return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
-
-    def begin_to_give_up(self) -> None:
-        """Notes that others say that a machine is lost."""
-        self._give_up_at = min(self._give_up_at, time.monotonic() + self._patience)
-
-    def take_due(self) -> tuple[bool, bool]:
-        """Tells whether to give up, and whether the deadline has passed; each once."""
-        now = time.monotonic()
-        gives_up, lifts = now >= self._give_up_at, now >= self._lift_at
-        self._give_up_at = math.inf if gives_up else self._give_up_at
-        self._lift_at = math.inf if lifts else self._lift_at
-        return gives_up, lifts
-
-
 class MergedAgent:
     """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
 
@@ -74,12 +48,14 @@ class MergedAgent:
         world_size: int,
         end_of: Callable[[Machine], tuple[str, str]],
         times: Times,
+        lookout: Lookout,
     ) -> None:
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
         self._end_of = end_of
         self._times = times
+        self._lookout = lookout
         self._open = {machine.stream.fileno(): machine for machine in machines}
         self._board = Board.create(world_size)
         self._backlog = Backlog()
@@ -102,6 +78,7 @@ class MergedAgent:
 
     def _run(self) -> None:
         try:
+            self._lookout.open()
             while self._open and not self._hopeless:
                 self._step()
         except Exception as error:  # of ours: the handle must not wait for ever
@@ -110,6 +87,7 @@ class MergedAgent:
             for machine in self._open.values():
                 machine.lost = True
             self._backlog.close()
+            self._lookout.close()
             if self._hearsay is not None and not self._lost:
                 self._tell(self._hearsay)
             self._tell(Finished())
@@ -132,12 +110,14 @@ class MergedAgent:
                 machine.stream.flush()
         for fd in ready & self._open.keys():
             self._hear(fd, self._open[fd])
+        self._lookout.serve(ready, list(self._open.values()))
         if self._theirs.fileno() in ready:
             self._hear_handle()
 
     def _wait(self) -> set[int]:
         poll = select.poll()
-        poll.register(self._theirs.fileno(), select.POLLIN)
+        for fd in [self._theirs.fileno(), *self._lookout.fds()]:
+            poll.register(fd, select.POLLIN)
         for fd in self._open if not self._backlog.full else ():
             poll.register(fd, select.POLLIN)
         for machine in self._machines:
@@ -147,7 +127,7 @@ class MergedAgent:
                 poll.register(machine.stream.outgoing, select.POLLOUT)
         for fd in self._backlog.blocked():
             poll.register(fd, select.POLLOUT)
-        return {fd for fd, _ in poll.poll(self._times.milliseconds())}
+        return {fd for fd, _ in poll.poll(self._times.milliseconds(self._lookout.due))}
 
     def _hear_handle(self) -> None:
         """Passes on that the launch is to end. What ranks print holds up nothing any more."""
@@ -195,6 +175,8 @@ class MergedAgent:
                 self._board.take_row(rank, row, machine.shift)
         elif isinstance(record, FromAgent):
             self._take_from_agent(machine, record.record, content)
+        elif isinstance(record, Seen):
+            self._lookout.take(machine, record.number, content)
         elif isinstance(record, Over) and record.error:
             self._refuse(f"host {machine.host}: {record.error}")
 

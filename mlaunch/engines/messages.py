@@ -1,21 +1,33 @@
 """What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
-caller -> member   Prepare, Start, Cancel
-member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, and Over as the launch's last word
+caller -> member   Prepare, Start, Cancel, Look
+member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, Seen, and Over as the launch's last word
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlaunch._version import __version__
 from mlaunch.protocol.prepared import Details
 from mlaunch.protocol.spec import Command
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.engines.member"
+
+
+def versions() -> dict[str, str]:
+    """Returns those of what must be alike on both sides, without importing torch; "" for one that is not installed."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = ""
+    return {"mlaunch": __version__, "Python": platform.python_version(), "torch": torch}
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,21 @@ class Rows:
     """The rows of the machine's board, by local rank."""
 
     rows: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Asks what the launch is doing there. ``word``: as ``mlaunch ps`` and ``stacks`` ask."""
+
+    number: int
+    word: bytes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Answers a Look. The content: a status in JSON; none if the launch's agent did not answer."""
+
+    number: int
 
 
 @dataclass(frozen=True)

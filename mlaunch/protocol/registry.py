@@ -33,6 +33,11 @@ def home(environ: Mapping[str, str]) -> Path:
     return candidates(environ)[0 if environ.get("XDG_RUNTIME_DIR") else -1]
 
 
+def name_of(launch_id: str, rank_start: int) -> str:
+    """Names a machine's part of a launch, whose other parts may be on the same host."""
+    return f"{launch_id}-{rank_start}" if rank_start else launch_id
+
+
 def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
     """Makes a listening socket for this launch. OSError if there can be none: a launch goes on without."""
     directory = home(environ)
@@ -57,6 +62,13 @@ def remove(environ: Mapping[str, str], launch_id: str) -> None:
     for suffix in (_SUFFIX, _UNFINISHED):
         with contextlib.suppress(OSError):
             (home(environ) / f"{launch_id}{suffix}").unlink()
+
+
+def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
+    """Returns a socket that is connected to this launch; None if it does not listen."""
+    with contextlib.suppress(OSError), _opened(home(environ)) as place:
+        return _connect(f"{place}/{launch_id}{_SUFFIX}")
+    return None
 
 
 def connections(environ: Mapping[str, str]) -> Iterator[tuple[str, socket.socket]]:

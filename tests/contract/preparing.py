@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlaunch import launcher
-from mlaunch.agent.inspection import STATUS
+from mlaunch.agent.reception import STATUS
 from mlaunch.caller.prepared import preparation
 from mlaunch.caller.warm import warm_server
 from mlaunch.cli.inspect import ask

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +24,13 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
+from mlaunch.agent.reception import STACKS, STATUS
+from mlaunch.base import linux
 from mlaunch.cli import main, run_there
+from mlaunch.cli.inspect import ask
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member, named
+from mlaunch.engines.lookout import Lookout
+from mlaunch.engines.machine import Machine
 from mlaunch.engines.messages import MARK
 from mlaunch.engines.stream import Stream
 
@@ -101,6 +110,63 @@ def test_values_output_and_report(engine: Threads, capfd: pytest.CaptureFixture[
     ]  # fmt: skip
     assert report.title.startswith("test_values_output_and_report.<locals>.work()  3 ranks on m0, m1, ")
     assert "host" in str(report).splitlines()[1]
+
+
+def seen(word: bytes, state: str) -> dict[str, Any]:
+    """Asks until all ranks of the caller's launch are in this state."""
+    until = time.monotonic() + LIMIT
+    while time.monotonic() < until:
+        for launch in ask(word):
+            if len(launch["ranks"]) == 3 and all(rank["state"] == state for rank in launch["ranks"]):
+                return launch
+    raise TimeoutError(f"seen: {ask(word)}")
+
+
+def test_it_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``mlaunch ps`` and ``stacks`` find it where it was called, with the ranks of all machines."""
+
+    def work(go: Path) -> int:
+        while not go.exists():
+            os.sched_yield()
+        return os.getpid()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(launcher(work, 2, engine=engine), tmp_path / "go")
+        try:
+            launch = seen(STATUS, "running the function")
+            assert main(["ps"]) == 0
+            shown = capsys.readouterr().out
+            stacks = seen(STACKS, "running the function")
+        finally:
+            (tmp_path / "go").touch()
+        assert [rank["pid"] for rank in launch["ranks"]] == running.result(LIMIT)
+    assert [rank["host"] for rank in launch["ranks"]] == ["m0", "m0", "m1"]
+    assert launch["caller"] == os.getpid()
+    assert "cpu on m1  running the function" in shown
+    assert all(any("work" in name for _, _, name in rank["frames"]) for rank in stacks["ranks"])
+    assert not [one for one in ask(STATUS) if one["id"] == launch["id"]]
+
+
+def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.engines.lookout._PATIENCE", 0.0)
+    ours, theirs = socket.socketpair()
+    machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
+    machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))
+    spec = cast(
+        Any,
+        SimpleNamespace(
+            launch_id="f" * 12, name="f()", world_size=1, restart_count=0, context=SimpleNamespace(argv=[])
+        ),
+    )
+    lookout = Lookout(spec, [machine])
+    lookout.open()
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(lookout), contextlib.closing(machine), theirs:
+        answer = pool.submit(ask, STATUS, spec.launch_id)
+        while not answer.done():
+            lookout.serve(linux.wait_readable(lookout.fds(), 0.1), [machine])
+        (launch,) = answer.result()
+    assert launch["ranks"][0]["state"] == "its machine has not said what it does"
+    assert ask(STATUS, spec.launch_id) == []
 
 
 def test_the_first_failure_of_all_machines(engine: Threads) -> None:
@@ -188,7 +254,7 @@ def hello(**changes: Any) -> Callable[[Stream, str], None]:
     """A member of another kind."""
 
     def serve(stream: Stream, host: str) -> None:
-        ours = {"mlaunch": "0.1.0", "python": ".".join(map(str, (3, 1, 4))), "host": host, "pid": 1}
+        ours = {"mlaunch": mlaunch.__version__, "Python": "3.1.4", "torch": "", "host": host, "pid": 1}
         with contextlib.suppress(BrokenPipeError):  # the caller has heard enough of the other one
             os.write(stream.outgoing, MARK + json.dumps({**ours, **changes}).encode() + b"\n")
 
@@ -199,6 +265,10 @@ def test_a_member_that_cannot_serve() -> None:
     for serve, words in (
         (hello(mlaunch="0.0.1"), r"host m\d has mlaunch 0\.0\.1, and this process has mlaunch 0\.1\.0"),
         (hello(), r"host m\d has Python 3\.1\.4, and this process has Python 3\.\d+\.\d+"),
+        (
+            hello(Python=platform.python_version(), torch="2.6.1+cu124"),
+            r"host m\d has torch 2\.6\.1\+cu124, and this process has torch \d+\.",
+        ),
         (lambda _stream, _host: None, r"mlaunch did not start on machine \d: POWER_CUT on m\d"),
     ):
         with pytest.raises(LaunchError, match=words):

@@ -1,0 +1,81 @@
+"""Where those come who ask what a running launch is doing: a socket, one word from each, one JSON object in return."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mlaunch.protocol import registry
+
+STATUS, STACKS, ALL_STACKS = b"status", b"stacks", b"all stacks"
+_WORD_LIMIT = 64
+
+
+class Reception:
+    """The listening end of one launch, by its name in the registry.
+
+    Nothing that a visitor does, or fails to do, holds up the launch.
+    """
+
+    def __init__(self, environ: Mapping[str, str], name: str) -> None:
+        self._environ = environ
+        self._name = name
+        self._owner = os.getpid()
+        self._visitors: dict[int, socket.socket] = {}
+        self._listener: socket.socket | None = None
+
+    def open(self) -> None:
+        """Begins to listen, if there is a place for it."""
+        with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
+            self._listener = registry.listen(self._environ, self._name)
+
+    def close(self) -> None:
+        """Lets go of all who have come, and can be found no more; a fork of the owner lets go alone."""
+        for visitor in self._visitors.values():
+            visitor.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._listener is not None and self._owner == os.getpid():
+            registry.remove(self._environ, self._name)
+        self._visitors, self._listener = {}, None
+
+    def fds(self) -> list[int]:
+        """Returns what is to be watched."""
+        return [*([] if self._listener is None else [self._listener.fileno()]), *self._visitors]
+
+    def take(self, ready: Collection[int]) -> list[tuple[socket.socket, bytes]]:
+        """Returns who has said what; those who said nothing that we know are sent away."""
+        visitors = [self._visitors.pop(fd) for fd in self._visitors.keys() & set(ready)]
+        heard = [(visitor, _word_of(visitor)) for visitor in visitors]
+        if self._listener is not None and self._listener.fileno() in ready:  # last: who comes may get a ready number
+            self._welcome(self._listener)
+        for visitor, word in heard:
+            if not word:
+                visitor.close()
+        return [(visitor, word) for visitor, word in heard if word]
+
+    def _welcome(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            visitor, _ = listener.accept()
+            self._visitors[visitor.fileno()] = visitor
+
+
+def _word_of(visitor: socket.socket) -> bytes:
+    with contextlib.suppress(OSError):
+        word = visitor.recv(_WORD_LIMIT)
+        return word if word in {STATUS, STACKS, ALL_STACKS} else b""
+    return b""
+
+
+def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
+    """Gives a visitor what was asked for, and says farewell."""
+    with contextlib.suppress(OSError), visitor:
+        memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
+        with open(memfd, "w") as file:
+            json.dump(status, file)
+            file.flush()
+            socket.send_fds(visitor, [b"."], [memfd])
