@@ -5,9 +5,11 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,36 @@ def test_the_digits_example() -> None:
     accuracies = [float(value) for value in re.findall(r"rank \d+ measured an accuracy of (\S+)", done.stdout)]
     assert len(accuracies) == (torch.accelerator.device_count() or 2)
     assert min(accuracies) >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("examples/first.py", r"\[30\.0, 30\.0\]\n"),
+        ("docs/listings/staying.py", r"\d\.\d+, then 0\.000; 5 weights\n"),
+    ],
+)
+def test_the_first_examples(script: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert re.fullmatch(said, capsys.readouterr().out)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Returns the blocks of Python that stand in a page itself, with the two lines before each."""
+    found = re.findall(r"(.*\n.*\n)\.\. code-block:: python\n\n((?:    .*\n|\n)+)", page.read_text())
+    return [(before, textwrap.dedent(code)) for before, code in found]
+
+
+def test_code_of_pages_is_run_or_says_why_not() -> None:
+    """What runs stands in files that pages include, or is a doctest."""
+    pages = [ROOT / "README.rst", ROOT / "CONTRIBUTING.rst", *(ROOT / "docs").rglob("*.rst")]
+    found = [(page, *block) for page in pages for block in blocks(page)]
+    assert len(found) >= 4
+    for page, before, code in found:
+        assert before.lstrip().startswith(".. Not run: "), f"{page}: {code}"
+        compile(code, str(page), "exec")
+    for page in pages:  # a block that is not said to be Python
+        assert not re.search(r"::\n\n    (from|import) \w+", page.read_text().replace("code-block:: python", ""))
 
 
 @pytest.mark.parametrize("page", ["tour.rst", "ranks.rst"])
