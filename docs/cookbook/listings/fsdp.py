@@ -21,7 +21,7 @@ def train(steps, folder):
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)  # after fully_shard: its state is sharded, too
     torch.manual_seed(dist.get_rank())  # other data on each rank
-    for step in range(steps):
+    for _ in range(steps):
         x = torch.randn(32, 4, device=device)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))
         optimizer.zero_grad()
