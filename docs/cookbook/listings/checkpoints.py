@@ -1,4 +1,4 @@
-"""Saves a checkpoint after each epoch; when a rank fails, all start again and resume from the last one."""
+"""Saves a checkpoint after each epoch, and resumes from the last one after a failure."""
 
 import os
 import sys
@@ -12,8 +12,9 @@ import mlaunch
 
 
 def save(folder, epoch, model, optimizer):
+    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     part = folder / "part"
-    torch.save({"epoch": epoch, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, part)
+    torch.save(state, part)
     os.replace(part, folder / f"epoch_{epoch:04}.pt")  # what has such a name is complete
 
 
@@ -32,8 +33,9 @@ def train(folder, epochs):
     model = DistributedDataParallel(torch.nn.Linear(4, 1).to(mlaunch.device()))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     first = resume(folder, model, optimizer)
+    first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     for epoch in range(first, epochs):
-        if epoch == 3 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if epoch == 3 and dist.get_rank() == 1 and first_attempt:
             raise RuntimeError("a failure, to show what comes then")
         x = torch.randn(64, 4, device=mlaunch.device())
         loss = torch.nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True))

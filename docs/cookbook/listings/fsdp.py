@@ -1,4 +1,4 @@
-"""Shards a model over two ranks with FSDP2, trains it, saves the shards, and returns the full weights."""
+"""Shards a model over two ranks, trains it, saves the shards, returns the full weights."""
 
 import tempfile
 
@@ -15,11 +15,12 @@ import mlaunch
 def train(steps, folder):
     device = mlaunch.device()
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(device)
+    layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+    model = torch.nn.Sequential(*layers).to(device)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)  # after fully_shard: its state is sharded, too
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)  # after fully_shard
     torch.manual_seed(dist.get_rank())  # other data on each rank
     for _ in range(steps):
         x = torch.randn(32, 4, device=device)
@@ -28,9 +29,10 @@ def train(steps, folder):
         loss.backward()
         optimizer.step()
     weight = model[0].weight
-    print(f"after {steps} steps: {tuple(weight.to_local().shape)} of {tuple(weight.shape)} is here")
+    print(f"{tuple(weight.to_local().shape)} of {tuple(weight.shape)} is here")
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=whole)
 
 
 with tempfile.TemporaryDirectory() as folder:

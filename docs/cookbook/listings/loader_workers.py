@@ -23,8 +23,8 @@ def read(epoch):
     sampler = DistributedSampler(data, shuffle=True, seed=7)
     sampler.set_epoch(epoch)
     loader = DataLoader(
-        data, batch_size=4, sampler=sampler, num_workers=2, pin_memory=device.type == "cuda",
-        multiprocessing_context="fork",
+        data, batch_size=4, sampler=sampler, num_workers=2, multiprocessing_context="fork",
+        pin_memory=device.type == "cuda",
     )  # fmt: skip
     seen, total, workers = [], torch.zeros((), device=device), set()
     for index, square, pid in loader:

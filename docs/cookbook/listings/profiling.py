@@ -16,7 +16,8 @@ def train(folder):
     device = mlaunch.device()
     model = DistributedDataParallel(torch.nn.Linear(64, 64).to(device))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities, schedule=schedule(wait=1, warmup=1, active=2)) as profiler:
+    steps = schedule(wait=1, warmup=1, active=2)
+    with profile(activities=activities, schedule=steps) as profiler:
         for _ in range(4):
             with record_function("step"):
                 model(torch.randn(32, 64, device=device)).sum().backward()

@@ -13,7 +13,8 @@ log = logging.getLogger("training")
 def set_up_logging():
     shown = logging.StreamHandler(sys.stdout)
     shown.addFilter(mlaunch.RankZeroFilter())
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", handlers=[shown])
+    shown.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[shown])
 
 
 @mlaunch.launcher(n_gpus=2)

@@ -1,4 +1,4 @@
-"""Under srun each task is one rank, and the call joins the others instead of starting ranks."""
+"""Under srun each task is one rank, and the call joins the others."""
 
 import torch
 import torch.distributed as dist

@@ -19,7 +19,8 @@ class Noise(torch.utils.data.Dataset):
 def draw():
     model = torch.nn.Linear(1, 1)
     loader = DataLoader(Noise(), num_workers=1, multiprocessing_context="fork")
-    return round(model.weight.item(), 4), round(random.random(), 4), [round(x.item(), 4) for x in loader]
+    drawn = [model.weight.item(), random.random(), *(x.item() for x in loader)]
+    return [round(value, 4) for value in drawn]
 
 
 for seed in (7, "per-rank:7", None):

@@ -15,7 +15,8 @@ def train():
     model = torch.nn.Linear(4, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8))
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8))
     for x, y in loader:
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()

@@ -22,12 +22,14 @@ def train():
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     trainer = lightning.Trainer(
-        accelerator=mlaunch.device().type, devices=2, strategy="ddp", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator=mlaunch.device().type, devices=2, strategy="ddp", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(dim=1, keepdim=True))
     module = Module()
-    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8))
+    trainer.fit(module, DataLoader(data, batch_size=8))
     return trainer.world_size, trainer.global_step, module.layer.weight.sum().item()
 
 
