@@ -40,6 +40,7 @@ BEFORE = {  # what starts a page's first listing, and what that needs
 }
 UNAVAILABLE = {"detectron2", "megengine", "colossalai"}  # as wheels of the package registry
 PLAIN = ("torchrun", "spawn", "detectron2", "megengine")  # the second is a script that this process itself can be
+OPTIMIZING = {"megengine": pytest.mark.slow}  # each rank imports what torch's optimizers need
 STARTED = {  # the others are started: a library that changes its process, or a command
     "notebook_launcher": (BY_FORK, ("accelerate",)),
     "lightning": (BY_FORK, ("lightning",)),
@@ -94,7 +95,7 @@ def start_second(folder: Path, page: str) -> str:
     return _printed[page]
 
 
-@pytest.mark.parametrize("page", PLAIN)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=OPTIMIZING.get(page, ())) for page in PLAIN])
 def test_after_as_a_script(page: str) -> None:
     assert re.fullmatch(RESULTS[page], be_second(page))
 
