@@ -4,7 +4,7 @@ from detectron2.utils import comm
 
 
 def main(samples):
-    device = torch.device("cuda", comm.get_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = f"cuda:{comm.get_local_rank()}" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(comm.get_rank())
     points = torch.rand(samples, 2, generator=generator).to(device)
     inside = (points.square().sum(1) < 1).float()

@@ -22,7 +22,7 @@ def fit():
     x = torch.randn(64, 3)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     model = Line()
-    trainer = L.Trainer(devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(devices=2, strategy="ddp", max_epochs=1, barebones=True)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
     return model.state_dict()
 

@@ -11,10 +11,12 @@ from megengine.optimizer import SGD
 def train(lr):
     rank, size = dist.get_rank(), dist.get_world_size()
     x = np.random.default_rng(0).standard_normal((64, 3), dtype="float32")
-    x, y = mge.tensor(x[rank::size]), mge.tensor(x[rank::size].sum(1, keepdims=True))
+    x = mge.tensor(x[rank::size])
+    y = x.sum(1, keepdims=True)
     model = Linear(3, 1)
     dist.bcast_list_(model.parameters())
-    manager = GradManager().attach(model.parameters(), callbacks=[dist.make_allreduce_cb("mean")])
+    average = dist.make_allreduce_cb("mean")
+    manager = GradManager().attach(model.parameters(), callbacks=[average])
     optimizer = SGD(model.parameters(), lr=lr)
     for _ in range(100):
         with manager:

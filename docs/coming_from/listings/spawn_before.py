@@ -9,7 +9,7 @@ def count(rank, world_size, samples, results):
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = "29511"
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     generator = torch.Generator().manual_seed(rank)
     points = torch.rand(samples, 2, generator=generator).to(device)
