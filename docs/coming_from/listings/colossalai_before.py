@@ -1,0 +1,19 @@
+import colossalai
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+
+
+def main():
+    colossalai.launch_from_torch(seed=42)
+    device = get_accelerator().get_current_device()
+    points = torch.rand(200_000, 2)  # the same on all ranks, which have the same seed
+    mine = points[dist.get_rank() :: dist.get_world_size()].to(device)
+    inside = (mine.square().sum(1) < 1).sum()
+    dist.all_reduce(inside)
+    if dist.get_rank() == 0:
+        print(f"pi is about {4 * inside.item() / len(points):.4f}")
+
+
+if __name__ == "__main__":
+    main()
