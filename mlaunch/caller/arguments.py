@@ -52,7 +52,7 @@ def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
         return _of_others(str(error), signature, len(args))
     wanted = [one for one in signature.parameters.values() if one.kind not in _REST]
     missing = [one for one in wanted if one.default is Parameter.empty and one.name not in given]
-    return _of_missing(missing) + _hint(missing)
+    return _of_missing(missing) + _hint(wanted)
 
 
 def _of_missing(missing: Sequence[Parameter]) -> str:
@@ -77,8 +77,9 @@ def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
     return f"takes {number} positional argument{many} but {given} {'were' if given > 1 else 'was'} given"
 
 
-def _hint(missing: Sequence[Parameter]) -> str:
-    calls = [_HINTS[one.name] for one in missing if one.name in _HINTS]
+def _hint(wanted: Sequence[Parameter]) -> str:
+    """Says where a rank's number comes from; the first value of a call may stand in the place of ``rank``."""
+    calls = [_HINTS[one.name] for one in wanted if one.name in _HINTS and one.default is Parameter.empty]
     if not calls:
         return ""
     return f"; unlike torch.multiprocessing.spawn, mlaunch passes no rank: in the function, call {' and '.join(calls)}"

@@ -7,6 +7,8 @@ from mlaunch.base.errors import RankFailure
 _HINTS = {
     "trying to initialize the default process group twice": "ranks are in a process group before the function begins: "
     "leave init_process_group out of it; a backend or timeout of your own is an option of launcher",
+    "BdbQuit": "a debugger found nothing to read, since ranks have no terminal: call the function itself, as "
+    "f.__wrapped__(...), or connect to one rank (the cookbook's page on debugging)",
 }
 
 

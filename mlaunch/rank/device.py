@@ -167,12 +167,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def share_cores(spec: LaunchSpec) -> None:
-    """Gives each rank its share of the cores for parallel operations, unless the user chose."""
+    """Gives each rank its share of the cores for parallel operations, or what the user chose."""
     import torch
 
-    if "OMP_NUM_THREADS" not in spec.context.environ:
+    chosen = spec.context.environ.get("OMP_NUM_THREADS")
+    if chosen is None:
         threads = threads_of(spec.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the rank itself starts
+    else:  # torch was imported before, maybe with another number; OpenMP allows one for each level of nesting
+        first = chosen.partition(",")[0].strip()
+        threads = int(first) if first.isdecimal() else 0  # which OpenMP would ignore, too
+    if threads > 0 and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
 
 

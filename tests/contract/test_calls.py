@@ -157,7 +157,10 @@ def test_cores_are_shared_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert launcher(torch.get_num_threads, 2)() == [share, share]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launcher(lambda: os.environ["OMP_NUM_THREADS"], 1)() == ["3"]
+    said = launcher(lambda: (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()), 1)
+    assert said() == [("3", 3)]
+    assert said.options(env={"OMP_NUM_THREADS": "5,2"})() == [("5,2", 5)]
+    assert said.options(env={"OMP_NUM_THREADS": "many"})()[0][0] == "many"
 
 
 def test_devices_are_counted_in_a_process_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import functools
 import inspect
 import os
@@ -116,6 +117,11 @@ def test_a_function_written_for_mp_spawn() -> None:
     error = told(launcher(keyword, 1), TypeError)
     assert str(error).endswith("in the function, call mlaunch.comm.get_local_rank()")
 
+    def third(rank: int, world_size: int, lr: float) -> None: ...
+
+    error = told(lambda: launcher(third, 1)(2, 0.1), TypeError)  # type: ignore[call-arg, arg-type]
+    assert str(error) == f"{third.__qualname__}() missing 1 required positional argument: 'lr'" + words
+
 
 def test_arguments_of_a_method() -> None:
     error = told(lambda: Model().fit(), TypeError)  # type: ignore[call-arg]
@@ -145,6 +151,15 @@ def test_a_second_process_group() -> None:
     assert caught.value.__notes__[-1].startswith(hint)
     assert isinstance(caught.value.__cause__, LaunchError)
     assert f"\n  {hint}" in str(caught.value.__cause__)
+
+
+def test_a_debugger_without_a_terminal() -> None:
+    def train() -> None:
+        breakpoint()
+
+    with pytest.raises(bdb.BdbQuit) as caught:
+        launcher(train, 2)()
+    assert caught.value.__notes__[-1].startswith("a debugger found nothing to read, since ranks have no terminal: ")
 
 
 # Helpers
