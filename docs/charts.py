@@ -1,4 +1,4 @@
-"""Draws the charts of docs/performance.rst from docs/figures.json: ``python docs/charts.py``. It needs matplotlib."""
+"""Draws the charts of docs/performance.rst from docs/figures.json, and prints the README's table. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from measured import FIGURES, amount
+from measured import FIGURES, amount, sentence, summary
 
 OURS, THEIRS = "#1a7f64", "#9aa3ad"
 CHARTS = {
@@ -35,11 +35,13 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "mlaunch"  # the same figures give the same file
-    cases = [row for rows in json.loads(FIGURES.read_text())["cases"].values() for row in rows]
+    figures = json.loads(FIGURES.read_text())
+    cases = [row for rows in figures["cases"].values() for row in rows]
     folder = FIGURES.parent / "charts"
     folder.mkdir(exist_ok=True)
     for name, (case, title) in CHARTS.items():
         draw([row for row in cases if row["case"] == case], title, folder / f"{name}.svg")
+    print(*summary(figures), "", sentence(figures), sep="\n")
 
 
 if __name__ == "__main__":

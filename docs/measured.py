@@ -15,6 +15,17 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+PEERS = {  # as the README names them
+    "torchrun": "torchrun",
+    "torch.multiprocessing.spawn": "mp.spawn",
+    "torchrunx": "torchrunx",
+    "accelerate notebook_launcher": "accelerate",
+}
+SUMMARY = (  # case, which of our rows, in words
+    ("warm call after a pause, 2 ranks, peers", "mlaunch", "a call of 2 ranks"),
+    ("the command, 8 ranks", "mlaunch run", "a script of 8 ranks"),
+    ("PSS of 8 idle ranks", "mlaunch run", "memory of 8 idle ranks of a script"),
+)
 FIGURES = Path(__file__).with_name("figures.json")
 
 
@@ -51,6 +62,25 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         ratio = f"{row['ratio']:.3g} of {row['reference']}" if row["ratio"] is not None else ""
         lines += _line(row["case"], row["name"], amount(row), ratio, row["bound"])
     return lines
+
+
+def summary(figures: dict[str, Any]) -> list[str]:
+    """Returns the lines of the README's table: what mlaunch takes, and how many times that the others take."""
+    cases = [row for rows in figures["cases"].values() for row in rows]
+    rows = [("The same work", "mlaunch", "The others, as many times that")]
+    for case, ours, words in SUMMARY:
+        mine = next(row for row in cases if (row["case"], row["name"]) == (case, ours))
+        others = [row for row in cases if row["case"] == case and row["name"] in PEERS and row["median"] is not None]
+        ratios = [f"{PEERS[row['name']]} {_rounded(row['median'] / mine['median'])}" for row in others]
+        rows.append((words, amount(mine), ", ".join(ratios)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    rule = "  ".join("=" * width for width in widths)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [rule, lines[0], rule, *lines[1:], rule]
+
+
+def _rounded(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
 def amount(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Two ranks add up what each has. Run it as it is: on GPUs, or on CPUs where there are none."""
+"""Two ranks add up what each has, on GPUs or on CPUs."""
 
 import torch
 import torch.distributed as dist

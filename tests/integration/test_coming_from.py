@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
-from tests.integration.test_libraries import needs
+from tests.integration.libraries import needs
 from tests.system.commands import MLAUNCH, TORCHRUN, run
 
 pytestmark = pytest.mark.integration

@@ -23,7 +23,7 @@ import pytest
 
 from mlaunch import launcher
 from tests.conftest import ROOT
-from tests.integration.test_libraries import needs
+from tests.integration.libraries import needs
 from tests.system import slurm
 
 pytestmark = pytest.mark.slow

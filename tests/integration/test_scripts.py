@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.imported import IMPORTED
-from tests.integration.test_libraries import needs
+from tests.integration.libraries import needs
 from tests.system.commands import LAUNCHERS, at_once, run, write
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("imported")]

@@ -104,6 +104,20 @@ def test_the_reports_are_what_really_prints() -> None:
     assert textwrap.indent(first, "    ") in readme
 
 
+def test_the_figures_of_the_readme() -> None:
+    """They are those of the documentation: one command made both, on one day."""
+    code = (
+        "import sys; sys.path.insert(0, 'docs'); import json, measured; f = json.loads(measured.FIGURES.read_text()); "
+    )
+    code += "print(*measured.summary(f), measured.sentence(f), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    *table, said = done.stdout.splitlines()
+    readme = (ROOT / "README.rst").read_text()
+    assert len(table) == 7
+    assert "\n".join(table) in readme
+    assert said.replace("``", "") in " ".join(readme.replace("``", "").split())
+
+
 def without_the_others(text: str) -> str:
     return re.sub(r"\n(after which|meanwhile):\n(  .*\n)+", "", text).rstrip()
 

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.rst says of messages, held against the messages in the source."""
+"""What the documentation says of messages and variables, held against the source."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.rank import environment
 from tests.conftest import ROOT
 
 BLANK = "…"
@@ -76,6 +77,17 @@ def explains(message: str, text: str) -> bool:
     """Tells whether the pieces of the message stand in the text, in this order."""
     pieces = [re.escape(piece.strip()) for piece in message.split(BLANK) if piece.strip()]
     return re.search(".*".join(pieces), text, re.DOTALL) is not None
+
+
+def test_variables_are_in_the_reference() -> None:
+    """Those of our own, and those that a rank gets."""
+    page = (ROOT / "docs" / "reference.rst").read_text()
+    ours = {name for text in texts() for name in re.findall(r"MLAUNCH_[A-Z]+(?:_[A-Z]+)*", text)}
+    ranks = {text for node in ast.walk(ast.parse(Path(environment.__file__).read_text()))
+             if re.fullmatch(r"[A-Z]+(_[A-Z]+)+", text := text_of(node))}  # type: ignore[arg-type]  # fmt: skip
+    assert {name for name in ours | ranks if name not in page} == set()
+    assert len(ours) >= 5
+    assert len(ranks) >= 15
 
 
 @pytest.mark.parametrize("message", said(PAGE))
