@@ -26,11 +26,12 @@ class WarmServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
-        self._settings: dict[str, str] = {}
+        self._settings: tuple[dict[str, str], tuple[str, ...]] | None = None
+        self.preload: tuple[str, ...] = ()  # modules that it imports besides torch
         self._retired: list[ForkServer] = []
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
-        settings = _import_settings(environ)
+        settings = _import_settings(environ), self.preload
         with self._lock:
             self._close_retired()
             if self._server is not None:
@@ -39,7 +40,8 @@ class WarmServer:
                 preparation.drop()  # it would keep the server from ending
                 self._server.retire()
                 self._retired.append(self._server)
-            self._server, self._settings = start_interpreter(environ, Interpreter(preload=_PREPARED)), settings
+            like = Interpreter(preload=(*_PREPARED, *self.preload))
+            self._server, self._settings = start_interpreter(environ, like), settings
             return self._server
 
     def _close_retired(self) -> None:

@@ -186,6 +186,39 @@ else:
     assert "is called while multiprocessing imports this script into a process of its own; put the call" in done.stderr
 
 
+def test_what_the_fork_server_imports_ranks_have(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Also where the server is there already, which has not; a module that is missing is said by the call."""
+    (tmp_path / "large.py").write_text("import os\nimported_by = os.getpid()\n")
+    done = run_script("""
+import mlaunch
+
+def who():
+    import large, os
+    return large.imported_by == os.getpid()
+
+print(mlaunch.launcher(who, 2)())
+mlaunch.warm_up(preload=["large"])
+print(mlaunch.launcher(who, 2)(), mlaunch.launcher(who, 2)())
+mlaunch.warm_up(n_gpus=2)
+print(mlaunch.launcher(who, 2)())
+mlaunch.warm_up(preload=["no_such_module"])
+try:
+    mlaunch.launcher(who, 2)()
+except mlaunch.LaunchError as error:
+    print("no_such_module" in str(error), "could not import its modules" in str(error))
+try:
+    mlaunch.warm_up(preload="large")
+except TypeError as error:
+    print(error)
+mlaunch.warm_up(preload=[])
+print(mlaunch.launcher(who, 2)())
+""")
+    assert done.stdout.splitlines() == [
+        "[True, True]", "[False, False] [False, False]", "[False, False]", "True True",
+        "preload='large': allowed: a list of names of modules", "[True, True]",
+    ], done.stderr  # fmt: skip
+
+
 def test_warm_up_returns_before_torch_is_imported(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script("""
 import sys, mlaunch
