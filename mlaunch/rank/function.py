@@ -30,8 +30,8 @@ from mlaunch.rank.stamped import StampedFile
 if TYPE_CHECKING:
     import torch
 
-# Groups that were destroyed but must not be destructed: that waits for gloo's threads, 10 to 20 ms, which the
-# end of the process takes with it anyway.
+# Groups that were destroyed but must not be destructed: that waits for gloo's threads, 10 to 20 ms (in torch 2.6 for
+# ever, now and then), which the end of the process takes with it anyway.
 _until_exit: list[object] = []
 
 
@@ -179,7 +179,7 @@ class FunctionRank(Rank):
 
         threading._shutdown()  # type: ignore[attr-defined]
         if dist.is_initialized():
-            _until_exit.append(dist.group.WORLD)
+            _until_exit.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
         atexit._run_exitfuncs()
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
