@@ -266,8 +266,8 @@ def test_a_member_that_cannot_serve() -> None:
         (hello(mlaunch="0.0.1"), r"host m\d has mlaunch 0\.0\.1, and this process has mlaunch 0\.1\.0"),
         (hello(), r"host m\d has Python 3\.1\.4, and this process has Python 3\.\d+\.\d+"),
         (
-            hello(Python=platform.python_version(), torch="2.6.1+cu124"),
-            r"host m\d has torch 2\.6\.1\+cu124, and this process has torch \d+\.",
+            hello(Python=platform.python_version(), torch="1.13.1+cu117"),
+            r"host m\d has torch 1\.13\.1\+cu117, and this process has torch \d+\.",
         ),
         (lambda _stream, _host: None, r"mlaunch did not start on machine \d: POWER_CUT on m\d"),
     ):

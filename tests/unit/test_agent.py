@@ -218,7 +218,7 @@ def test_an_answer_to_another_call_is_none(world: World) -> None:
 def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
     """The pipe of a rank that was reaped in the same step, for one: it was ready, and the visitor says nothing yet."""
     now, board, requests = [0.0], Board.create(1), StackRequests(lambda _pid, _phase: False)
-    spec: Any = SimpleNamespace(context=SimpleNamespace(environ=os.environ), launch_id="visited")
+    spec: Any = SimpleNamespace(context=SimpleNamespace(environ=os.environ), launch_id="visited", rank_start=0)
     inspection = Inspection(spec, [], board, lambda: now[0])
     now[0] = 1.0
     inspection.serve([], requests)
