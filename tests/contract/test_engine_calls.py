@@ -280,7 +280,7 @@ def test_a_machine_without_mlaunch(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o700)
-    there = Hosts(["a"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"], python=str(bare), cwd="/")
+    there = Hosts(["a"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"], python=str(bare), cwd=str(tmp_path))
     with pytest.raises(LaunchError, match=r"No module named 'mlaunch'") as caught:
         launcher(rank, 1, engine=there)()
     assert str(caught.value).startswith("mlaunch did not start on machine 0: ssh to a exited with code 1\n")
