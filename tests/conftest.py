@@ -31,7 +31,17 @@ TORCH = importlib.util.find_spec("torch") is not None  # tests/matrix/run has Py
 ROOT = Path(__file__).resolve().parent.parent
 OURS = f"{Path(mlaunch.__file__).parent}{os.sep}"  # how a report would show a frame of ours
 COLLECTED = pytest.StashKey[list[pytest.Item]]()  # before any are left out
-LONGEST_FIRST = ("test_matrix", "test_run.py", "test_machines", "integration/", "system/", "contract/", "unit/", "")
+LONGEST_FIRST = (
+    "test_matrix",
+    "test_engines.py",
+    "test_run.py",
+    "test_machines",
+    "integration/",
+    "system/",
+    "contract/",
+    "unit/",
+    "",
+)
 interpreters = Watch()
 
 
