@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -72,7 +73,7 @@ class Lookout:
             return
         question.missing.discard(machine.number)
         if content >= 0:
-            with open(os.dup(content), encoding="utf-8") as file:
+            with open(os.dup(content), encoding="utf-8") as file, contextlib.suppress(ValueError):  # it was cut
                 file.seek(0)
                 question.found[machine.number] = json.load(file)["ranks"]
         if not question.missing:
