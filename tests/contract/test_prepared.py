@@ -124,13 +124,13 @@ def test_a_fork_server_of_ones_own_takes_nothing() -> None:
     assert pids(launcher(who, 2)) == pids_of(launch)
 
 
-@builds.silent
 def priorities() -> set[int]:
     """Those of all threads of this rank and of its agent, which hosts the store."""
     threads = [int(one) for pid in (os.getpid(), os.getppid()) for one in os.listdir(f"/proc/{pid}/task")]
     return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
 
 
+@builds.silent
 def test_what_is_seen_of_it(capfd: pytest.CaptureFixture[str]) -> None:
     launcher(total, 2)()
     launch = prepared()
