@@ -6,6 +6,7 @@ import bdb
 import functools
 import inspect
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
