@@ -44,8 +44,8 @@ class Options:
     n_gpus: int | None = option(
         None,
         Whole(1, optional=True),
-        "Ranks on this machine; on CPUs any number. None: one per visible accelerator, without any one per CPU "
-        "that this process may use.",
+        "Ranks on this machine; on CPUs any number. None: one per visible accelerator; where there is none, "
+        "one per CPU that this process may use.",
         flag="--nproc-per-node",
     )
     world_size: int | None = option(

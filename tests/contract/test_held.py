@@ -32,6 +32,13 @@ def held_numbers(ranks: Ranks) -> list[list[int]]:
     return ranks.run(lambda: sorted(sys.modules["mlaunch.rank.held"].table.objects))
 
 
+def test_what_is_here_is_no_function_to_hold(ranks: Ranks) -> None:
+    for thing, kind in ((torch.nn.Linear(1, 1), "Linear"), ([1, 2], "list")):
+        with pytest.raises(TypeError, match=rf"hold\(\) takes a function that makes the object, not a {kind}; to hold"):
+            ranks.hold(thing)  # type: ignore[arg-type]
+    assert ranks.hold(lambda: [1, 2]).fetch(0) == [1, 2]
+
+
 def test_it_is_the_same_object_in_each_call(ranks: Ranks) -> None:
     held = ranks.hold(make, 5)
     first = ranks.run(id, held)
@@ -137,7 +144,7 @@ def test_a_handle_of_other_ranks(ranks: Ranks) -> None:
         with pytest.raises(ValueError, match=r"held value \d+ belongs to other ranks than those of id\(\) on 2 ranks"):
             ranks.run(id, held)
         assert held.fetch(0) == [1, 0]
-    with pytest.raises(ValueError, match="which are gone"):
+    with pytest.raises(ValueError, match="is lost, since the ranks that held it have ended"):
         ranks.run(id, held)
     with pytest.raises(RuntimeError, match="these ranks were closed"):
         held.fetch()

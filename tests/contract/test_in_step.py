@@ -61,7 +61,7 @@ def lost(ranks: Ranks) -> Iterator[None]:
     yield
     wait_gone(before)
     assert not held.alive
-    words = r"held value \d+ belongs to other ranks than those of .*which are gone"
+    words = r"held value \d+ is lost, since the ranks that held it have ended"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the error has told of it
         with pytest.raises(ValueError, match=words):

@@ -69,6 +69,7 @@ def texts() -> list[str]:
 def raised() -> set[str]:
     """Returns the messages of all raise statements."""
     calls = [node.exc for node in nodes() if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    calls = [inner if isinstance(inner := call.args[0], ast.Call) else call for call in calls if call.args]
     found = {text_of(call.args[0]) for call in calls if call.args}
     return {text for text in found if text.strip(f"{BLANK}: ()")}
 

@@ -80,10 +80,12 @@ class Held:
             raise misuse(TypeError(f"{self!r} stands for objects in its ranks and travels to them alone; see fetch()"))
         if not self._finalizer.alive:
             raise misuse(ValueError(f"held value {self._number} was freed"))
+        if to.owner != self._owner and not self.alive:
+            why = "since the ranks that held it have ended; hold() it again"
+            raise misuse(ValueError(f"held value {self._number} is lost, {why}"))
         if to.owner != self._owner:
-            gone = "" if self.alive else ", which are gone"
-            other = f"belongs to other ranks than those of {to.name}{gone}"
-            raise misuse(ValueError(f"held value {self._number} {other}; hold it on these"))
+            other = f"other ranks than those of {to.name}; hold it on these"
+            raise misuse(ValueError(f"held value {self._number} belongs to {other}"))
         return on_ranks.resolve, (self._owner, self._number)
 
 

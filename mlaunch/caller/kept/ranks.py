@@ -99,6 +99,9 @@ class Ranks:
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
         """Runs the function on every rank and leaves there what it returns; returns the handle of these objects."""
         __tracebackhide__ = True
+        if not callable(function) or hasattr(function, "state_dict"):
+            raise misuse(TypeError(f"hold() takes a function that makes the object, not a {type(function).__name__}; "
+                                   f"to hold one that is here: hold(lambda: it)"))  # fmt: skip
         function, args = _unwrapped(function, args)
         number = self._set.next_number()
         try:
