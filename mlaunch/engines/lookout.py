@@ -16,6 +16,7 @@ from mlaunch.agent.reception import Reception, answer
 from mlaunch.engines.forks import close_in_forks
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.messages import Look
+from mlaunch.protocol import registry
 from mlaunch.protocol.spec import LaunchSpec
 
 _PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
@@ -39,10 +40,14 @@ class Lookout:
         self._questions: dict[int, _Question] = {}
         self._asked = 0
         self._cwd = os.getcwd()
-        self._reception = Reception(dict(os.environ), spec.launch_id)
+        self._environ = dict(os.environ)
+        self._reception = Reception(self._environ, spec.launch_id)
 
     def open(self) -> None:
-        """Can be found from now on."""
+        """Can be found from now on. Removes what callers have left that were killed: no fork server did it for them."""
+        with contextlib.suppress(OSError):  # a directory that is not ours: a launch needs no visitors
+            for _, connection in registry.connections(self._environ):
+                connection.close()
         self._reception.open()
         close_in_forks(self._reception)
 

@@ -33,6 +33,7 @@ from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.messages import MARK
 from mlaunch.engines.stream import Stream
+from mlaunch.protocol import registry
 from tests import builds
 
 LIMIT = 60.0
@@ -168,6 +169,14 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
         (launch,) = answer.result()
     assert launch["ranks"][0]["state"] == "its machine has not said what it does"
     assert ask(STATUS, spec.launch_id) == []
+
+
+def test_what_a_killed_caller_has_left_is_removed_by_the_next_call(engine: Threads) -> None:
+    left = registry.home(os.environ) / "0123456789ab.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
+        nobody.bind(str(left))
+    assert launcher(rank, 1, engine=engine, machines=1)() == [0]
+    assert not left.exists()
 
 
 def test_the_first_failure_of_all_machines(engine: Threads) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from mlaunch.agent.reception import STATUS
+from mlaunch.cli.inspect import ask
 from tests.processes import wait_gone
 from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between
 from tests.system.network import Namespaces, why_no_namespaces
@@ -142,6 +144,7 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     wait_gone(pids, LIMIT)
     if "Slurm" in rig.engine:
         wait_for_jobs(rig, 0)
+    assert ask(STATUS) == []  # which removes the name of its socket; so does the next call on machines
 
 
 def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:

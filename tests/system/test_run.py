@@ -281,7 +281,7 @@ if os.environ["RANK"] == "0":
 elif len(sys.argv) > 2:
     signal.signal(number, signal.SIG_IGN)
 said = []
-while True: signal.pause() if said else said.append(print("running"))
+while True: signal.pause() if said else said.append(os.write(1, b"running\\n"))  # no stream is in use
 """
 
 

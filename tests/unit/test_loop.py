@@ -105,6 +105,8 @@ INSIDE = {
     "mlaunch.engines.call": "test_machines_that_are_held",
     "mlaunch.engines.cluster": "test_machines_that_are_held",
     "mlaunch.engines.engine": "test_machines_that_are_held",
+    "mlaunch.engines.looks": "test_it_is_looked_at_from_here",
+    "mlaunch.engines.times": "test_machines_that_are_held",
     "mlaunch.engines.launch": "test_machines_that_are_held",
     "mlaunch.engines.machine": "test_machines_that_are_held",
     "mlaunch.engines.machine_launch": "test_machines_that_are_held",
