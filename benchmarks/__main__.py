@@ -39,6 +39,8 @@ def main() -> None:
     unknown = sorted(set(options.names) - set(_ALL))
     if unknown:
         parser.error(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(_ALL)}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such directory; nothing was measured")
     for name in ("mlaunch", "benchmarks"):  # as pip does with what it installs
         compileall.compile_dir(_ROOT / name, quiet=1)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {options.rounds} rounds")

@@ -30,9 +30,10 @@ def warm_up(*, preload: Sequence[str] | None = None, **options: Unpack[AllOption
 
     Args:
         preload: Modules that the fork server imports besides torch, so that ranks need not, in this call and all that
-            follow. For what each rank would import anew: "torch._dynamo", which the first optimizer or
-            DistributedDataParallel imports in a second or more, "lightning". They must not touch a device or start
-            threads, and ranks have them as they were then. None: as before.
+            follow with the start method "forkserver", on this machine. For what each rank would import anew:
+            "torch._dynamo", which the first optimizer or DistributedDataParallel imports in a second or more,
+            "lightning". They must not touch a device or start threads, and ranks have them as they were then. None: as
+            before.
         **options: Those of ``launcher``. With any, the first launch with these is prepared too, as those after a call
             are: its ranks join and wait.
 
@@ -41,11 +42,11 @@ def warm_up(*, preload: Sequence[str] | None = None, **options: Unpack[AllOption
             module that cannot be imported.
     """
     try:
-        if preload is not None:
-            warm_server.preload = _modules(preload)
+        modules = warm_server.preload if preload is None else _modules(preload)
         wanted = Options().replaced(options)
     except (TypeError, ValueError) as error:
         raise misuse(error) from None
+    warm_server.preload = modules
     server = warm_server.get({**os.environ, **(wanted.env or {})})
     if options:
         threading.Thread(target=_prepare, args=(server, wanted), name="mlaunch-warm-up", daemon=True).start()

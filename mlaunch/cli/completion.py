@@ -22,7 +22,7 @@ class _Print(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Prints what ``values`` asks for."""
-        print(self._text(parser, f"{option_string}", values))
+        print(self._text(parser, option_string or "", values))
         parser.exit()
 
     def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.agent.reception import Reception, answer
+from mlaunch.caller.plan import working_directory
 from mlaunch.engines.forks import close_in_forks
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.messages import Look
@@ -39,7 +40,7 @@ class Lookout:
         self._start = time.monotonic()
         self._questions: dict[int, _Question] = {}
         self._asked = 0
-        self._cwd = os.getcwd()
+        self._cwd = working_directory()
         self._environ = dict(os.environ)
         self._reception = Reception(self._environ, spec.launch_id)
 

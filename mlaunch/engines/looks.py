@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Collection, Mapping
@@ -37,16 +38,15 @@ class Looks:
             return
         self._asked[connection.fileno()] = connection, order.number
         connection.setblocking(False)
-        try:
+        with contextlib.suppress(OSError):  # it ends just now, and ``serve`` finds nothing
             connection.send(order.word)
-        except OSError:  # it ends just now, and ``serve`` finds nothing
-            return
 
     def serve(self, ready: Collection[int]) -> None:
         """Passes on the answers that have come."""
         for fd in self._asked.keys() & set(ready):
             connection, number = self._asked.pop(fd)
-            with connection:
+            found: list[int] = []
+            with connection, contextlib.suppress(OSError):  # the agent was killed before it read the question
                 _, found, _, _ = socket.recv_fds(connection, 1, 1)
             self._stream.send(Seen(number), found[0] if found else -1)
             for one in found:

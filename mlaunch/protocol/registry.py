@@ -98,14 +98,16 @@ def _remove_if_old(path: str) -> None:
 
 def _connect(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
     try:
         connection.connect(path)
     except ConnectionRefusedError:  # its owner is gone without a farewell
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    except FileNotFoundError:  # it ended just now
+    except (FileNotFoundError, BlockingIOError):  # it ended just now; it is stopped, and its visitors queue
         pass
     else:
+        connection.setblocking(True)
         return connection
     connection.close()
     return None

@@ -30,10 +30,12 @@ from mlaunch.cli import main, run_there
 from mlaunch.cli.inspect import ask
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member, named
 from mlaunch.engines.lookout import Lookout
+from mlaunch.engines.looks import Looks
 from mlaunch.engines.machine import Machine
-from mlaunch.engines.messages import MARK
+from mlaunch.engines.messages import MARK, Look, Seen
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol import registry
+from mlaunch.protocol.messages import RanksStarting
 from tests import builds
 
 LIMIT = 60.0
@@ -169,6 +171,26 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
         (launch,) = answer.result()
     assert launch["ranks"][0]["state"] == "its machine has not said what it does"
     assert ask(STATUS, spec.launch_id) == []
+
+
+def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
+    """A member goes on, and says that nothing is known; so it does of one whose visitors queue, as it is stopped."""
+    ours, theirs = socket.socketpair()
+    stream, caller = Stream(os.dup(ours.fileno()), ours.detach()), Stream(os.dup(theirs.fileno()), theirs.detach())
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    looks = Looks(stream, environ)
+    looks.learn(RanksStarting(0.0, "killed", 0, 1))
+    with registry.listen(environ, "killed") as agent:
+        looks.ask(Look(1, STATUS))
+        visitor, _ = agent.accept()
+        visitor.close()  # with the question in it, so that its other end is reset
+        looks.serve(linux.wait_readable(looks.fds(), LIMIT))
+        queue = list(iter(lambda: registry.connect(environ, "killed"), None))
+        looks.ask(Look(2, STATUS))
+    linux.wait_readable([caller.fileno()], LIMIT)
+    assert caller.receive() == [(Seen(1), -1), (Seen(2), -1)]
+    for one in (looks, stream, caller, *queue):
+        one.close()
 
 
 def test_what_a_killed_caller_has_left_is_removed_by_the_next_call(engine: Threads) -> None:

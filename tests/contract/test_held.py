@@ -37,6 +37,7 @@ def test_what_is_here_is_no_function_to_hold(ranks: Ranks) -> None:
         with pytest.raises(TypeError, match=rf"hold\(\) takes a function that makes the object, not a {kind}; to hold"):
             ranks.hold(thing)  # type: ignore[arg-type]
     assert ranks.hold(lambda: [1, 2]).fetch(0) == [1, 2]
+    assert ranks.hold(torch.nn.Linear, 2, 1).fetch(0).weight.shape == (1, 2)  # a class makes objects
 
 
 def test_it_is_the_same_object_in_each_call(ranks: Ranks) -> None:

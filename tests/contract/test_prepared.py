@@ -172,7 +172,8 @@ def test_one_of_it_that_dies_or_is_stopped_while_it_waits_is_noticed_by_no_call(
 
 def test_the_first_launch_can_be_prepared_too() -> None:
     with pytest.raises(TypeError, match="n_gpus"):
-        mlaunch.warm_up(n_gpu=2)  # type: ignore[call-arg]
+        mlaunch.warm_up(n_gpu=2, preload=["large"])  # type: ignore[call-arg]
+    assert warm_server.preload == ()  # nothing of a call that is wrong counts
     mlaunch.warm_up(n_gpus=2)
     ranks = pids_of(prepared())
     assert pids(launcher(who, 2)) == ranks

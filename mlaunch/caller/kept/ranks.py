@@ -99,7 +99,7 @@ class Ranks:
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
         """Runs the function on every rank and leaves there what it returns; returns the handle of these objects."""
         __tracebackhide__ = True
-        if not callable(function) or hasattr(function, "state_dict"):
+        if not callable(function) or _is_model(function):
             raise misuse(TypeError(f"hold() takes a function that makes the object, not a {type(function).__name__}; "
                                    f"to hold one that is here: hold(lambda: it)"))  # fmt: skip
         function, args = _unwrapped(function, args)
@@ -214,6 +214,11 @@ def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
         return Options().replaced(options)
     except (TypeError, ValueError) as error:
         raise misuse(error) from None
+
+
+def _is_model(function: Callable[..., Any]) -> bool:
+    """Tells whether it is a module of torch, whose call would be its forward; its class makes one, as a function."""
+    return not isinstance(function, type) and hasattr(function, "state_dict")
 
 
 def _unwrapped(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
