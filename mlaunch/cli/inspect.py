@@ -18,7 +18,8 @@ from mlaunch.protocol import registry
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_ANSWER_TIMEOUT = 5.0  # seconds for a launch to answer
+_QUEUE_TIMEOUT = 5  # seconds for a launch to take a visitor in
+_ANSWER_TIMEOUT = 5.0  # seconds for it to answer
 _ID_SHOWN = 8
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
@@ -67,7 +68,7 @@ def _stacks(args: argparse.Namespace) -> int:
 def ask(word: bytes, start: str = "") -> list[dict[str, Any]]:
     """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out."""
     answers = []
-    for launch_id, connection in registry.connections(os.environ):
+    for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
         with connection:
             answers.append(_answer(connection, word) if launch_id.startswith(start) else None)
     return [answer for answer in answers if answer is not None]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,19 +66,22 @@ def remove(environ: Mapping[str, str], launch_id: str) -> None:
 
 
 def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
-    """Returns a socket that is connected to this launch; None if it does not listen."""
+    """Returns a socket that is connected to this launch; None if it does not listen, or many wait for it already."""
     with contextlib.suppress(OSError), _opened(home(environ)) as place:
         return _connect(f"{place}/{launch_id}{_SUFFIX}")
     return None
 
 
-def connections(environ: Mapping[str, str]) -> Iterator[tuple[str, socket.socket]]:
-    """Yields (id, connected socket) of every running launch; sockets that a killed launch left behind are removed."""
+def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple[str, socket.socket]]:
+    """Yields (id, connected socket) of every running launch; sockets that a killed launch left behind are removed.
+
+    A launch that has many visitors is left out, if it has not taken some of them after ``patience`` seconds.
+    """
     for directory in candidates(environ):
         try:
             with _opened(directory) as place:
                 for name in sorted(os.listdir(place)):
-                    connection = _connect(f"{place}/{name}") if name.endswith(_SUFFIX) else None
+                    connection = _connect(f"{place}/{name}", patience) if name.endswith(_SUFFIX) else None
                     if connection is not None:
                         yield name.removesuffix(_SUFFIX), connection
                     elif name.endswith(_UNFINISHED):
@@ -96,15 +100,17 @@ def _remove_if_old(path: str) -> None:
             os.unlink(path)
 
 
-def _connect(path: str) -> socket.socket | None:
+def _connect(path: str, patience: int = 0) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.setblocking(False)
+    connection.setblocking(patience > 0)
+    # The kernel's own timeout: with one of Python's, a full queue fails at once.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", patience, 0))
     try:
         connection.connect(path)
     except ConnectionRefusedError:  # its owner is gone without a farewell
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-    except (FileNotFoundError, BlockingIOError):  # it ended just now; it is stopped, and its visitors queue
+    except (FileNotFoundError, BlockingIOError):  # it ended just now; its queue is full, or has been for too long
         pass
     else:
         connection.setblocking(True)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, launcher
+from mlaunch.agent.reception import STATUS, answer
+from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
 from mlaunch.cli import inspect, main
 from mlaunch.protocol import registry
@@ -26,6 +29,7 @@ from tests import builds
 from tests.conftest import ROOT
 
 HERE = os.path.basename(__file__)
+LIMIT = 60.0  # seconds
 UNDISTURBED = [1, 2, 3]
 
 
@@ -262,6 +266,28 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
         assert inspect.ask(b"status")[0]["id"] == seen["status"]["id"]
         for visitor in silent[1::2]:
             visitor.close()
+
+
+def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is slow to take them in is waited for; one that is stopped is left out."""
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with registry.listen(environ, "slow") as agent:
+        silent = list(iter(lambda: registry.connect(environ, "slow"), None))
+        monkeypatch.setattr(inspect, "_QUEUE_TIMEOUT", 1)
+        assert inspect.ask(STATUS) == []
+        monkeypatch.setattr(inspect, "_QUEUE_TIMEOUT", int(LIMIT))
+        with ThreadPoolExecutor(1) as asking:
+            asked = asking.submit(inspect.ask, STATUS)
+            for _ in silent:
+                agent.accept()[0].close()
+            linux.wait_readable([agent.fileno()], LIMIT)
+            one, _ = agent.accept()
+            assert one.recv(64) == STATUS
+            answer(one, {"id": "slow"})
+            assert asked.result(LIMIT) == [{"id": "slow"}]
+    for visitor in silent:
+        visitor.close()
 
 
 @pytest.mark.timeout(60)  # it would wait for ever
