@@ -1,6 +1,6 @@
 """Draws the pictures of notebooks in the documentation: a real Jupyter server in a real browser.
 
-``python docs/screenshots.py`` writes docs/notebook.png, docs/interrupt.png and docs/timeline.png. It needs the extra
+``python docs/screenshots.py`` writes docs/cell.png, notebook.png, interrupt.png and timeline.png. It needs the extra
 ``test`` and a Chromium (``chromium`` in PATH).
 """
 
@@ -34,6 +34,7 @@ def train(steps):
         time.sleep(0.03 + 0.03 * (comm.get_rank() == 2))
         if step % 20 == 0:
             print("step", step)
+    return 1 / steps
 
 train(10_000)"""
 
@@ -79,7 +80,7 @@ def browser() -> Iterator[Any]:
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         try:
-            yield chromium.new_page(viewport={"width": 1000, "height": 900})
+            yield chromium.new_page(viewport={"width": 1000, "height": 1100})
         finally:
             chromium.close()
 
@@ -133,12 +134,13 @@ def main() -> None:
         shot(page, "notebook")
         stop(page)
         shot(page, "interrupt")
-        write(folder, SHOWN.replace("10_000", "40"), "train.last")
+        write(folder, SHOWN.replace("train(10_000)", "losses = train(60)\ntrain.last"))
         page.reload()
         wait_for_kernel(page)
         run_all(page)
         until(page, "peak memory")
         page.wait_for_selector(IDLE, timeout=60_000)
+        shot(page, "cell")
         page.locator(OUTPUT, has_text="peak memory").last.screenshot(path=HERE / "timeline.png")
 
 

@@ -49,9 +49,14 @@ class Options:
         flag="--nproc-per-node",
     )
     world_size: int | None = option(
-        None, Whole(1, optional=True), "Ranks on all machines. None: ``n_gpus``.", flag="--nnodes"
+        None,
+        Whole(1, optional=True),
+        "Ranks on all machines (the flag counts machines). None: ``n_gpus``.",
+        flag="--nnodes",
     )
-    rank_start: int = option(0, Whole(0), "The first rank of this machine.", flag="--node-rank")
+    rank_start: int = option(
+        0, Whole(0), "The first rank of this machine (the flag numbers machines).", flag="--node-rank"
+    )
     master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
     port: int = option(
         0,
