@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import last_bytes
+from mlaunch.forkserver.children import Child
 from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.huge_pages import use_huge_pages
+from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
@@ -34,7 +35,6 @@ _PRELOAD = (
     "torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main", "mlaunch.rendezvous.store_client"
 )  # fmt: skip
 
-_STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
 _IDLE = 0.02  # seconds after a launch without another
 _SOON_ENOUGH = 3  # launches without such a pause
 
@@ -65,26 +65,18 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
         os._exit(code)
 
 
-@dataclass(frozen=True)
-class _Child:
-    """An agent, or a process that counts devices; both answer on a channel whose last word is ours."""
-
-    pid: int
-    channel: Channel
-    is_agent: bool
-
-
 @dataclass
 class _ForkServer:
     control: Channel
     caller: int
     call: Call | None
     preload: Sequence[str] = ()
-    children: dict[int, _Child] = field(default_factory=dict)  # by pidfd
+    children: dict[int, Child] = field(default_factory=dict)  # by pidfd
     retiring: bool = False
     launched: int = 0  # launches that have ended
     settled: bool = False
     next: NextLaunch = field(default_factory=NextLaunch)
+    late: LateImports = field(default_factory=LateImports)
 
     def run(self) -> None:
         try:
@@ -98,7 +90,7 @@ class _ForkServer:
             if not ready:
                 self._use_pause(caller)
             for pidfd in ready & set(self.children):
-                self._finish(pidfd)
+                self._finish(pidfd, caller)
             if caller in ready:
                 break
             if self.control.fileno() in ready and not self._obey(caller):
@@ -134,17 +126,27 @@ class _ForkServer:
     def _timeout(self) -> float | None:
         """Seconds until we may settle, or prepare a launch; None once that is done, or nothing was launched yet."""
         idle = (self.launched > 0 or self.next.wanted) and not self.children
-        busy = not self.settled or self.next.wanted
+        busy = not self.settled or self.next.wanted or self.late.wanted()
         return _IDLE if idle and busy and self.call is None else None
 
     def _use_pause(self, caller: int) -> None:
-        if not self.settled:
-            self._settle()
-        else:
+        if not self._improve(caller):
             self._prepare_next(caller)
 
+    def _improve(self, caller: int) -> bool:
+        """Makes later launches faster, in some way that is still open; False if there is none."""
+        if self.late.wanted():
+            child = self.late.begin(self._owned(caller))
+            if child is not None:
+                self.children[child.pidfd] = child
+            return True
+        if not self.settled:
+            self._settle()
+            return True
+        return False
+
     def _settle(self) -> None:
-        """Makes later launches faster, for a tenth of a second that a script of one launch need not spend."""
+        """Takes a tenth of a second, which a script of one launch need not spend."""
         with contextlib.suppress(OSError):  # no /proc
             use_huge_pages()
         self.settled = True
@@ -219,39 +221,37 @@ class _ForkServer:
 
     def _keep(self, pid: int, channel_fd: int, *, is_agent: bool) -> None:
         pidfd, channel = os.pidfd_open(pid), Channel.adopt(channel_fd)
-        self.children[pidfd] = _Child(pid, channel, is_agent)
+        self.children[pidfd] = Child(pid, pidfd, channel, is_agent)
         if is_agent:
             channel.try_send(AgentStarted(pid), [pidfd])
 
     def _owned(self, caller: int, spare: Sequence[int] = ()) -> OwnedFds:
-        channels = [self.control, *(child.channel for child in self.children.values())]
+        channels = [self.control, *(child.channel for child in self.children.values() if child.channel)]
         ours = {caller, *self.children, *self.next.fds(), *(channel.fileno() for channel in channels)}
         return OwnedFds(*ours - set(spare))
 
-    def _finish(self, pidfd: int) -> None:
+    def _finish(self, pidfd: int, caller: int) -> None:
         """Reaps a child and whatever it left, then says its last word."""
         child = self.children.pop(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(child.pid, 0)
         linux.kill_children(spare={other.pid for other in self.children.values()})
-        child.channel.try_send(Reaped(os.waitstatus_to_exitcode(status)))
-        child.channel.close()
+        child.say_last(os.waitstatus_to_exitcode(status))
+        if child.channel is None:
+            self.late.end(status)
+            self.settled = False
+            return
         self.launched += 1
-        if self.launched == _SOON_ENOUGH and self.call is None and not self.settled:
-            self._settle()
+        if self.launched >= _SOON_ENOUGH and self.call is None and not self.retiring:
+            self._improve(caller)
 
     def _outlive_agents(self) -> None:
         """Waits for the agents of a caller that is gone; their channels tell them so, once we hold them no longer."""
         for child in self.children.values():
-            child.channel.close()
-        for pidfd, child in self.children.items():
-            if child.is_agent:  # bounded by its grace period
-                number = signal.SIGCONT  # for one that somebody has stopped: it ends its launch, and tidies up
-                while not linux.wait_readable([pidfd], _STOPPED_TIMEOUT):
-                    if linux.is_stopped(child.pid) or state_of(child.pid) == "t":
-                        os.kill(child.pid, number)
-                        number = signal.SIGKILL
-                os.waitpid(child.pid, 0)
+            child.hang_up()
+        for child in self.children.values():
+            if child.is_agent:
+                child.wait_for_agent()
 
 
 if __name__ == "__main__":

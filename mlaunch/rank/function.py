@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import rlimits, seeding
-from mlaunch.protocol import calls, explain, this_rank
+from mlaunch.protocol import calls, explain, late_imports, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.protocol.payload import Payload
@@ -130,6 +130,7 @@ class FunctionRank(Rank):
         function, call = self._receive(task)
         self._enter(Phase.RUNNING)
         self._send(self._outcome_of(call, function(*call.args, **call.kwargs)))
+        late_imports.note()
         del function, call  # and with them what memory they hold, which the others may need
         self._enter(self._AFTERWARDS)
 

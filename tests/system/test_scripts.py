@@ -219,6 +219,25 @@ print(mlaunch.launcher(who, 2)())
     ], done.stderr  # fmt: skip
 
 
+def test_what_ranks_had_to_import_the_next_ones_find(run_script) -> None:  # type: ignore[no-untyped-def]
+    """Though no pause is between the calls; where there is one, the first pause will do."""
+    done = run_script("""
+import mlaunch, sys
+
+def step():
+    before = "torch.distributed.checkpoint" in sys.modules
+    import torch.distributed.checkpoint
+    return before
+
+train = mlaunch.launcher(step, 2)
+print(train())
+while not all(train()):
+    pass
+print(train())
+""")
+    assert done.stdout.splitlines() == ["[False, False]", "[True, True]"], done.stderr
+
+
 def test_warm_up_returns_before_torch_is_imported(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script("""
 import sys, mlaunch

@@ -1,0 +1,78 @@
+"""Imports what ranks of earlier launches had to import: the next ones find it, as they find torch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.base.fds import OwnedFds
+from mlaunch.forkserver.children import Child
+from mlaunch.protocol import late_imports
+
+_NICE = 5  # a launch that comes meanwhile is more urgent
+
+
+class LateImports:
+    """Has a fork try first. What opens a device, or starts a thread, would make the server useless."""
+
+    def __init__(self) -> None:
+        self._given_up = False
+        self._on_trial: Sequence[str] = ()
+
+    def wanted(self) -> bool:
+        """Whether there is something to try."""
+        return not self._given_up and not self._on_trial and bool(late_imports.missing())
+
+    def begin(self, owned: OwnedFds) -> Child | None:
+        """Forks what tries to import all that is missing now, without ``owned``; None if the system refuses."""
+        self._on_trial = late_imports.missing()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:
+            self.end(1)
+            return None
+        if pid == 0:
+            self._try_out(parent, owned)
+        return Child(pid, os.pidfd_open(pid), None)
+
+    def _try_out(self, parent: int, owned: OwnedFds) -> NoReturn:
+        """Ends with status 0 if the import leaves nothing behind that a server must not have."""
+        code = 1
+        try:
+            linux.die_with(parent)
+            owned.close_in_child()
+            with contextlib.suppress(OSError):
+                os.nice(_NICE)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it warns of comes again
+            before = _held()
+            self._import()
+            code = int(_held() != before)
+        finally:
+            os._exit(code)
+
+    def end(self, status: int) -> None:
+        """Does as the fork did, if all went well; never again otherwise."""
+        try:
+            if status == 0:
+                self._import()
+                gc.collect()
+                gc.freeze()  # as all that ranks share with us
+            self._given_up = status != 0
+        except (Exception, SystemExit):  # what is half there harms nobody, and ranks say what is wrong
+            self._given_up = True
+        self._on_trial = ()
+
+    def _import(self) -> None:
+        for name in self._on_trial:
+            __import__(name)
+
+
+def _held() -> tuple[list[str], int]:
+    """Returns the open files and the number of threads of this process."""
+    opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
+    return sorted(opened), len(os.listdir("/proc/self/task"))

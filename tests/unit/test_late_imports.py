@@ -1,0 +1,82 @@
+"""What the fork server imports after ranks had to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlaunch.base.fds import OwnedFds
+from mlaunch.forkserver.late import LateImports
+from mlaunch.protocol import late_imports
+
+MODULES = {
+    "harmless": "with open(__file__): pass",
+    "opens_a_file": "opened = open(__file__)",
+    "starts_a_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "raises": "raise ImportError('it lacks something')",
+    "exits": "raise SystemExit(0)",
+}
+
+
+@pytest.fixture(params=MODULES)
+def noted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that a fork of this process has imported."""
+    name: str = request.param
+    (tmp_path / f"{name}.py").write_text(MODULES[name])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(late_imports, "_NAMES", (name,))
+    pid = os.fork()
+    if pid == 0:
+        sys.modules[name] = sys
+        late_imports.note()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    yield name
+    late_imports._noted[0] = 0
+    sys.modules.pop(name, None)
+    gc.unfreeze()
+
+
+def test_what_leaves_something_behind_is_not_imported(noted: str, capfd: pytest.CaptureFixture[str]) -> None:
+    late, (reader, writer) = LateImports(), os.pipe()
+    assert late.wanted()
+    trial = late.begin(OwnedFds(writer))
+    os.close(writer)
+    assert trial is not None
+    assert not late.wanted()  # a second trial beside the first
+    _, status = os.waitpid(trial.pid, 0)
+    assert os.read(reader, 1) == b""  # the fork did not keep it
+    late.end(status)
+    assert (noted in sys.modules) == (noted == "harmless")
+    assert not late.wanted()
+    assert capfd.readouterr() == ("", "")
+    os.close(trial.pidfd)
+    os.close(reader)
+
+
+def test_a_system_that_has_no_process_left(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    late = LateImports()
+    assert late.begin(OwnedFds()) is None
+    assert not late.wanted()
+    assert noted not in sys.modules
+
+
+@pytest.mark.parametrize("noted", ["raises", "exits"], indirect=True)
+def test_it_fails_after_a_trial_that_did_not(noted: str) -> None:
+    late = LateImports()
+    trial = late.begin(OwnedFds())
+    assert trial is not None
+    os.waitpid(trial.pid, 0)
+    late.end(0)
+    os.close(trial.pidfd)
+    assert not late.wanted()
+    assert noted not in sys.modules
