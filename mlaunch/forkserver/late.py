@@ -20,7 +20,7 @@ class LateImports:
     """Has a fork try first. What opens a device, or starts a thread, would make the server useless."""
 
     def __init__(self) -> None:
-        self._given_up = False
+        self._given_up = os.environ.get("MLAUNCH_PREPARE") == "0"
         self._on_trial: Sequence[str] = ()
 
     def wanted(self) -> bool:

@@ -219,8 +219,11 @@ print(mlaunch.launcher(who, 2)())
     ], done.stderr  # fmt: skip
 
 
-def test_what_ranks_had_to_import_the_next_ones_find(run_script) -> None:  # type: ignore[no-untyped-def]
+def test_what_ranks_had_to_import_the_next_ones_find(  # type: ignore[no-untyped-def]
+    run_script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though no pause is between the calls; where there is one, the first pause will do."""
+    monkeypatch.delenv("MLAUNCH_PREPARE")
     done = run_script("""
 import mlaunch, sys
 

@@ -29,6 +29,7 @@ def noted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     name: str = request.param
     (tmp_path / f"{name}.py").write_text(MODULES[name])
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("MLAUNCH_PREPARE")
     monkeypatch.setattr(late_imports, "_NAMES", (name,))
     pid = os.fork()
     if pid == 0:
@@ -80,3 +81,9 @@ def test_it_fails_after_a_trial_that_did_not(noted: str) -> None:
     os.close(trial.pidfd)
     assert not late.wanted()
     assert noted not in sys.modules
+
+
+def test_it_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert late_imports.missing() == [noted]
+    monkeypatch.setenv("MLAUNCH_PREPARE", "0")
+    assert not LateImports().wanted()
