@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -37,6 +38,8 @@ exec scancel --quiet --name="$0"
 _JOB = re.compile(r"allocation (\d+)")
 _BAD = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
 _END_TIMEOUT = 10.0  # seconds for Slurm to take an allocation back
+_COMPLETING_TIMEOUT = 5.0  # seconds for Slurm to say why a job has ended
+_LOOK_DELAY = 0.1  # seconds between questions
 _READ = 65536
 
 
@@ -162,9 +165,18 @@ def nodes_of(shell: Asking, job: str) -> list[str]:
 
 
 def fate_of(shell: Asking, job: str, node: str) -> str:
-    """Says in Slurm's words what ended a job, or what is wrong with a node; "" if it knows of nothing."""
-    state = shell.ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+    """Says in Slurm's words what ended a job, or what is wrong with a node; "" if it knows of nothing.
+
+    A job that ends is "COMPLETING" first, whatever ended it, until its nodes have been tidied up.
+    """
+    until = time.monotonic() + _COMPLETING_TIMEOUT
+    while (state := _state_of(shell, job)) == "COMPLETING" and time.monotonic() < until:
+        linux.wait_readable([], _LOOK_DELAY)
     if state.startswith(_BAD):
         return f"{state} (job {job}, node {node})"
     known = shell.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
     return f"node {node} is {known}" if known.startswith(("down", "drain", "fail", "unk")) else ""
+
+
+def _state_of(shell: Asking, job: str) -> str:
+    return shell.ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")

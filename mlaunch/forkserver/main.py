@@ -48,6 +48,8 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
     """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller."""
     code = 1
     try:
+        # A scheduler sends it to all processes of a job; ours tidy up, and end with the caller. Ranks unblock it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # the terminal's; the caller decides what they mean
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours

@@ -101,6 +101,18 @@ def test_agent_and_fork_server_killed_together() -> None:
     assert functions.launched(1) == [10, 11]
 
 
+@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
+def test_a_scheduler_that_signals_all_processes_of_a_job(start_method: str) -> None:
+    """Agent and fork server leave it to the caller to end the launch."""
+
+    def train() -> int:
+        for pid in (os.getppid(), crashes.fork_server_of_a_rank()):
+            os.kill(pid, signal.SIGTERM)
+        return dist.get_rank()
+
+    assert launcher(train, 2, start_method=start_method)() == [0, 1]
+
+
 @pytest.mark.slow
 def test_a_call_right_after_the_fork_server_was_killed() -> None:
     """It may still be dying, and look alive."""

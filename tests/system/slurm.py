@@ -36,6 +36,8 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=2
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 SlurmdParameters=config_overrides
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={folder}/state
@@ -46,7 +48,8 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=8 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=8 State=UNKNOWN
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -98,7 +101,7 @@ def _wait_for_nodes(environ: dict[str, str]) -> None:
     states = ""
     while time.monotonic() < until:
         done = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"],
+            ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"],
             env=environ,
             capture_output=True,
             text=True,

@@ -137,6 +137,26 @@ def test_a_queue(rig: Rig) -> None:
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.parametrize("rig", ["slurm"], indirect=True)
+@pytest.mark.parametrize("cause", ["PREEMPTED", "TIMEOUT"])
+def test_slurm_ends_the_job(rig: Rig, cause: str) -> None:
+    """For one with a higher priority, or as its time is over; Slurm looks every half minute whether it is."""
+    rig.ask("hold")
+    rig.say("cut held")
+    assert rig.hear() == {"runs": True}
+    job = jobs(rig).split()[0]
+    ends = {
+        "PREEMPTED": ["salloc", "--partition=urgent", "--nodes=2", "--exclusive", "true"],
+        "TIMEOUT": ["scontrol", "update", f"JobId={job}", "EndTime=now"],
+    }
+    subprocess.run(ends[cause], env=rig.environ, capture_output=True, check=True)
+    found = rig.hear()
+    assert found["error"] == "LaunchError"
+    assert re.match(rf"host \S+ of cut.<locals>.work\(\) was lost: {cause} \(job {job}, node n\d\)", found["text"])
+    rig.ask("close")
+    wait_for_jobs(rig, 0)
+
+
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     rig.say("processes")
     pids = rig.hear()["pids"]
