@@ -64,6 +64,8 @@ def _parted(host: str) -> tuple[str, int | None]:
 
 
 class _OnHosts(Placement):
+    at_once = 32  # logins: a jump host, or the user's agent of keys, refuses more
+
     def __init__(self, hosts: Sequence[tuple[str, int | None]], ssh: Sequence[str], command: str) -> None:
         self.sizes = [size for _, size in hosts]
         self._names = [name for name, _ in hosts]

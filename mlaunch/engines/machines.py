@@ -70,10 +70,16 @@ class Machines:
                 tell(state)
             told = state
             interrupts.wait_readable([], _LOOK_DELAY)
-        for number in range(len(placement.sizes)):
-            self.machines.append(Machine(number, placement.start(number)))
-        waiting, until = list(self.machines), time.monotonic() + timeout
-        while waiting:
+        self._start_members(placement, timeout)
+
+    def _start_members(self, placement: Placement, timeout: float) -> None:
+        size = len(placement.sizes)
+        waiting, until = list[Machine](), time.monotonic() + timeout
+        while waiting or len(self.machines) < size:
+            while len(self.machines) < size and len(waiting) < (placement.at_once or size):
+                number = len(self.machines)
+                self.machines.append(Machine(number, placement.start(number)))
+                waiting.append(self.machines[-1])
             self._wait(waiting, until, timeout)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
 

@@ -19,10 +19,12 @@ class Ends:
 class Placement(ABC):
     """Machines that an engine gives to one launch, or to several one after the other.
 
-    ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it.
+    ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it. ``at_once``: how many may be
+    starting at a time; None: all.
     """
 
     sizes: Sequence[int | None]
+    at_once: int | None = None
 
     @abstractmethod
     def state(self) -> str:

@@ -201,6 +201,30 @@ def test_what_a_killed_caller_has_left_is_removed_by_the_next_call(engine: Threa
     assert not left.exists()
 
 
+def test_so_many_start_at_once(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, most, lock = 0, 0, threading.Lock()
+
+    def serve(stream: Stream, host: str) -> None:
+        nonlocal starting
+        with lock:
+            starting -= 1
+        member.serve(stream, host)
+
+    def start(placed: Placed, machine: int) -> Ends:
+        nonlocal starting, most
+        with lock:
+            starting += 1
+            most = max(most, starting)
+        return usual(placed, machine)
+
+    usual, engine.serve = Placed.start, serve
+    monkeypatch.setattr(Placed, "at_once", 2)
+    monkeypatch.setattr(Placed, "start", start)
+    with engine.hold(7, 1) as cluster:
+        assert cluster.hosts == [f"m{number}" for number in range(7)]
+    assert most <= 2
+
+
 def test_the_first_failure_of_all_machines(engine: Threads) -> None:
     def work() -> None:
         dist.barrier()
