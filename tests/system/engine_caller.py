@@ -73,6 +73,17 @@ def values(engine: Any) -> Any:
     return [[rank, total, point.x, task] for rank, total, point, task in found], rows
 
 
+def many(engine: Any) -> Any:
+    """Eight on each machine that says nothing else."""
+
+    def work() -> tuple[int, int]:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return dist.get_rank(), int(total.item())
+
+    return launcher(work, 8, engine=engine)()
+
+
 def printing(engine: Any) -> Any:
     def work() -> None:
         print(f"rank {dist.get_rank()} prints")
@@ -226,7 +237,7 @@ class Straight(io.StringIO):
 SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
-        values, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
+        values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
         queued, waiting, inside, nowhere, cut,
     )
 }  # fmt: skip

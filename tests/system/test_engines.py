@@ -52,6 +52,12 @@ def test_values_of_all_ranks_in_their_order(held: Rig, size: int) -> None:
     assert rows == [[rank, "returned"] for rank in range(size)]
 
 
+def test_sixteen_ranks(held: Rig, request: pytest.FixtureRequest) -> None:
+    ssh = request.node.callspec.params["rig"] == "ssh"
+    many = 8 + SIZES["ssh"] - 2 if ssh else 16
+    assert held.ask("many held")["value"] == [[rank, many] for rank in range(many)]
+
+
 def test_what_ranks_print(held: Rig, size: int) -> None:
     found = held.ask("printing held")
     assert lines(found) == [f"[{rank}] rank {rank} prints" for rank in range(size)]

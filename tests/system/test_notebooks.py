@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.processes import wait_gone
+from tests.system.engine_rigs import MPIRUN
 
 pytestmark = pytest.mark.slow
 # In processes of their own: a client of kernels keeps sockets and threads.
@@ -117,6 +119,45 @@ def test_the_tour(tmp_path: Path) -> None:
     assert kept == again
     assert len(set(ast.literal_eval(kept))) == 4
     assert "in step and stay" in str(outputs(tour, "stumble()"))
+
+
+ON_MACHINES = [
+    """
+from mlaunch import comm, launcher
+from mlaunch.engines import Command
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+@launcher(engine=Command({command!r}), machines=2, n_gpus=2)
+def move(point):
+    print("here is rank", comm.get_rank())
+    return Point(point.x / (3 - comm.get_rank()))
+""",
+    "[point.x for point in move.options(n_gpus=1)(Point(6))]",
+    "move(Point(6))  # which the last rank cannot",
+]
+
+
+def test_machines_from_a_notebook(tmp_path: Path) -> None:
+    """Classes of cells travel there and back, what ranks print is in the cell that runs, and errors name cells."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("openmpi-bin is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra: test)")
+    sources = [ON_MACHINES[0].format(command=MPIRUN), *ON_MACHINES[1:]]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[-1].metadata["tags"] = ["raises-exception"]
+    path = tmp_path / "machines.ipynb"
+    path.write_text(nbformat.writes(nbformat.v4.new_notebook(cells=cells)))
+    made = nbformat.reads(run(tmp_path, EXECUTE, str(path), str(tmp_path)), 4)
+    found = outputs(made, "point.x for")
+    assert list(data(found[-1:], "text/plain")) == ["[2.0, 3.0]"]
+    assert sorted(text(found).splitlines()) == ["[0] here is rank 0", "[1] here is rank 1"]
+    (error,) = [one for one in outputs(made, "which the last") if one["output_type"] == "error"]
+    assert error["ename"] == "ZeroDivisionError"
+    assert "rank 3 of move() raised ZeroDivisionError: division by zero" in plain(error)
+    assert re.search(r"Cell In\[2\], line \d+, in move\n", plain(error)), plain(error)
 
 
 def test_a_kernel_that_is_restarted_leaves_nothing(tmp_path: Path) -> None:
