@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.process import current_process
 
 from mlaunch.caller import placement
 from mlaunch.caller.options import Options
@@ -100,7 +101,8 @@ def _context(environ: Mapping[str, str]) -> Context:
     main_file = getattr(main, "__file__", None)
     main_name = getattr(getattr(main, "__spec__", None), "name", None)
     argv = tuple(getattr(sys, "argv", ()))
-    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid())
+    authkey = bytes(current_process().authkey)
+    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), authkey)
 
 
 def working_directory() -> str:

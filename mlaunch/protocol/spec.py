@@ -17,6 +17,7 @@ class Context:
     main_file: str | None  # __main__.__file__
     main_name: str | None  # of the module that python -m runs
     caller: int  # its pid
+    authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ class Rank:
         os.chdir(context.cwd)
         # Where its children look for a script with a relative path.
         multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
+        if context.authkey:
+            multiprocessing.current_process().authkey = context.authkey
         sys.path[:] = context.sys_path
         sys.argv[:] = context.argv
         device.share_cores(self._spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import multiprocessing
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -395,3 +397,16 @@ def test_no_warning_is_raised_by_a_good_call() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert functions.launched(1) == [10, 11]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_objects_of_a_manager(start_method: str) -> None:
+    """They know the processes of the caller by its key, which ranks have, as its children would."""
+
+    def train(shared: Any) -> None:
+        shared[dist.get_rank()] = "was here"
+
+    with multiprocessing.get_context("fork").Manager() as manager:
+        shared = manager.dict()
+        launcher(train, 2, start_method=start_method)(shared)
+        assert dict(shared) == {0: "was here", 1: "was here"}
