@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 
 from mlaunch.agent.numbers import NumberRequests
 from mlaunch.agent.ranks import RankProcess
@@ -39,6 +40,7 @@ class KeptSupervisor(Supervisor):
         self._grace_period = scene.grace_period
         self._board = scene.results.board
         self._numbers = NumberRequests({one.rank: one.aside for one in scene.ranks if one.aside is not None})
+        self._were_back: list[int] = []  # ranks that had come back when all were asked: they will enter nothing more
         self._failed = False  # the call did not end by itself
         self._leaving = False
         self._kept_back: list[tuple[RankAnswered, list[int]]] = []
@@ -128,10 +130,10 @@ class KeptSupervisor(Supervisor):
             self._finish()
         elif self._call.errand is Errand.RUN:
             self._send_on(Errand.TELL_NUMBERS)
-        elif not self._agree():
+        elif any(rank.answer is not Kind.VALUE for rank in self._by_local_rank):
             self._lose()
         elif self._call.errand is Errand.TELL_NUMBERS:
-            self._send_on(Errand.MEET)
+            self._compare([rank.content.read() for rank in self._by_local_rank])
         else:
             self._finish()
 
@@ -139,16 +141,18 @@ class KeptSupervisor(Supervisor):
         """Tells whether the end has begun, or is about to since a rank is gone."""
         return self._stopping.begun or len(self._ranks) < len(self._by_local_rank)
 
-    def _agree(self) -> bool:
-        """Tells whether the ranks have done their errand, and what they have told says that they are in step."""
-        if any(rank.answer is not Kind.VALUE for rank in self._by_local_rank):
-            return False
-        told = [rank.content.read() for rank in self._by_local_rank]
-        return self._call.errand is Errand.MEET or step.agree(told)
+    def _compare(self, told: Sequence[step.Numbers]) -> None:
+        """Has the ranks meet if what they have told says that they are in step."""
+        if step.agree(told):
+            self._send_on(Errand.MEET)
+        else:
+            self._lose()
 
     def _finish(self) -> None:
         self._stopping.spare_leaving = True  # which a deadline has changed
         self._stopping.asked.clear()
+        self._call.due = None  # it could only be taken for the next call's
+        self._first = None  # the other machines need not hear any more of what has failed
         self._send_answers(but=FD_LIMIT)
         answers = tuple(record for record, _ in self._kept_back)
         fds = [fd for _, fds in self._kept_back for fd in fds]
@@ -196,6 +200,7 @@ class KeptSupervisor(Supervisor):
 
     def _ask(self) -> None:
         """Asks those who still work for their stacks, and all where they are."""
+        self._were_back = [rank.rank for rank in self._by_local_rank if not rank.working]
         self._numbers.ask(self._call.number)
         self._ask_at, self._call_back_at = _NEVER, self._clock() + STACKS_TIMEOUT
         for rank in self._ranks.values():
@@ -204,7 +209,7 @@ class KeptSupervisor(Supervisor):
 
     def _call_back(self) -> None:
         """Raises KeyboardInterrupt in those who still work, once; stops all if somebody works in vain."""
-        if self._numbers.out_of_step([rank.rank for rank in self._by_local_rank if not rank.working]):
+        if self._waits_in_vain(self._were_back):
             self._lose(force=False)
             return
         now = self._clock()
@@ -217,6 +222,10 @@ class KeptSupervisor(Supervisor):
                 self._board.stop(rank.local_rank, self._call.number)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGINT)
+
+    def _waits_in_vain(self, back: Sequence[int]) -> bool:
+        """Tells whether somebody works on what those who are back will never enter."""
+        return step.is_lost(self._numbers.told, back)
 
     def _lose(self, *, force: bool = True) -> None:
         """Stops the ranks, which are out of step. ``force``: they have had their grace period."""

@@ -13,6 +13,7 @@ from typing import NoReturn
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept import KeptSupervisor
+from mlaunch.agent.kept_part import KeptPartSupervisor
 from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
 from mlaunch.agent.prepared import PreparedSupervisor, as_prepared, lower_priority
 from mlaunch.agent.supervision import Supervision
@@ -122,9 +123,11 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | N
     """Returns the supervisor, which has begun the call if that is there already."""
     if spec.prepared:
         return PreparedSupervisor(scene, priority)
-    supervisor = KeptSupervisor(scene) if spec.stays else Supervisor(scene)
-    if not spec.stays:
-        supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
+    if spec.stays:
+        os.close(order.call_fd)
+        return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)
+    supervisor = Supervisor(scene)
+    supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
     os.close(order.call_fd)
     return supervisor
 

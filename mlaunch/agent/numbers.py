@@ -51,22 +51,10 @@ class NumberRequests:
                 self._told[rank] = payload.read(memfd)
                 os.close(memfd)
 
-    def out_of_step(self, back: Collection[int]) -> bool:
-        """Tells whether a rank has entered an operation that one which is ``back`` from the call never will."""
-        return any(
-            self._is_behind(name, number, rank, other)
-            for rank in self._told.keys() & set(back)
-            for other, numbers in self._told.items()
-            for name, (members, number) in numbers.items()
-            if rank in members
-        )
-
-    def _is_behind(self, name: str, number: int | None, rank: int, other: int) -> bool:
-        """Tells whether ``rank`` has come less far in a group than ``other``, which is at ``number``."""
-        if rank == other or number is None:
-            return False
-        _, reached = self._told[rank].get(name, ((), 0))
-        return reached is not None and reached < number
+    @property
+    def told(self) -> Mapping[int, Numbers]:
+        """What has been told, by global rank."""
+        return self._told
 
     def clear(self) -> None:
         """Forgets what was asked and told."""

@@ -11,7 +11,6 @@ import dataclasses
 import os
 import resource
 import secrets
-import uuid
 
 from mlaunch.agent.stack_requests import STOPPED, state_of
 from mlaunch.agent.supervision import Supervision
@@ -19,7 +18,7 @@ from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.prepared import BeginCall, CallBegun
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call
 _LOOK_DELAY = 5.0  # seconds between looks at the memory
@@ -30,7 +29,7 @@ def as_prepared(spec: LaunchSpec) -> LaunchSpec:
     """Returns a launch like the last one, with what is its own."""
     return dataclasses.replace(
         spec,
-        launch_id=uuid.uuid4().hex[:12],
+        launch_id=new_launch_id(),
         secret=secrets.token_hex(16),
         name="(prepared for the next call)",
         deadline=None,

@@ -55,7 +55,7 @@ def _check_engine(given: Mapping[str, Any]) -> None:
             f"machines={given['machines']} without engine=: nobody is there to place ranks on other machines; give "
             f"one of mlaunch.engines, or start the script on each machine with world_size= and rank_start="
         )
-    others = {"world_size": None, "rank_start": 0, "keep": None, "ranks": None, "start_method": "forkserver"}
+    others = {"world_size": None, "rank_start": 0, "ranks": None, "start_method": "forkserver"}
     for name, usual in others.items() if given["engine"] is not None else ():
         if given[name] != usual:
             raise ValueError(f"{name}={given[name]!r} with engine=: allowed: {usual!r}")

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import sys
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import current_process
@@ -15,7 +14,7 @@ from mlaunch.caller import placement
 from mlaunch.caller.options import Options
 from mlaunch.caller.placement import Placement
 from mlaunch.protocol.messages import Ready
-from mlaunch.protocol.spec import Cluster, Context, LaunchSpec, check_token
+from mlaunch.protocol.spec import Cluster, Context, LaunchSpec, check_token, new_launch_id
 from mlaunch.rank import device
 
 _log = logging.getLogger("mlaunch")
@@ -44,7 +43,7 @@ def plan(options: Options, machine: Machine, name: str, environ: Mapping[str, st
     _check_world(options, placed.local_world_size, world_size)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
     return LaunchSpec(
-        launch_id=uuid.uuid4().hex[:12],
+        launch_id=new_launch_id(),
         name=name,
         local_world_size=placed.local_world_size,
         world_size=world_size,

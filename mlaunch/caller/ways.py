@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def way_of(options: Options) -> Callable[..., Ended]:
     """Returns what takes options, function, arguments and keywords, and says how the call ended. It imports much."""
-    if options.engine is not None:
+    if options.engine is not None and options.keep is None:
         call: Callable[..., Ended] = options.engine.call
     elif options.ranks is not None or options.keep is not None:
         from mlaunch.caller.kept.shared import call_on_kept as call

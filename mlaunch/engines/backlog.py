@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _LIMIT = 1 << 22  # bytes
@@ -14,6 +14,7 @@ _LIMIT = 1 << 22  # bytes
 class _Pipe:
     fd: int  # the writing end
     waiting: bytearray = field(default_factory=bytearray)
+    written: int = 0  # bytes
     ended: bool = False  # nothing more comes
 
 
@@ -54,6 +55,14 @@ class Backlog:
             if number == rank:
                 self.add(rank, stream, b"")
 
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Returns for each pipe where what has been added until now ends."""
+        return {key: pipe.written + len(pipe.waiting) for key, pipe in self._pipes.items()}
+
+    def is_past(self, ends: Mapping[tuple[int, int], int]) -> bool:
+        """Tells whether all pipes have taken what ended there."""
+        return all(self._pipes[key].written >= end for key, end in ends.items() if key in self._pipes)
+
     def blocked(self) -> list[int]:
         """Returns the descriptors that must take more before ``flush`` can go on."""
         return [pipe.fd for pipe in self._pipes.values() if pipe.waiting]
@@ -68,7 +77,9 @@ class Backlog:
         with contextlib.suppress(BlockingIOError):
             try:
                 while pipe.waiting:
-                    del pipe.waiting[: os.write(pipe.fd, pipe.waiting)]
+                    size = os.write(pipe.fd, pipe.waiting)
+                    pipe.written += size
+                    del pipe.waiting[:size]
             except BrokenPipeError:
                 pipe.waiting.clear()
                 pipe.ended = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from mlaunch.caller import interrupts
@@ -14,7 +13,7 @@ from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.caller.settle import Ended
 from mlaunch.caller.warn import warn_caller
-from mlaunch.engines.launch import HostPrefix, MachinesLaunch, Work
+from mlaunch.engines.launch import MachinesLaunch, Work, with_hosts
 from mlaunch.engines.machines import Machines
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
@@ -33,8 +32,7 @@ def call_on_machines(
         options = options.replaced({"log_dir": log_dir})
 
     def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
-        plan = output_plan(options, spec)
-        return replace(plan, prefix=HostPrefix(hosts)) if len(set(hosts.values())) > 1 else plan
+        return with_hosts(output_plan(options, spec), hosts)
 
     def attempt(time_left: float | None, restart_count: int) -> Ended:
         machines.renew()

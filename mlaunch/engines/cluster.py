@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.errors import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.engines.call import call_on_machines
+from mlaunch.engines.kept_launch import open_on_machines
 from mlaunch.engines.machines import Machines
 
 if TYPE_CHECKING:
+    from mlaunch.caller.kept.session import Session
     from mlaunch.caller.options import Options
     from mlaunch.caller.settle import Ended
 
@@ -21,7 +25,8 @@ class Cluster:
     """What ``hold`` returns: as ``engine=``, it has a call run there. Several threads may call, one after the other.
 
     Use it in a ``with`` statement, or ``close()`` it. A machine that is lost ends the call that runs; the next one
-    asks the engine for others.
+    asks the engine for others. Ranks that stay take the machines until they end, those of ``keep=`` only while they
+    are called.
     """
 
     def __init__(self, machines: Machines, idle_timeout: float | None) -> None:
@@ -29,6 +34,8 @@ class Cluster:
         self._size = len(machines.hosts)
         self._idle_timeout = idle_timeout
         self._timer: threading.Timer | None = None
+        self._used_at = time.monotonic()
+        self._session: Session | None = None  # of ranks that stay
         self._closed = ""  # why
         self._lock = threading.Lock()
         self._start_timer()
@@ -50,32 +57,77 @@ class Cluster:
         self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ended:
         """Runs a function on these machines; see ``call_on_machines``."""
+        with self._taken(options):
+            return call_on_machines(self._machines, options, function, args, kwargs)
+
+    def open_session(self, options: Options, idle_timeout: float | None) -> Session:
+        """Starts ranks that stay on these machines."""
+        with self._taken(options):
+            self._session = open_on_machines(self._machines, options, idle_timeout, self._note_use)
+            return self._session
+
+    @contextlib.contextmanager
+    def _taken(self, options: Options) -> Iterator[None]:
+        """Gives the machines to one who may have them."""
         with self._lock:
             if self._closed:
                 raise LaunchError(f"this allocation was given back ({self._closed}); hold() another one")
             if options.machines not in {None, self._size}:
                 raise misuse(ValueError(f"machines={options.machines} on {self._size} held machines: allowed: "
                                         f"{self._size}, or None"))  # fmt: skip
+            self._free()
             self._stop_timer()
             try:
-                return call_on_machines(self._machines, options, function, args, kwargs)
+                yield
             finally:
+                self._note_use()
                 self._start_timer()
 
+    def _free(self) -> None:
+        """Ends ranks that stay for as long as nobody else wants the machines."""
+        session = self._session
+        if session is None or session.over:
+            return
+        if not session.yields:
+            raise misuse(LaunchError(
+                f"{session.handle.idle_spec.name} have taken these machines until they end: call them, or close() them "
+                f"before others run here"
+            ))  # fmt: skip
+        _end(session)
+
+    def _note_use(self) -> None:
+        self._used_at = time.monotonic()
+
     def close(self) -> None:
-        """Gives the machines back, once a call that runs is over. May be called again."""
-        self._leave("close() was called")
+        """Gives the machines back, once a call that runs is over, and ends ranks there. May be called again."""
+        with self._lock:
+            self._leave("close() was called")
 
     def _leave(self, why: str) -> None:
-        with self._lock:
-            self._stop_timer()
-            self._closed = self._closed or why
-            self._machines.close()
+        self._stop_timer()
+        self._closed = self._closed or why
+        if self._session is not None:
+            _end(self._session)
+        self._machines.close()
 
-    def _start_timer(self) -> None:
+    def _leave_if_unused(self) -> None:
+        with self._lock:
+            in_use = self._session is not None and not self._session.over
+            if self._timer is threading.current_thread():  # else a call came, or close()
+                if in_use or self._left() > 0:
+                    self._start_timer(again=in_use)
+                else:
+                    self._leave(f"no call came for {self._idle_timeout:g} s")
+
+    def _left(self) -> float:
+        """Returns the seconds until nobody has used them for too long."""
+        return self._used_at + (self._idle_timeout or 0.0) - time.monotonic()
+
+    def _start_timer(self, *, again: bool = False) -> None:
         if self._idle_timeout is not None and not self._closed:
-            why = f"no call came for {self._idle_timeout:g} s"
-            self._timer = threading.Timer(self._idle_timeout, self._leave, [why])
+            self._timer = threading.Timer(
+                self._idle_timeout if again else max(0.0, self._left()), self._leave_if_unused
+            )
             self._timer.daemon = True
             self._timer.start()
 
@@ -86,3 +138,9 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"<{len(self.hosts)} machines: {', '.join(self.hosts)}>" if self.hosts else "<no machines any more>"
+
+
+def _end(session: Session) -> None:
+    """Ends ranks that stay, after their calls. They are not lost: whoever calls them hears what has become of this."""
+    session.expired = True
+    session.close(wait=True)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.caller.options import Options
 from mlaunch.engines.call import call_on_machines
 from mlaunch.engines.cluster import Cluster
+from mlaunch.engines.kept_launch import open_on_machines
 from mlaunch.engines.machines import Machines
 from mlaunch.engines.placement import Placement
 
 if TYPE_CHECKING:
+    from mlaunch.caller.kept.session import Session
     from mlaunch.caller.settle import Ended
 
 
@@ -51,3 +53,12 @@ class Engine(ABC):
             return call_on_machines(machines, options, function, args, kwargs)
         finally:
             machines.close()
+
+    def open_session(self, options: Options, idle_timeout: float | None) -> Session:
+        """Starts ranks that stay on machines of their own, which are given back when they end."""
+        machines = Machines(self.place, self.python, options.machines, options.n_gpus)
+        try:
+            return open_on_machines(machines, options, idle_timeout, machines.close)
+        except BaseException:
+            machines.close()
+            raise

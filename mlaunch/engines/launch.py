@@ -6,9 +6,9 @@ import os
 import secrets
 import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 from mlaunch.base.text import ranges
 from mlaunch.caller.fork_server import in_memfds
@@ -28,7 +28,7 @@ from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.engines.times import Times
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.prepared import details_of
-from mlaunch.protocol.spec import Command, Context, LaunchSpec
+from mlaunch.protocol.spec import Command, Context, LaunchSpec, new_launch_id
 from mlaunch.rendezvous.address import LOOPBACK
 
 # What this process does with a launch, which machines need not know; or what an engine decides.
@@ -36,20 +36,28 @@ _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
     "ranks", "engine", "machines", "max_restarts", "start_method", "join",
 }  # fmt: skip
-_END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
+END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
+M = TypeVar("M", bound=MergedAgent)
 
 
-class _AllServers:
+class AllServers:
     """What is behind the agents, for a handle."""
 
-    def __init__(self, machines: Machines) -> None:
+    def __init__(self, machines: Machines, merged: MergedAgent) -> None:
         self._machines = machines
+        self._merged = merged
 
     def kill(self) -> None:
         self._machines.kill()
 
     def describe_end(self) -> str:
         return "what hears its machines has ended"
+
+    def close(self) -> None:
+        """Waits for the last words of all, after the handle was closed."""
+        if not self._merged.join(END_TIMEOUT):
+            self._machines.kill()
+            self._merged.join(END_TIMEOUT)
 
 
 class _Handle(LaunchHandle):
@@ -84,6 +92,21 @@ class MachinesLaunch:
 
     def run(self) -> Ended:
         """Runs it to its end; see ``call_on_machines``."""
+        spec, history = self._begin()
+        merged = self._merged(MergedAgent, spec, Times(spec.grace_period + END_TIMEOUT, spec.seconds))
+        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count)
+        servers = AllServers(self.placed, merged)
+        handle = _Handle(spec, servers, merged.channel, relay, history)
+        handle.outcome.hosts = history.hosts
+        merged.start()
+        try:
+            return handle.wait()
+        finally:
+            handle.close()
+            servers.close()
+
+    def _begin(self) -> tuple[LaunchSpec, History]:
+        """Has the machines start it."""
         history = History()
         tell = say if self.options.progress else lambda _text: None
         self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
@@ -96,23 +119,12 @@ class MachinesLaunch:
         with naming_culprits(spec, call), in_memfds([("call", call)] if call is not None else []) as memfds:
             for machine in machines:
                 machine.stream.send(self._start(spec, machine), memfds[0] if memfds else -1)
-        return self._hear(spec, history)
+        return spec, history
 
-    def _hear(self, spec: LaunchSpec, history: History) -> Ended:
-        times = Times(spec.grace_period + _END_TIMEOUT, spec.seconds)
+    def _merged(self, kind: type[M], spec: LaunchSpec, times: Times) -> M:
         machines = self.placed.machines
-        merged = MergedAgent(machines, spec.world_size, self.placed.end_of, times, Lookout(spec, machines))
-        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count)
-        handle = _Handle(spec, _AllServers(self.placed), merged.channel, relay, history)
-        handle.outcome.hosts = history.hosts
-        merged.start()
-        try:
-            return handle.wait()
-        finally:
-            handle.close()
-            if not merged.join(_END_TIMEOUT):
-                self.placed.kill()
-                merged.join(_END_TIMEOUT)
+        lookout = Lookout(replace(spec, launch_id=new_launch_id()), machines)  # a machine here may show its own
+        return kind(machines, spec.world_size, self.placed.end_of, times, lookout)
 
     def _order(self) -> Prepare:
         given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
@@ -134,6 +146,7 @@ class MachinesLaunch:
             command=self.work.command,
             node_rank=machine.number,
             num_nodes=len(self.placed.machines),
+            stays=spec.launch_id if spec.stays else "",
         )
 
     def _master_ip(self, head: Prepared) -> str:
@@ -146,7 +159,7 @@ class MachinesLaunch:
         """Returns the launch as this process sees it: one machine with all ranks."""
         prepared = [machine.given for machine in machines]
         return LaunchSpec(
-            launch_id=uuid.uuid4().hex[:12],
+            launch_id=new_launch_id(),
             name=self.work.name,
             local_world_size=sum(one.local_world_size for one in prepared),
             world_size=sum(one.local_world_size for one in prepared),
@@ -170,16 +183,21 @@ class MachinesLaunch:
         )
 
 
+def with_hosts(plan: OutputPlan, hosts: dict[int, str]) -> OutputPlan:
+    """Returns a plan in which lines tell their ranks' hosts, if there are several."""
+    return replace(plan, prefix=HostPrefix(hosts)) if len(set(hosts.values())) > 1 else plan
+
+
+@dataclass
 class HostPrefix:
     """Names ranks with their hosts: "[n1:0-3,n2:4] "."""
 
-    def __init__(self, hosts: dict[int, str]) -> None:
-        self._hosts = hosts
+    hosts: dict[int, str]
 
     def __call__(self, ranks: Sequence[int]) -> str:
         found: dict[str, list[int]] = {}
         for rank in sorted(ranks):
-            found.setdefault(self._hosts[rank], []).append(rank)
+            found.setdefault(self.hosts[rank], []).append(rank)
         named = [f"{host}:{ranges(there, ',')}" for host, there in found.items()]
         return f"[{','.join(named)}] "
 

@@ -14,6 +14,7 @@ from mlaunch.engines.looks import Looks
 from mlaunch.engines.messages import FromAgent, Look, Over, Printed, Rows
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, MeetAgain, NextCall, RanksBack, RanksStand
 from mlaunch.protocol.messages import (
     AgentStarted,
     Cancel,
@@ -30,7 +31,9 @@ from mlaunch.protocol.spec import LaunchSpec
 _READ = 32768  # bytes of what a rank prints
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
-_WITH_CONTENT = (RankAnswered, RankGone)
+_WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
+_OfCalls = NextCall | EndCall | MeetAgain | EndRanks
+_PIPE = 65536  # bytes that wait in a pipe at most
 
 
 class MachineLaunch:
@@ -43,6 +46,7 @@ class MachineLaunch:
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
         self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
         self._board: Board | None = None
+        self._early: list[tuple[_OfCalls, int]] = []  # what comes before there are ranks
         self._rows: tuple[bytes, ...] = ()
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
@@ -92,11 +96,13 @@ class MachineLaunch:
 
     def _hear_caller(self) -> None:
         try:
-            for record, _ in self._stream.receive():
+            for record, content in self._stream.receive():
                 if isinstance(record, Cancel):
                     self._cancel(record)
                 elif isinstance(record, Look):
                     self._looks.ask(record)
+                elif isinstance(record, _OfCalls):
+                    self._call(record, content)
         except EOFError:
             self._alone = True
             self._stream.forget()
@@ -106,6 +112,17 @@ class MachineLaunch:
         self._limits.begin_cancel(force=record.force)
         self._agent.try_send(record)
 
+    def _call(self, record: _OfCalls, content: int) -> None:
+        """Passes on what concerns ranks that stay. A call waits for them: to an agent that joins it were the end."""
+        if self._board is None and not isinstance(record, EndRanks):
+            self._early.append((record, content))
+            return
+        if isinstance(record, EndRanks):
+            self._limits.begin_cancel(force=False)
+        self._agent.try_send(record, [content] if content >= 0 else [])
+        if content >= 0:
+            os.close(content)
+
     def _hear_agent(self) -> bool:
         try:
             record, fds = self._agent.receive()
@@ -114,9 +131,10 @@ class MachineLaunch:
             return False
         if isinstance(record, RankGone):
             self._tell_rows()
-        content = fds[0] if fds and isinstance(record, _WITH_CONTENT) else -1
-        if not isinstance(record, AgentStarted | Finished):
-            self._stream.send(FromAgent(record), content)
+        if isinstance(record, CallOver):
+            self._end_call(record, fds)
+        elif not isinstance(record, AgentStarted | Finished):
+            self._stream.send(FromAgent(record), fds[0] if fds and isinstance(record, _WITH_CONTENT) else -1)
         self._take(record, fds)
         return not isinstance(record, Finished | Reaped)
 
@@ -127,8 +145,14 @@ class MachineLaunch:
         elif isinstance(record, RanksStarting):
             self._board = Board(fds[0])
             self._looks.learn(record)
+            for early in self._early:
+                self._call(*early)
+            self._early.clear()
+            close_all(fds[1:])  # by which ranks that stay would hear calls past their agent, and answer
         elif isinstance(record, RankStarted):
-            for fd, stream in zip(fds, self._spec.streams(record.rank - self._spec.rank_start), strict=True):
+            streams = self._spec.streams(record.rank - self._spec.rank_start)
+            close_all(fds[: -len(streams)])
+            for fd, stream in zip(fds[-len(streams) :], streams, strict=True):
                 os.set_blocking(fd, False)
                 self._pipes[fd] = record.rank, stream
         else:
@@ -147,6 +171,17 @@ class MachineLaunch:
         self._stream.send(Printed(rank, stream, data))
         return True
 
+    def _end_call(self, record: CallOver, fds: Sequence[int]) -> None:
+        """Tells that ranks that stay are back, after what they have done, printed and returned."""
+        self._tell_rows()
+        for _ in range(_PIPE // _READ):
+            for fd in list(self._pipes):
+                self._carry(fd)
+        memfds = iter(fds)
+        for answer in record.answers:
+            self._stream.send(FromAgent(answer), -1 if answer.data else next(memfds))
+        self._stream.send(FromAgent(CallOver(record.number)))
+
     def _tell_rows(self) -> None:
         self._look_at = time.monotonic() + _LOOK_DELAY
         if self._board is None:
@@ -163,6 +198,7 @@ class MachineLaunch:
 
     def _close(self) -> None:
         close_all(self._pipes)
+        close_all(content for _, content in self._early if content >= 0)
         self._looks.close()
         self._agent.close()
         if self._limits.agent is not None:

@@ -130,14 +130,23 @@ class MergedAgent:
         return {fd for fd, _ in poll.poll(self._times.milliseconds(self._lookout.due))}
 
     def _hear_handle(self) -> None:
-        """Passes on that the launch is to end. What ranks print holds up nothing any more."""
+        """Passes on what it wants: that the launch ends. What ranks print holds up nothing any more then."""
         try:
-            record, _ = self._theirs.receive()
+            record, fds = self._theirs.receive()
         except EOFError:
-            record, self._hopeless = Cancel(force=True), True
+            record, fds, self._hopeless = Cancel(force=True), [], True
+        self._obey(record, fds)
+        close_all(fds)
+
+    def _obey(self, record: object, _fds: Sequence[int]) -> None:
         self._backlog.limit = None
+        self._send(record)
+
+    def _send(self, record: object, content: int = -1, *, but: Machine | None = None) -> None:
+        """Sends a record to all machines that have not ended."""
         for machine in self._open.values():
-            machine.stream.send(record)
+            if machine is not but:
+                machine.stream.send(record, content)
 
     def _hear(self, fd: int, machine: Machine) -> None:
         try:
@@ -160,8 +169,7 @@ class MergedAgent:
         self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
         for rank in machine.ranks:
             self._backlog.end(rank)
-        for other in self._open.values():
-            other.stream.send(Cancel())
+        self._send(Cancel())
 
     def _fail(self, failure: RankFailure) -> None:
         self._lost = True
@@ -218,8 +226,7 @@ class MergedAgent:
         if not self._refused:
             self._refused = True
             self._tell(Refused(text, late))
-        for machine in self._open.values():
-            machine.stream.send(Cancel())
+        self._send(Cancel())
 
     def _begin(self, record: RanksStarting) -> None:
         """Tells of the start once, as that of all ranks."""

@@ -1,7 +1,7 @@
 """What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
-caller -> member   Prepare, Start, Cancel, Look
+caller -> member   Prepare, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for ranks that stay
 member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, Seen, and Over as the launch's last word
 """
 
@@ -77,6 +77,7 @@ class Start:
     command: Command | None = None
     node_rank: int = 0
     num_nodes: int = 1
+    stays: str = ""  # the launch's id, if its ranks stay: they know by it what they hold; "": they do not
 
 
 @dataclass(frozen=True)

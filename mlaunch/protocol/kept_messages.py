@@ -1,9 +1,9 @@
 """The records of ranks that stay.
 
-launcher -> agent   NextCall, EndCall, EndRanks
+launcher -> agent   NextCall, EndCall, EndRanks, MeetAgain
 launcher -> rank    DirectCall                      (instead of NextCall, where no deadline is to be kept)
 rank -> launcher    DirectAnswer                    (to such a call, if it is a small value)
-agent -> launcher   CallOver
+agent -> launcher   CallOver                        (if other machines have ranks, too: RanksStand, RanksBack)
 agent <-> rank      TellNumbers                     (a channel of its own, which a thread of the rank answers)
 """
 
@@ -50,6 +50,35 @@ class CallOver:
 
     number: int
     answers: tuple[RankAnswered, ...] = ()
+
+
+@dataclass(frozen=True)
+class RanksStand:
+    """Tells where a machine's ranks stand in a call that is to end. ``back``: global ranks that have come back from it.
+
+    Attached: a memfd with the numbers of those that have told them, by global rank. The launcher, who hears all
+    machines, finds out whether somebody works in vain.
+    """
+
+    number: int
+    back: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RanksBack:
+    """A machine's ranks have come back from a call that did not end by itself. Attached: as of RanksStand, of all.
+
+    It is for the launcher to compare these.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class MeetAgain:
+    """Says that the numbers of all machines' ranks agree: they are to meet, after which this call is over."""
+
+    number: int
 
 
 @dataclass(frozen=True)

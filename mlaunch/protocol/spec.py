@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+
+def new_launch_id() -> str:
+    """Returns one that no other launch has."""
+    return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ of all members agree, everybody has entered what the others have.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,26 @@ def _same(name: str, told: Sequence[Numbers]) -> bool:
     found = {rank: numbers[name] for rank, numbers in enumerate(told) if name in numbers}
     members, _ = next(iter(found.values()))
     return sorted(members) == sorted(found) and len(set(found.values())) == 1
+
+
+def is_lost(told: Mapping[int, Numbers], back: Collection[int]) -> bool:
+    """Tells whether a rank has entered an operation that one which is ``back`` from the call never will.
+
+    ``told``: by global rank; of some nothing may be known.
+    """
+    return any(
+        rank != other and number is not None and _is_behind(told[rank], name, number)
+        for rank in told.keys() & set(back)
+        for other, numbers in told.items()
+        for name, (members, number) in numbers.items()
+        if rank in members
+    )
+
+
+def _is_behind(numbers: Numbers, name: str, number: int) -> bool:
+    """Tells whether a rank has come less far in a group than one that is at ``number``."""
+    _, reached = numbers.get(name, ((), 0))
+    return reached is not None and reached < number
 
 
 def meet(bound: torch.device | None) -> None:

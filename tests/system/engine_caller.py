@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlaunch import engines, launcher
+from mlaunch import Ranks, engines, launcher
 from mlaunch.base.errors import report_of
 from mlaunch.engines import Cluster
 
@@ -202,6 +202,35 @@ def large(engine: Any) -> Any:
     return [bool(torch.equal(value, tensor + rank)) for rank, value in enumerate(found)]
 
 
+def staying(engine: Any) -> Any:
+    """Ranks that stay: what they hold is there after a call that fails on one machine, and after one on all is cut."""
+
+    def fail() -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no such luck")
+
+    def work(held: list[int]) -> tuple[int, list[int]]:
+        held.append(dist.get_rank())
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return os.getpid(), held
+
+    def stay() -> None:
+        if dist.get_rank() == 0:
+            print("running", flush=True)
+        wait_for_ever()
+
+    with Ranks(engine=engine, grace_period=5) as ranks:
+        held = ranks.hold(list)
+        before = ranks.run(work, held)
+        with contextlib.suppress(ValueError):
+            ranks.run(fail)
+        with contextlib.suppress(KeyboardInterrupt), contextlib.redirect_stdout(Trigger("running")):
+            ranks.run(stay)
+        after = ranks.run(work, held)
+    return [pid for pid, _ in before] == [pid for pid, _ in after], [found for _, found in after]
+
+
 def processes(engine: Any) -> Any:
     """Tells of all processes of a call while it runs, and is never done."""
 
@@ -237,7 +266,7 @@ class Straight(io.StringIO):
 SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
-        values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, processes,
+        values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
         queued, waiting, inside, nowhere, cut,
     )
 }  # fmt: skip

@@ -103,6 +103,12 @@ def test_large_arguments_and_values(held: Rig, size: int) -> None:
     assert held.ask("large held")["value"] == [True] * size
 
 
+def test_ranks_that_stay(held: Rig, size: int) -> None:
+    found = held.ask("staying held")
+    assert "value" in found, found["trace"]
+    assert found["value"] == [True, [[rank, rank] for rank in range(size)]]
+
+
 def test_a_member_that_is_killed(held: Rig) -> None:
     """The next call gets other machines."""
     held.ask("close")

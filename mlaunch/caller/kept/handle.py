@@ -7,10 +7,10 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mlaunch.caller import interrupts
-from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.handle import LaunchHandle
+from mlaunch.caller.handle import LaunchHandle, Server
 from mlaunch.caller.kept.direct import DirectWays
 from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.limits import Limits
@@ -25,11 +25,21 @@ from mlaunch.protocol.spec import LaunchSpec
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 
 
+class KeptServer(Server, Protocol):
+    """What is behind ranks that stay."""
+
+    def ended(self) -> bool:
+        """Tells whether it has ended."""
+
+    def close(self) -> None:
+        """Ends it, if it is theirs alone, after they have ended."""
+
+
 @dataclass
 class KeptHandle(LaunchHandle):
     """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
 
-    server: ForkServer
+    server: KeptServer
     _is_settled: bool = False  # the last call, and no other output has begun
     over: bool = False  # the call that was begun last
     _number: int = 0  # its number
@@ -151,6 +161,10 @@ class KeptHandle(LaunchHandle):
         self.relay.finish(0.0)
         return settle(self.outcome, self.report())
 
+    def dressed(self, plan: OutputPlan) -> OutputPlan:
+        """Returns what becomes of a call's output, as these ranks have it."""
+        return plan
+
     def _turn_to_none(self) -> None:
         """Begins what belongs to no call, if that has not begun."""
         if self._is_settled:
@@ -180,10 +194,10 @@ class KeptHandle(LaunchHandle):
             memfds = iter(fds)
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
-        elif isinstance(record, RanksStarting):
+        elif isinstance(record, RanksStarting) and fds[1:]:
             self._direct.take_answers(fds[1], fds[2])
             self.relay.watch(fds[2])
-        elif isinstance(record, RankStarted):
+        elif isinstance(record, RankStarted) and self._direct.offered:
             self._direct.take_rank(record.rank, fds[0])
             fds = fds[1:]
         self._note_values()

@@ -29,6 +29,9 @@ _INSTEAD = {
 def open_session(options: Options, idle_timeout: float | None) -> Session:
     """Starts ranks with these options; does not wait for them."""
     _check(options)
+    if options.engine is not None:
+        session: Session = options.engine.open_session(options, idle_timeout)
+        return session
     with interrupts.deferred():
         history = History()
         environ = {**os.environ, **(options.env or {})}
@@ -67,7 +70,7 @@ def _check(options: Options) -> None:
     if options.rank_start > 0 or (options.world_size is not None and options.world_size != (size or 1)):
         raise misuse(
             ValueError(
-                f"world_size={options.world_size}, rank_start={options.rank_start}: ranks that stay are those of one "
-                f"machine so far; allowed: world_size=None, rank_start=0"
+                f"world_size={options.world_size}, rank_start={options.rank_start}: of several callers none could call "
+                f"ranks that stay alone; allowed: world_size=None, rank_start=0, and engine= for several machines"
             )
         )

@@ -47,6 +47,7 @@ class RankSet:
         self.told_stale: set[str] = set()
         self._restart = restart
         self._idle_timeout = idle_timeout
+        self._yields = False
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._freed: deque[tuple[str, int]] = deque()
@@ -114,7 +115,8 @@ class RankSet:
             )
 
     def stay(self, seconds: float | None) -> None:
-        """Sets how long the ranks stay after a call."""
+        """Sets how long the ranks stay after a call, unless others want where they are."""
+        self._yields = self.session.yields = True
         changed = seconds != self._idle_timeout
         self._idle_timeout = self.session.idle_timeout = seconds
         if changed:
@@ -159,14 +161,16 @@ class RankSet:
         if options.log_dir is not None:
             options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
         spec = dataclasses.replace(session.handle.idle_spec, name=name, deadline=options.deadline)
-        found = spec, output_plan(options, spec)
+        found = spec, session.handle.dressed(output_plan(options, spec))
         self._known = (known, found) if found[1].directory is None and found[1].area is None else None
         return found
 
     def _open(self) -> Session:
         session = open_session(self.options, self._idle_timeout)
-        session.restart = self._restart
+        session.restart, session.yields = self._restart, self._yields
         _sessions.add(session)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # to be called before an engine gives its machines back
         return session
 
     def _open_again(self) -> Session:
@@ -197,6 +201,3 @@ class RankSet:
 def _close_all() -> None:
     for session in list(_sessions):
         session.close(wait=False)
-
-
-atexit.register(_close_all)

@@ -38,11 +38,12 @@ class Ranks:
     Args:
         restart: Start fresh ranks for the next call when these are lost. False: that call raises ``RanksLost``.
         idle_timeout: Seconds without a call after which the ranks end; the next call starts fresh ones. None: never.
-        **options: Those of ``launcher``, save ``max_restarts`` and those for several machines. ``deadline`` and
-            ``log_dir`` count for each call.
+        **options: Those of ``launcher``, save ``max_restarts`` and ``world_size``, ``rank_start``. ``deadline`` and
+            ``log_dir`` count for each call. With ``engine`` the ranks are on its machines.
 
     Raises:
-        ValueError, TypeError: An option is wrong, or asks for what this machine has not, or for several machines.
+        ValueError, TypeError: An option is wrong, or asks for what this machine has not.
+        LaunchError: The engine does not give machines, or other ranks that stay have taken them.
         RuntimeError: This process is a rank itself.
 
     Example:
@@ -208,9 +209,6 @@ def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
     """Returns the options; what is wrong with them is the doing of whoever gave them."""
     try:
         about("keep").allowed.check("idle_timeout", idle_timeout)
-        if options.get("engine") is not None:
-            raise ValueError("Ranks with engine=: allowed: None, since ranks that stay are on this machine; to keep "
-                             "machines between calls, hold() them: engine=Slurm().hold(machines=2)")  # fmt: skip
         return Options().replaced(options)
     except (TypeError, ValueError) as error:
         raise misuse(error) from None

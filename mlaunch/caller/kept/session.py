@@ -26,6 +26,7 @@ class Session:
         self.lock = threading.RLock()
         self.ended = threading.Event()
         self.restart = True  # another one follows if this is lost
+        self.yields = False  # while it is idle, to others who want where its ranks are
         self.why_lost = ""  # how it ended, unless somebody ended it
         self.was_told = False  # the caller, that they are lost
         self._losing = False  # one has ended while no call ran, and the others are about to

@@ -25,6 +25,7 @@ class _Set:
     ranks: Ranks
     environ: dict[str, str]
     cwd: str
+    here: bool  # on this machine
 
 
 _lock = threading.Lock()
@@ -51,7 +52,7 @@ def call_on_kept(
 def _shared(options: Options) -> Ranks:
     """Returns the set for these options; a fresh one, if the environment or the working directory has changed."""
     own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
-    key = repr(sorted(own.items()))
+    key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
     with _lock:
         found = _sets.get(key)
         environ, cwd = dict(os.environ), os.getcwd()
@@ -59,8 +60,9 @@ def _shared(options: Options) -> Ranks:
             _sets.pop(key).ranks.close()
             found = None
         if found is None:
-            _end_rivals(options)
-            found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd)
+            if options.engine is None:  # one that holds machines knows its own
+                _end_rivals(options)
+            found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd, here=options.engine is None)
             _sets[key] = found
         found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
         return found.ranks
@@ -69,7 +71,11 @@ def _shared(options: Options) -> Ranks:
 def _end_rivals(options: Options) -> None:
     """Ends idle sets on the same accelerators, whose memory the new one needs."""
     for key, other in list(_sets.items()):
-        if other.ranks.idle and meet(options, other.ranks.devices, {**os.environ, **(options.env or {})}):
+        if (
+            other.here
+            and other.ranks.idle
+            and meet(options, other.ranks.devices, {**os.environ, **(options.env or {})})
+        ):
             _sets.pop(key).ranks.close()
 
 
