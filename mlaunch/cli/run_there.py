@@ -13,7 +13,6 @@ from mlaunch.cli.job import Job
 from mlaunch.cli.output import Wishes
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.launch import HostPrefix, MachinesLaunch, Work
-from mlaunch.engines.machines import Machines
 from mlaunch.engines.named import engine_named
 from mlaunch.protocol.spec import Command, LaunchSpec
 
@@ -44,7 +43,7 @@ class There:
         self._job = job
         self._wishes = wishes
         self._directory = directory
-        self._machines = Machines(engine.place, engine.python, job.nodes, None)
+        self._machines = engine.machines(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
     def attempt(self, time_left: float | None, restart_count: int) -> Ended:

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 
 class Engine(ABC):
-    """Whoever writes one implements ``place``. ``python``: the interpreter on the machines; None: as here."""
+    """Whoever writes one implements ``place``. ``python``: the interpreter on the machines; None: as here.
+
+    Attributes:
+        lease: Seconds after which machines that hear nothing of this process end what runs there and are given back:
+            this machine may have lost its power, or a laptop may sleep. None: never. To be set before machines are
+            asked for.
+    """
+
+    lease: float | None = 300.0
 
     def __init__(self, python: str | None = None) -> None:
         self.python = python or sys.executable
@@ -28,6 +36,10 @@ class Engine(ABC):
     @abstractmethod
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
         """Asks for machines, on each of which ``command`` is to run; does not wait. None: the engine's own number."""
+
+    def machines(self, wanted: int | None, n_gpus: int | None) -> Machines:
+        """Returns machines that are asked for when they are needed."""
+        return Machines(self.place, self.python, wanted, n_gpus, self.lease)
 
     def hold(
         self, machines: int | None = None, n_gpus: int | None = None, *, idle_timeout: float | None = None
@@ -40,7 +52,7 @@ class Engine(ABC):
         Raises:
             LaunchError: The engine does not give them, or mlaunch cannot run there.
         """
-        held = Machines(self.place, self.python, machines, n_gpus)
+        held = self.machines(machines, n_gpus)
         held.open(Options().join_timeout)
         return Cluster(held, idle_timeout)
 
@@ -48,7 +60,7 @@ class Engine(ABC):
         self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ended:
         """Runs a function on machines of its own; see ``call_on_machines``."""
-        machines = Machines(self.place, self.python, options.machines, options.n_gpus)
+        machines = self.machines(options.machines, options.n_gpus)
         try:
             return call_on_machines(machines, options, function, args, kwargs)
         finally:
@@ -56,7 +68,7 @@ class Engine(ABC):
 
     def open_session(self, options: Options, idle_timeout: float | None) -> Session:
         """Starts ranks that stay on machines of their own, which are given back when they end."""
-        machines = Machines(self.place, self.python, options.machines, options.n_gpus)
+        machines = self.machines(options.machines, options.n_gpus)
         try:
             return open_on_machines(machines, options, idle_timeout, machines.close)
         except BaseException:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from mlaunch.base.fds import close_all
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.limits import Limits
+from mlaunch.engines.lease import Term
 from mlaunch.engines.looks import Looks
-from mlaunch.engines.messages import FromAgent, Look, Over, Printed, Rows
+from mlaunch.engines.messages import FromAgent, Lease, Look, Over, Printed, Rows
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, MeetAgain, NextCall, RanksBack, RanksStand
@@ -39,10 +40,11 @@ _PIPE = 65536  # bytes that wait in a pipe at most
 class MachineLaunch:
     """Starts it. ``call``: the memfd with the call, which stays the caller's of this; -1: ranks run a command."""
 
-    def __init__(self, stream: Stream, spec: LaunchSpec, server: ForkServer, call: int) -> None:
+    def __init__(self, stream: Stream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
         self._stream = stream
         self._spec = spec
         self._server = server
+        self._term = term
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
         self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
         self._board: Board | None = None
@@ -61,7 +63,8 @@ class MachineLaunch:
                 pass
             self._end_output()
             self._tell_rows()
-            self._stream.send(Over())
+            if not self._alone:  # else this machine leaves, which is no end that the caller would expect
+                self._stream.send(Over())
         finally:
             self._close()
 
@@ -72,6 +75,8 @@ class MachineLaunch:
             self._stream.flush()
         if self._stream.incoming in ready:
             self._hear_caller()
+        elif self._term.over and not self._alone:
+            self._lose_caller()
         for fd in ready & self._pipes.keys():
             self._carry(fd)
         self._looks.serve(ready)
@@ -91,7 +96,11 @@ class MachineLaunch:
         if self._alone or self._stream.unsent < _FULL:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
-        due = [self._look_at - time.monotonic(), *([left] if (left := self._limits.timeout()) is not None else [])]
+        due = [
+            self._look_at - time.monotonic(),
+            self._term.left,
+            *([left] if (left := self._limits.timeout()) is not None else []),
+        ]
         return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
 
     def _hear_caller(self) -> None:
@@ -99,14 +108,19 @@ class MachineLaunch:
             for record, content in self._stream.receive():
                 if isinstance(record, Cancel):
                     self._cancel(record)
+                elif isinstance(record, Lease):
+                    self._term.lease = record
                 elif isinstance(record, Look):
                     self._looks.ask(record)
                 elif isinstance(record, _OfCalls):
                     self._call(record, content)
         except EOFError:
-            self._alone = True
-            self._stream.forget()
-            self._cancel(Cancel())
+            self._lose_caller()
+
+    def _lose_caller(self) -> None:
+        self._alone = True
+        self._stream.forget()
+        self._cancel(Cancel())
 
     def _cancel(self, record: Cancel) -> None:
         self._limits.begin_cancel(force=record.force)

@@ -12,8 +12,9 @@ from dataclasses import replace
 from mlaunch import _version
 from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
+from mlaunch.engines.lease import Renewal
 from mlaunch.engines.machine import Machine
-from mlaunch.engines.messages import MODULE, NotPrepared, Prepare
+from mlaunch.engines.messages import MODULE, Lease, NotPrepared, Prepare
 from mlaunch.engines.placement import Placement
 
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
@@ -22,7 +23,7 @@ _LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
 
 class Machines:
     """``place``: an engine's; ``python``: the interpreter there; ``wanted``: how many, None: as the engine has it;
-    ``n_gpus``: ranks on each, where a call does not say it."""
+    ``n_gpus``: ranks on each, where a call does not say it; ``lease``: the engine's."""
 
     def __init__(
         self,
@@ -30,11 +31,14 @@ class Machines:
         python: str,
         wanted: int | None,
         n_gpus: int | None,
+        lease: float | None,
     ) -> None:
         self._place = place
         self._python = python
         self._wanted = wanted
         self._n_gpus = n_gpus
+        self._lease = lease
+        self._renewal: Renewal | None = None
         self._placement: Placement | None = None
         self._asked = 0  # calls for which machines were
         self.machines: list[Machine] = []
@@ -82,6 +86,9 @@ class Machines:
                 waiting.append(self.machines[-1])
             self._wait(waiting, until, timeout)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
+        if self._lease is not None:
+            record = Lease(self._lease, tuple(placement.farewell))
+            self._renewal = Renewal([machine.stream for machine in self.machines], record)
 
     def _wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
         """Waits until one has said something, by then; ``timeout``: seconds of all. Keeps their standard error."""
@@ -184,6 +191,9 @@ class Machines:
     def _give_back(self) -> None:
         machines, self.machines = self.machines, []
         placement, self._placement = self._placement, None
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.close()
         for machine in machines:
             machine.close()
         if placement is not None:

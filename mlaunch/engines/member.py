@@ -17,9 +17,10 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
 from mlaunch.caller.warm import warm_server
+from mlaunch.engines.lease import Term
 from mlaunch.engines.machine_launch import MachineLaunch
 from mlaunch.engines.machine_plan import MachinePlan
-from mlaunch.engines.messages import MARK, NotPrepared, Over, Prepare, Start, versions
+from mlaunch.engines.messages import MARK, Lease, NotPrepared, Over, Prepare, Start, versions
 from mlaunch.engines.stream import Stream
 
 # Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
@@ -64,10 +65,11 @@ def serve(stream: Stream, host: str) -> None:
 class _Member:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self._term = Term(stream)
         self._plan: MachinePlan | None = None
 
     def serve(self) -> None:
-        while True:
+        while not self._term.over:
             try:
                 found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
             except EOFError:
@@ -76,17 +78,20 @@ class _Member:
                 self._obey(record, content)
             if not found:
                 self._wait()
+        self._term.leave()
 
     def _wait(self) -> None:
         poll = select.poll()
         poll.register(self._stream.incoming, select.POLLIN)
         if self._stream.unsent:
             poll.register(self._stream.outgoing, select.POLLOUT)
-        poll.poll()
+        poll.poll(self._term.milliseconds())
         self._stream.flush()
 
     def _obey(self, record: object, content: int) -> None:
-        if isinstance(record, Prepare):
+        if isinstance(record, Lease):
+            self._term.lease = record
+        elif isinstance(record, Prepare):
             self._prepare(record)
         elif isinstance(record, Start) and self._plan is not None:
             self._start(self._plan, record, content)
@@ -102,7 +107,7 @@ class _Member:
 
     def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
         try:
-            launch = MachineLaunch(self._stream, plan.spec(order), plan.server, content)
+            launch = MachineLaunch(self._stream, plan.spec(order), plan.server, content, self._term)
         except (LaunchError, ValueError, OSError) as error:
             self._stream.send(Over(f"{type(error).__name__}: {error}"))
             return

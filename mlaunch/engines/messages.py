@@ -1,7 +1,7 @@
 """What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
-caller -> member   Prepare, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for ranks that stay
+caller -> member   Lease; Prepare, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for ranks that stay
 member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, Seen, and Over as the launch's last word
 """
 
@@ -28,6 +28,17 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         torch = ""
     return {"mlaunch": __version__, "Python": platform.python_version(), "torch": torch}
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Has a member leave once nothing more has come for so many seconds: a machine that is cut off closes nothing.
+
+    ``farewell``: the command by which it then gives the machines back; () if that needs none.
+    """
+
+    seconds: float
+    farewell: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mlaunch.engines.stream import Stream
 
 _READ = 1 << 18  # bytes
+_LAST_WORDS_TIMEOUT = 10.0  # seconds, once all streams here have ended
 _FULL = 1 << 22  # bytes that wait, above which nothing more is read
 
 
@@ -46,8 +47,8 @@ class Mux:
         """Carries until the one stream ends, or all the others have on both sides."""
         try:
             self._hear()  # what came with the word to begin
-            while any(end.reads or not end.finished for end in self._ends.values()):
-                self._step()
+            while any(end.reads or not end.finished for end in self._ends.values()) and self._step():
+                pass
         except EOFError:
             pass
         finally:
@@ -55,7 +56,8 @@ class Mux:
             for end in self._ends.values():
                 end.socket.close()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Waits for what comes next, and carries it; False if nobody is left here and nothing comes."""
         ready = self._wait()
         for number, end in self._ends.items():
             fd = end.socket.fileno()
@@ -66,6 +68,7 @@ class Mux:
             self._stream.flush()
         if self._stream.incoming in ready:
             self._hear()
+        return bool(ready)
 
     def _hear(self) -> None:
         for record, _ in self._stream.receive():
@@ -83,7 +86,7 @@ class Mux:
             wanted = (select.POLLIN if reads else 0) | (select.POLLOUT if end.waiting else 0)
             if wanted:
                 poll.register(end.socket, wanted)
-        return dict(poll.poll())
+        return dict(poll.poll(None if any(end.reads for end in self._ends.values()) else 1000 * _LAST_WORDS_TIMEOUT))
 
     def _read(self, number: int, end: _End) -> None:
         try:

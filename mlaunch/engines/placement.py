@@ -20,11 +20,13 @@ class Placement(ABC):
     """Machines that an engine gives to one launch, or to several one after the other.
 
     ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it. ``at_once``: how many may be
-    starting at a time; None: all.
+    starting at a time; None: all. ``farewell``: a command that gives the machines back from one of them, if this
+    process cannot; (): they are free as soon as nothing runs there.
     """
 
     sizes: Sequence[int | None]
     at_once: int | None = None
+    farewell: Sequence[str] = ()
 
     @abstractmethod
     def state(self) -> str:

@@ -101,6 +101,7 @@ class _OnNodes(Placement):
         self._processes = Processes()
         self._asked, self._state = 0.0, "asks Slurm for an allocation"
         self.sizes: Sequence[int | None] = [None] * allocation.count
+        self.farewell = allocation.farewell
 
     def state(self) -> str:
         if time.monotonic() - self._asked > _LOOK_DELAY:

@@ -62,7 +62,9 @@ class Allocation:
         self.job = ""
         self.nodes: list[str] = []
         self._said = ""
-        command = ["sh", "-c", _GUARD, f"mlaunch-{uuid.uuid4().hex[:12]}", *flags]
+        name = f"mlaunch-{uuid.uuid4().hex[:12]}"
+        self.farewell: Sequence[str] = ["scancel", "--quiet", f"--name={name}"]
+        command = ["sh", "-c", _GUARD, name, *flags]
         try:
             self._guard = subprocess.Popen(
                 shell.command(command),
@@ -134,6 +136,7 @@ class Existing:
 
     def __init__(self, shell: Asking, job: str, machines: int | None) -> None:
         self._shell = shell
+        self.farewell: Sequence[str] = ()
         self.job = job
         nodes = nodes_of(shell, job)
         if machines is not None and machines > len(nodes):

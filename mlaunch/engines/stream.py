@@ -15,7 +15,10 @@ import fcntl
 import os
 import pickle
 import struct
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +66,8 @@ class Stream:
         for end in (incoming, outgoing):
             with contextlib.suppress(OSError):  # it is no pipe, or this user has too many large ones
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _CHUNK)
+        self.heard_at = time.monotonic()  # when something came last
+        self._sending = threading.RLock()  # several threads may
         self._waiting: deque[_Piece] = deque()
         self._came = bytearray()
         self._content: _Content | None = None
@@ -73,20 +78,26 @@ class Stream:
     @property
     def unsent(self) -> int:
         """How many bytes wait to be written."""
-        return sum(piece.left for piece in self._waiting)
+        with self._sending:
+            return sum(piece.left for piece in self._waiting)
 
     def send(self, record: object, content: int = -1) -> None:
         """Queues a record, and a duplicate of the file that belongs to it; writes what can be written now."""
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
-        self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data + (b"" if size else _END))))
-        if size:
-            self._waiting.append(_Piece(memoryview(b""), os.dup(content), 0, size))
-            self._waiting.append(_Piece(memoryview(_END)))
+        with self._sending:
+            self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data + (b"" if size else _END))))
+            if size:
+                self._waiting.append(_Piece(memoryview(b""), os.dup(content), 0, size))
+                self._waiting.append(_Piece(memoryview(_END)))
         self.flush()
 
     def flush(self) -> bool:
         """Writes what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
+        with self._sending:
+            return self._write_now()
+
+    def _write_now(self) -> bool:
         try:
             while self._waiting:
                 piece = self._waiting[0]
@@ -136,8 +147,9 @@ class Stream:
         """
         found: list[tuple[Any, int]] = []
         try:
-            if self._content is None or self._content.fill(self.incoming):
-                self._fill()
+            if self._content is not None:
+                self._content.fill(self.incoming, self._note_life)
+            self._fill()
         except BlockingIOError:
             pass
         except EOFError:
@@ -154,7 +166,11 @@ class Stream:
             data = b""
         if not data:
             raise EOFError("the other end of the stream is closed")
+        self._note_life()
         self._came += data
+
+    def _note_life(self) -> None:
+        self.heard_at = time.monotonic()
 
     def _take(self, most: int | None) -> list[tuple[Any, int]]:
         found: list[tuple[Any, int]] = []
@@ -202,14 +218,14 @@ class _Content:
         self._left = size
         self._fd = payload.create("content") if size else -1
 
-    def fill(self, incoming: int) -> bool:
-        """Moves some straight from the stream into the memfd; True if nothing lacks."""
+    def fill(self, incoming: int, note_life: Callable[[], None]) -> None:
+        """Moves the rest straight from the stream into the memfd. BlockingIOError: it has not all come."""
         while self._left:
             data = os.read(incoming, min(_CHUNK, self._left))
             if not data:
                 raise EOFError("the other end of the stream is closed")
+            note_life()
             self._write(data)
-        return True
 
     def take(self, came: bytearray) -> bool:
         """Takes it from what has come before; True if nothing lacks."""

@@ -28,7 +28,7 @@ from mlaunch.agent.reception import STACKS, STATUS
 from mlaunch.base import linux
 from mlaunch.cli import main, run_there
 from mlaunch.cli.inspect import ask
-from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, member, named
+from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, lease, member, named
 from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.looks import Looks
 from mlaunch.engines.machine import Machine
@@ -379,6 +379,34 @@ def test_a_machine_that_is_lost_while_ranks_run(tmp_path: Path) -> None:
 
     with pytest.raises(LaunchError, match=r"(?s)host m1 of .* was lost: POWER_CUT on m1"):
         launcher(work, 1, engine=Threads(serve), grace_period=0.1)()
+
+
+def test_machines_that_hear_nothing_any_more_leave(
+    engine: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They give themselves back. A call that runs is ended."""
+    monkeypatch.setattr(Placed, "farewell", ["mkdir", "-p", str(tmp_path / "given back")])
+    monkeypatch.setattr(lease.Renewal, "_run", lambda renewal: renewal._streams[1].send(renewal._lease))
+    engine.lease = 0.05
+    with pytest.raises(LaunchError, match=r"host m1 of pause\(\) was lost"):
+        launcher(signal.pause, 1, engine=engine, grace_period=0.5)()
+    assert (tmp_path / "given back").is_dir()
+    assert "nothing has come from the caller for 0.05 s, so this machine leaves" in capfd.readouterr().err
+    with engine.hold(n_gpus=1):
+        engine.placements[-1].threads[1].join(LIMIT)
+        assert not engine.placements[-1].threads[1].is_alive()
+
+
+def test_a_lease_is_renewed(engine: Threads) -> None:
+    engine.lease = 0.5
+    with engine.hold(n_gpus=1) as cluster:
+        renewal = cluster._machines._renewal
+        assert renewal is not None
+        for _ in range(3):
+            assert launcher(rank, engine=cluster)() == [0, 1]
+    assert not renewal._thread.is_alive()
+    engine.lease = None
+    assert launcher(rank, 1, engine=engine)() == [0, 1]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -248,6 +248,12 @@ def processes(engine: Any) -> Any:
         return launcher(work, engine=engine)()
 
 
+def unheard(engine: Any) -> Any:
+    """The same, on machines that leave a second after this process is silent."""
+    engine.lease = 1.0
+    return processes(engine)
+
+
 class Straight(io.StringIO):
     """Passes on what is printed from a mark on, or words instead of that."""
 
@@ -267,7 +273,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
-        queued, waiting, inside, nowhere, cut,
+        unheard, queued, waiting, inside, nowhere, cut,
     )
 }  # fmt: skip
 
@@ -310,9 +316,11 @@ class OnItsOwn:
 
     def __init__(self, engine: Any, machines: int) -> None:
         self._engine, self._machines = engine, machines
+        self.lease = engine.lease
 
     def call(self, options: Any, *others: Any) -> Any:
         size = options.n_gpus or SIZE
+        self._engine.lease = self.lease
         return self._engine.call(options.replaced({"machines": self._machines, "n_gpus": size}), *others)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -171,6 +172,20 @@ def test_slurm_ends_the_job(rig: Rig, cause: str) -> None:
     assert f"was lost: {cause} (job {job}, node n" in found["text"]
     rig.ask("close")
     wait_for_jobs(rig, 0)
+
+
+def test_a_caller_that_falls_silent_leaves_nothing(rig: Rig) -> None:
+    """As one whose machine has lost its power: nothing tells of its end."""
+    rig.say("unheard")
+    pids = rig.hear()["pids"]
+    rig.process.send_signal(signal.SIGSTOP)
+    wait_gone(pids, LIMIT)
+    if "Slurm" in rig.engine:
+        wait_for_jobs(rig, 0)
+    rig.process.send_signal(signal.SIGCONT)
+    found = rig.hear()
+    assert re.search(r"host \S+ of \S+work\(\) was lost", found["text"]), found
+    assert "Ray" in rig.engine or "nothing has come from the caller for 1 s, so this machine leaves" in found["text"]
 
 
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from mlaunch.engines.backlog import Backlog
+from mlaunch.engines.lease import Term
+from mlaunch.engines.messages import Lease
 from mlaunch.engines.mux import Mux
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol.board import Board
@@ -76,6 +78,31 @@ def test_a_frame_that_comes_byte_by_byte() -> None:
             found += other.receive()
         [(record, content)] = found
         assert (record, content_of(content)) == (Word("slow"), b"content")
+
+
+def test_all_that_comes_extends_a_lease() -> None:
+    """Also a part of something large, and nothing that is only looked for."""
+    with pair() as (one, other):
+        term = Term(other)
+        assert term.milliseconds() is None
+        assert not term.over
+        term.lease = Lease(1000.0, ())
+        fd = memfd(bytes(1 << 22))
+        one.send(Word("large"), fd)
+        os.close(fd)
+        for _ in range(2):  # the head, with what came beside it; then more of the content
+            other.heard_at -= 2000.0
+            assert term.over
+            assert term.milliseconds() == 0.0
+            assert other.receive() == []
+            assert not term.over
+            one.flush()
+        while not (found := other.receive()):
+            one.flush()
+        os.close(found[0][1])
+        other.heard_at -= 2000.0
+        assert other.receive() == []
+        assert term.over
 
 
 def test_an_end_that_is_closed_is_told_after_what_it_sent() -> None:

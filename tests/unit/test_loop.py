@@ -108,6 +108,7 @@ INSIDE = {
     "mlaunch.engines.engine": "test_machines_that_are_held",
     "mlaunch.engines.kept_agents": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.engines.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
+    "mlaunch.engines.lease": "test_a_lease_is_renewed",
     "mlaunch.engines.looks": "test_it_is_looked_at_from_here",
     "mlaunch.engines.times": "test_machines_that_are_held",
     "mlaunch.engines.launch": "test_machines_that_are_held",

@@ -1,0 +1,75 @@
+"""The lease of machines: their caller gives signs of life, and machines that hear none leave.
+
+The end of a stream tells of a caller that ends, and of most that are killed. It does not tell of one whose machine lost
+its power or its network: no packet comes then, for hours if nobody asks.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from mlaunch.engines.messages import Lease
+from mlaunch.engines.stream import Stream
+
+_PARTS = 5  # signs in the time of a lease
+
+
+class Renewal:
+    """The caller's side: a thread that sends what is due. The streams must outlive it."""
+
+    def __init__(self, streams: Sequence[Stream], lease: Lease) -> None:
+        self._streams = streams
+        self._lease = lease
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mlaunch-lease", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for stream in self._streams:
+                if stream.unsent:  # else what is on its way is a sign, too
+                    stream.flush()
+                else:
+                    stream.send(self._lease)
+            if self._closed.wait(self._lease.seconds / _PARTS):
+                return
+
+    def close(self) -> None:
+        """Ends it. May be called in a fork, which has no such thread."""
+        self._closed.set()
+        self._thread.join()
+
+
+class Term:
+    """A machine's side. ``lease``: as it was told last; None: it has not been told, and stays."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.lease: Lease | None = None
+
+    @property
+    def left(self) -> float:
+        """Returns the seconds until it is over, unless something comes."""
+        return math.inf if self.lease is None else self._stream.heard_at + self.lease.seconds - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return self.left <= 0
+
+    def milliseconds(self) -> float | None:
+        """Returns how long a poll may take; None: for ever."""
+        return None if self.lease is None else 1000 * max(0.0, self.left)
+
+    def leave(self) -> None:
+        """Says why, and gives the machines back. Called once nothing of the launch is left here."""
+        if self.lease is None:
+            return
+        text = f"mlaunch: nothing has come from the caller for {self.lease.seconds:g} s, so this machine leaves"
+        print(text, file=sys.stderr, flush=True)
+        if self.lease.farewell:
+            subprocess.run(self.lease.farewell, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr)
