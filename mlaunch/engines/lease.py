@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from mlaunch.base import linux
 from mlaunch.engines.messages import Lease
 from mlaunch.engines.stream import Stream
 
@@ -59,7 +60,8 @@ class Term:
 
     @property
     def over(self) -> bool:
-        return self.left <= 0
+        """Whether nothing has come in time, not even what this process was too busy to read."""
+        return self.left <= 0 and not linux.wait_readable([self._stream.incoming], 0.0)
 
     def milliseconds(self) -> float | None:
         """Returns how long a poll may take; None: for ever."""
