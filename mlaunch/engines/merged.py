@@ -37,6 +37,7 @@ from mlaunch.protocol.messages import (
 )
 
 _STREAMS = (1, 2)
+_WORDS = 6  # lines that a member wrote last
 
 
 class MergedAgent:
@@ -165,7 +166,7 @@ class MergedAgent:
         machine.lost = True
         fate, words = self._end_of(machine)
         what = f"was lost: {fate}" if fate else "was lost: its member has ended"
-        hints = tuple(f"it wrote: {line}" for line in words.splitlines()[-3:])
+        hints = tuple(f"it wrote: {line}" for line in sorted(words.splitlines()[-_WORDS:], key=_is_foreign)[:3])
         self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
         for rank in machine.ranks:
             self._backlog.end(rank)
@@ -244,3 +245,8 @@ class MergedAgent:
 
     def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)
+
+
+def _is_foreign(line: str) -> bool:
+    """Tells whether a member did not write it itself: what an engine says of its end comes later, and says less."""
+    return not line.startswith("mlaunch: ")

@@ -249,8 +249,8 @@ def processes(engine: Any) -> Any:
 
 
 def unheard(engine: Any) -> Any:
-    """The same, on machines that leave a second after this process is silent."""
-    engine.lease = 1.0
+    """The same, on machines that leave some seconds after this process has fallen silent."""
+    engine.lease = 4.0
     return processes(engine)
 
 
