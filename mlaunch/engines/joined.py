@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.engines import member
-from mlaunch.engines.meeting import MARK, Lead, Where
+from mlaunch.engines.meeting import MARK, Lead, Where, without_delay
 from mlaunch.engines.messages import MODULE
 from mlaunch.engines.mux import Mux
 from mlaunch.engines.stream import Stream
@@ -91,8 +91,9 @@ def _follow(listener: Listener) -> NoReturn:
         except (AuthenticationError, OSError, EOFError):  # a stranger
             continue
     signal.alarm(0)
-    for standard in (0, 1):
-        os.dup2(connection.fileno(), standard)
+    with without_delay(os.dup(connection.fileno())) as end:
+        for standard in (0, 1):
+            os.dup2(end.fileno(), standard)
     connection.close()
     member.main()
 
