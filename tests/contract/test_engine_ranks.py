@@ -333,7 +333,8 @@ def test_one_machine_alone(engine: Threads) -> None:
         assert len(pids) == 1
 
 
-def test_a_machine_that_is_lost() -> None:
+@pytest.mark.parametrize("when", ["in a call", "between calls"])
+def test_a_machine_that_is_lost(when: str) -> None:
     """The call ends with it, and the next one asks the engine for others."""
     streams: dict[str, int] = {}
 
@@ -354,6 +355,12 @@ def test_a_machine_that_is_lost() -> None:
     engine = Threads(serve)
     with Ranks(n_gpus=2, engine=engine, grace_period=0.5) as ranks:
         ranks.run(pid)
+        if when == "between calls":
+            cut()
+            assert ranks._set.session.ended.wait(LIMIT)
+            with pytest.warns(RuntimeWarning, match="the ranks were lost between calls: host m1 was lost: POWER_CUT"):
+                assert len(ranks.run(pid)) == 3
+            return
         with contextlib.redirect_stdout(Trigger("running", cut)), pytest.raises(LaunchError) as caught:
             ranks.run(work)
         assert re.match(r"host m1 of \S+work\(\) was lost: POWER_CUT on m1", str(caught.value))

@@ -33,7 +33,8 @@ def how_lost(error: BaseException | None, server: str) -> str:
     cause = report.failures[0]
     if server and cause.exitcode == 0:  # the ranks were let go since it was gone
         return server
-    return f"{cause.who} {cause.what}".partition("\n")[0] if cause.exitcode is not None else _OUT_OF_STEP
+    ended = cause.exitcode is not None or cause.rank is None  # a rank, or a machine or what serves it
+    return f"{cause.who} {cause.what}".partition("\n")[0] if ended else _OUT_OF_STEP
 
 
 def lost(name: str, why: str) -> RanksLost:
