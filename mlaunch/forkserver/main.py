@@ -102,6 +102,7 @@ class _ForkServer:
     def _prepare(self) -> bool:
         from mlaunch.rank import device
 
+        gc.disable()  # of what imports leave there is nothing to collect, and looking takes a tenth of their time
         try:
             device.check_version()
             for module in (*_PRELOAD, *self.preload):
@@ -121,7 +122,6 @@ class _ForkServer:
         if self.call is None:
             gc.collect()
         tcp_store.hear_of_libuv(asked)
-        gc.disable()
         gc.freeze()  # the collector's marks would copy every page that ranks share with us
         return True
 
