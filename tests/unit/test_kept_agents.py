@@ -1,0 +1,148 @@
+"""Who hears all machines decides when a call on ranks that stay is over, whatever comes in which order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlaunch.engines.kept_agents import KeptAgents
+from mlaunch.engines.messages import FromAgent
+from mlaunch.engines.times import Times
+from mlaunch.protocol import payload
+from mlaunch.protocol.kept_messages import CallOver, EndCall, MeetAgain, NextCall, RanksBack, RanksStand
+from mlaunch.protocol.messages import Cancel, DeadlinePassed, RankGone
+from mlaunch.rank.step import Numbers
+
+WORLD = tuple(range(4))
+
+
+class Agents(KeptAgents):
+    """Of two machines with two ranks each. Its steps are taken one by one."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, object]] = []
+        machines = [self._machine(number) for number in range(2)]
+        super().__init__(machines, 4, lambda _: ("", ""), Times(1.0, None), cast(Any, None))
+        self.all = machines
+
+    def _machine(self, number: int) -> Any:
+        def send(record: object, _content: int = -1) -> None:
+            self.sent.append((number, record))
+
+        stream = SimpleNamespace(fileno=lambda: number, send=send)
+        return SimpleNamespace(
+            number=number, ranks=range(2 * number, 2 * number + 2), host="", shift=0.0, stream=stream
+        )
+
+    def hear(self, machine: int, record: object, content: object = None) -> None:
+        memfd = payload.create("test")
+        payload.write(memfd, content)
+        self._take(self.all[machine], FromAgent(record), memfd)
+        os.close(memfd)
+
+    def begin(self, number: int) -> None:
+        self._obey(NextCall(number, None), [])
+        self.sent.clear()
+
+    def say(self) -> object:
+        """What the handle hears now; None: nothing."""
+        said, self._unsaid = self._unsaid, None
+        return said
+
+
+def told(**entered: int) -> dict[int, Numbers]:
+    return {int(name[1:]): {"world": (WORLD, number)} for name, number in entered.items()}
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    made = Agents()
+    made.begin(1)
+    yield made
+    made._theirs.close()
+    made.channel.close()
+    made._board.close()
+    os.close(made._nothing)
+
+
+def test_a_call_is_over_when_all_machines_say_so(agents: Agents) -> None:
+    agents.hear(1, CallOver(1))
+    assert agents.say() is None
+    agents.hear(0, CallOver(1))
+    assert agents.say() == CallOver(1)
+    assert agents.sent == []
+
+
+def test_an_end_that_was_said_before_the_call_was_ended_does_not_count(agents: Agents) -> None:
+    """The machines hear of the interrupt afterwards, and compare all the same."""
+    agents._obey(EndCall(1), [])
+    assert agents.sent == [(0, EndCall(1)), (1, EndCall(1))]
+    for machine in (0, 1):
+        agents.hear(machine, CallOver(1))
+    assert agents.say() is None
+    agents.hear(0, RanksBack(1), told(r0=3, r1=3))
+    agents.hear(1, RanksBack(1), told(r2=3, r3=3))
+    assert agents.sent[2:] == [(0, MeetAgain(1)), (1, MeetAgain(1))]
+    agents.hear(0, CallOver(1))
+    assert agents.say() is None
+    agents.hear(1, CallOver(1))
+    assert agents.say() == CallOver(1)
+
+
+def test_an_end_that_is_wished_too_late_is_said_again(agents: Agents) -> None:
+    for machine in (0, 1):
+        agents.hear(machine, CallOver(1))
+    assert agents.say() == CallOver(1)
+    agents._obey(EndCall(1), [])
+    assert (agents.say(), agents.sent) == (CallOver(1), [])
+
+
+def test_a_deadline_ends_the_call_on_the_others(agents: Agents) -> None:
+    agents.hear(1, DeadlinePassed())
+    agents.hear(0, DeadlinePassed())
+    assert agents.sent == [(0, EndCall(1))]
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_numbers_that_differ(agents: Agents, number: int) -> None:
+    agents._obey(EndCall(1), [])
+    agents.sent.clear()
+    agents.hear(0, RanksBack(1), told(r0=3, r1=3))
+    assert agents.sent == []
+    agents.hear(1, RanksBack(1), told(r2=3, r3=number))
+    assert agents.sent == [(0, Cancel()), (1, Cancel())]
+
+
+def test_ranks_that_wait_for_those_who_are_back(agents: Agents) -> None:
+    """Those who are behind and still work may come."""
+    agents._obey(EndCall(1), [])
+    agents.sent.clear()
+    agents.hear(0, RanksStand(1, ()), told(r0=3, r1=2))
+    agents.hear(1, RanksStand(1, (3,)), told(r2=3, r3=3))
+    assert agents.sent == []
+    agents.hear(0, RanksStand(1, ()), told(r0=4, r1=3))
+    assert agents.sent == [(0, Cancel()), (1, Cancel())]
+
+
+def test_what_was_told_of_one_call_is_not_told_of_the_next(agents: Agents) -> None:
+    agents._obey(EndCall(1), [])
+    agents.hear(0, RanksBack(1), told(r0=3, r1=3))
+    agents.begin(2)
+    agents.hear(0, CallOver(2))
+    agents._obey(EndCall(2), [])
+    agents.sent.clear()
+    agents.hear(1, RanksBack(2), told(r2=1, r3=1))
+    assert agents.sent == []
+    agents.hear(0, RanksBack(2), told(r0=1, r1=1))
+    assert agents.sent == [(0, MeetAgain(2)), (1, MeetAgain(2))]
+
+
+def test_a_rank_that_ends_ends_all_once(agents: Agents) -> None:
+    gone = RankGone(2, 7, 0, cast(Any, None), False, False, 0.0, (), 0)
+    agents.hear(1, gone)
+    agents.hear(1, gone)
+    assert agents.sent == [(0, Cancel()), (1, Cancel())]
