@@ -98,6 +98,19 @@ def test_what_they_print(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> Non
         assert sorted(capfd.readouterr().out.splitlines()) == ["[m0:0] rank 0", "[m0:1] rank 1", "[m1:2] rank 2"]
 
 
+def test_all_that_they_print_is_there_with_the_values(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    """Several times what a pipe holds."""
+
+    def work(call: int) -> None:
+        if dist.get_rank() == 2:
+            print("\n".join(f"call {call} line {line} {'x' * 80}" for line in range(5000)))
+
+    for call in range(3):
+        ranks.run(work, call)
+        lines = capfd.readouterr().out.splitlines()
+        assert [line.split()[2:5] for line in lines] == [[str(call), "line", str(line)] for line in range(5000)]
+
+
 def test_an_exception_on_one_machine_leaves_them_in_step(ranks: Ranks) -> None:
     """The others have returned already, or are about to."""
     held = ranks.hold(list)

@@ -13,7 +13,7 @@ from mlaunch.engines.kept_agents import KeptAgents
 from mlaunch.engines.messages import FromAgent
 from mlaunch.engines.times import Times
 from mlaunch.protocol import payload
-from mlaunch.protocol.kept_messages import CallOver, EndCall, MeetAgain, NextCall, RanksBack, RanksStand
+from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, MeetAgain, NextCall, RanksBack, RanksStand
 from mlaunch.protocol.messages import Cancel, DeadlinePassed, RankGone
 from mlaunch.rank.step import Numbers
 
@@ -93,6 +93,17 @@ def test_an_end_that_was_said_before_the_call_was_ended_does_not_count(agents: A
     assert agents.say() == CallOver(1)
 
 
+def test_a_machine_that_had_finished_before_another_one_failed(agents: Agents) -> None:
+    agents.hear(1, CallOver(1))
+    agents.hear(0, DeadlinePassed())
+    agents.hear(1, RanksBack(1), told(r2=3, r3=3))
+    agents.hear(0, RanksBack(1), told(r0=3, r1=3))
+    agents.hear(0, CallOver(1))
+    assert agents.say() is None
+    agents.hear(1, CallOver(1))
+    assert agents.say() == CallOver(1)
+
+
 def test_an_end_that_is_wished_too_late_is_said_again(agents: Agents) -> None:
     for machine in (0, 1):
         agents.hear(machine, CallOver(1))
@@ -146,3 +157,9 @@ def test_a_rank_that_ends_ends_all_once(agents: Agents) -> None:
     agents.hear(1, gone)
     agents.hear(1, gone)
     assert agents.sent == [(0, Cancel()), (1, Cancel())]
+
+
+def test_ranks_that_leave_may_take_their_time(agents: Agents) -> None:
+    agents._obey(EndRanks(), [])
+    agents.hear(1, RankGone(2, 7, 0, cast(Any, None), False, False, 0.0, (), 0))
+    assert agents.sent == [(0, EndRanks()), (1, EndRanks())]
