@@ -152,7 +152,6 @@ class KeptSupervisor(Supervisor):
         self._stopping.spare_leaving = True  # which a deadline has changed
         self._stopping.asked.clear()
         self._call.due = None  # it could only be taken for the next call's
-        self._first = None  # the other machines need not hear any more of what has failed
         self._send_answers(but=FD_LIMIT)
         answers = tuple(record for record, _ in self._kept_back)
         fds = [fd for _, fds in self._kept_back for fd in fds]

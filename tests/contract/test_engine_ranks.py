@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -11,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,6 +251,28 @@ def test_a_rank_that_leaves_ends_all(ranks: Ranks) -> None:
 
     with pytest.raises(LaunchError, match="rank 2"):
         ranks.run(work)
+
+
+def test_a_failure_that_is_over_does_not_hurry_the_end(engine: Threads, tmp_path: Path) -> None:
+    """The last rank leaves after those of the machine where a call has failed."""
+
+    def register(pids: list[int]) -> None:
+        def leave() -> None:
+            wait_gone(pids)
+            (tmp_path / "left").touch()
+
+        if dist.get_rank() == 2:
+            atexit.register(leave)
+
+    def fail() -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("no such luck")
+
+    with Ranks(n_gpus=2, engine=engine) as ranks:
+        ranks.run(register, ranks.run(pid)[:2])
+        with pytest.raises(ValueError, match="no such luck"):
+            ranks.run(fail)
+    assert (tmp_path / "left").exists()
 
 
 def test_ranks_that_are_lost_between_calls(engine: Threads) -> None:
