@@ -99,8 +99,16 @@ class KeptAgents(MergedAgent):
             self._back.clear()
             self._state = _State.MEETING
             self._send(MeetAgain(self._number))
-        elif complete or step.is_lost(self._told, self._here):
+        elif complete:
             self._lose_ranks()
+        elif step.is_lost(self._told, self._here):
+            self._end_those_inside()
+
+    def _end_those_inside(self) -> None:
+        """Has those end who wait in vain; all others after them, whose end would break what these are asked about."""
+        for machine in self._open.values():
+            if machine.number not in self._complete:
+                machine.stream.send(Cancel())
 
     def _lose_ranks(self) -> None:
         """Has all end, since some have ended, or are out of step."""

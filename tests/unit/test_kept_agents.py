@@ -135,8 +135,12 @@ def test_ranks_that_wait_for_those_who_are_back(agents: Agents) -> None:
     agents.hear(0, RanksStand(1, ()), told(r0=3, r1=2))
     agents.hear(1, RanksStand(1, (3,)), told(r2=3, r3=3))
     assert agents.sent == []
+    agents.hear(1, RanksBack(1), told(r2=3, r3=3))
+    assert agents.sent == []
     agents.hear(0, RanksStand(1, ()), told(r0=4, r1=3))
-    assert agents.sent == [(0, Cancel()), (1, Cancel())]
+    assert agents.sent == [(0, Cancel())]
+    agents.hear(0, RankGone(0, 7, -15, cast(Any, None), False, True, 0.0, (), 0))
+    assert agents.sent[1:] == [(0, Cancel()), (1, Cancel())]
 
 
 def test_what_was_told_of_one_call_is_not_told_of_the_next(agents: Agents) -> None:
