@@ -1,7 +1,9 @@
 """The supervisor of ranks that stay where other machines have some, too: who calls them all compares what they tell.
 
-running --failure or deadline here, or EndCall for one elsewhere--> asking --> calling back
-        --all here have answered--> telling --RanksBack--> waiting for the others --MeetAgain--> meeting --> idle
+    running --failure or deadline here, or EndCall for one elsewhere--> asking --> calling back
+            --all here have answered--> telling --RanksBack--> waiting for the others --MeetAgain--> meeting --> idle
+
+An agent ends its own ranks' part of a call. Numbers that agree here may differ from those of another machine.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class There:
         self._job = job
         self._wishes = wishes
         self._directory = directory
-        self._machines = engine.machines(job.nodes, None)
+        self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
     def attempt(self, time_left: float | None, restart_count: int) -> Ended:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.caller.options import Options
+from mlaunch.caller.options import Options, about
 from mlaunch.engines.call import call_on_machines
 from mlaunch.engines.cluster import Cluster
 from mlaunch.engines.kept_launch import open_on_machines
@@ -37,8 +37,9 @@ class Engine(ABC):
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
         """Asks for machines, on each of which ``command`` is to run; does not wait. None: the engine's own number."""
 
-    def machines(self, wanted: int | None, n_gpus: int | None) -> Machines:
-        """Returns machines that are asked for when they are needed."""
+    def ask_for(self, wanted: int | None, n_gpus: int | None) -> Machines:
+        """Returns so many machines, which are asked for when they are needed. ValueError if ``lease`` is no time."""
+        about("keep").allowed.check("lease", self.lease)
         return Machines(self.place, self.python, wanted, n_gpus, self.lease)
 
     def hold(
@@ -52,7 +53,7 @@ class Engine(ABC):
         Raises:
             LaunchError: The engine does not give them, or mlaunch cannot run there.
         """
-        held = self.machines(machines, n_gpus)
+        held = self.ask_for(machines, n_gpus)
         held.open(Options().join_timeout)
         return Cluster(held, idle_timeout)
 
@@ -60,7 +61,7 @@ class Engine(ABC):
         self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ended:
         """Runs a function on machines of its own; see ``call_on_machines``."""
-        machines = self.machines(options.machines, options.n_gpus)
+        machines = self.ask_for(options.machines, options.n_gpus)
         try:
             return call_on_machines(machines, options, function, args, kwargs)
         finally:
@@ -68,7 +69,7 @@ class Engine(ABC):
 
     def open_session(self, options: Options, idle_timeout: float | None) -> Session:
         """Starts ranks that stay on machines of their own, which are given back when they end."""
-        machines = self.machines(options.machines, options.n_gpus)
+        machines = self.ask_for(options.machines, options.n_gpus)
         try:
             return open_on_machines(machines, options, idle_timeout, machines.close)
         except BaseException:

@@ -33,7 +33,7 @@ _READ = 32768  # bytes of what a rank prints
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
 _WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
-_OfCalls = NextCall | EndCall | MeetAgain | EndRanks
+_CallRecord = NextCall | EndCall | MeetAgain | EndRanks
 _PIPE = 65536  # bytes that wait in a pipe at most
 
 
@@ -48,7 +48,7 @@ class MachineLaunch:
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
         self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
         self._board: Board | None = None
-        self._early: list[tuple[_OfCalls, int]] = []  # what comes before there are ranks
+        self._early: list[tuple[_CallRecord, int]] = []  # what comes before there are ranks
         self._rows: tuple[bytes, ...] = ()
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
@@ -98,7 +98,7 @@ class MachineLaunch:
                 poll.register(fd, select.POLLIN)
         due = [
             self._look_at - time.monotonic(),
-            self._term.left,
+            *([] if self._alone else [self._term.left]),
             *([left] if (left := self._limits.timeout()) is not None else []),
         ]
         return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
@@ -112,7 +112,7 @@ class MachineLaunch:
                     self._term.lease = record
                 elif isinstance(record, Look):
                     self._looks.ask(record)
-                elif isinstance(record, _OfCalls):
+                elif isinstance(record, _CallRecord):
                     self._call(record, content)
         except EOFError:
             self._lose_caller()
@@ -126,7 +126,7 @@ class MachineLaunch:
         self._limits.begin_cancel(force=record.force)
         self._agent.try_send(record)
 
-    def _call(self, record: _OfCalls, content: int) -> None:
+    def _call(self, record: _CallRecord, content: int) -> None:
         """Passes on what concerns ranks that stay. A call waits for them: to an agent that joins it were the end."""
         if self._board is None and not isinstance(record, EndRanks):
             self._early.append((record, content))

@@ -37,7 +37,7 @@ from mlaunch.protocol.messages import (
 )
 
 _STREAMS = (1, 2)
-_WORDS = 6  # lines that a member wrote last
+_WORDS = 3  # lines of what a member wrote last
 
 
 class MergedAgent:
@@ -166,7 +166,7 @@ class MergedAgent:
         machine.lost = True
         fate, words = self._end_of(machine)
         what = f"was lost: {fate}" if fate else "was lost: its member has ended"
-        hints = tuple(f"it wrote: {line}" for line in sorted(words.splitlines()[-_WORDS:], key=_is_foreign)[:3])
+        hints = tuple(f"it wrote: {line}" for line in last_lines(words))
         self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
         for rank in machine.ranks:
             self._backlog.end(rank)
@@ -247,6 +247,9 @@ class MergedAgent:
         self._theirs.try_send(record, fds)
 
 
-def _is_foreign(line: str) -> bool:
-    """Tells whether a member did not write it itself: what an engine says of its end comes later, and says less."""
-    return not line.startswith("mlaunch: ")
+def last_lines(words: str) -> list[str]:
+    """Returns the last lines, the last one of ours among them: an engine says of an end later, and less."""
+    lines = words.splitlines()
+    ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
+    before = [lines[number] for number in ours if number < len(lines) - _WORDS]
+    return [*before, *lines[len(before) - _WORDS :]]

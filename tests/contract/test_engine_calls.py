@@ -427,6 +427,10 @@ def test_other_mistakes() -> None:
         launcher(rank, engine=Threads)
     with pytest.raises(ValueError, match="output='raw' with engine=: ranks elsewhere have no stream"):
         Ranks(engine=Threads(), output="raw")
+    engine = Threads()
+    engine.lease = 0
+    with pytest.raises(ValueError, match="lease=0: allowed: seconds, more than 0, or None"):
+        launcher(rank, engine=engine)()
     with pytest.raises(ValueError, match="allowed: a list of at least one name"):
         Hosts("a")
     with pytest.raises(ValueError, match="'b:many': allowed: a name, or a name and a number of ranks"):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import os
 import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,25 +25,11 @@ from mlaunch.engines import member
 from mlaunch.engines.stream import Stream
 from tests.contract.test_engine_calls import Threads, engine
 from tests.processes import wait_gone
+from tests.system.engine_caller import Trigger
 
 __all__ = ["engine"]
 
 LIMIT = 60.0
-
-
-class Trigger(io.StringIO):
-    """Does something once a text has been printed: interrupts this process, as Ctrl-C would."""
-
-    def __init__(self, text: str, act: Callable[[], None] = lambda: signal.raise_signal(signal.SIGINT)) -> None:
-        super().__init__()
-        self._text, self._act = text, act
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if self._text in self.getvalue():
-            self._text = "\0"
-            self._act()
-        return written
 
 
 @pytest.fixture

@@ -362,7 +362,7 @@ def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"world_size": 4}, "of several callers none could call ranks that stay alone"),
+        ({"world_size": 4}, "ranks that stay are called by one process, which starts them"),
         ({"world_size": 4, "rank_start": 2}, "rank_start=2"),
         ({"max_restarts": 1}, "Ranks does not take max_restarts"),
         ({"keep": 5}, "Ranks does not take keep"),

@@ -35,17 +35,17 @@ class Point:
 
 
 class Trigger(io.StringIO):
-    """Interrupts this process once a text has been printed, as Ctrl-C would."""
+    """Does something once a text has been printed: interrupts this process, as Ctrl-C would."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, act: Callable[[], None] = lambda: signal.raise_signal(signal.SIGINT)) -> None:
         super().__init__()
-        self._text = text
+        self._text, self._act = text, act
 
     def write(self, text: str) -> int:
         written = super().write(text)
         if self._text in self.getvalue():
             self._text = "\0"
-            signal.raise_signal(signal.SIGINT)
+            self._act()
         return written
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from mlaunch.engines.backlog import Backlog
 from mlaunch.engines.lease import Term
+from mlaunch.engines.merged import last_lines
 from mlaunch.engines.messages import Lease
 from mlaunch.engines.mux import Mux
 from mlaunch.engines.stream import Stream
@@ -103,6 +104,31 @@ def test_all_that_comes_extends_a_lease() -> None:
         other.heard_at -= 2000.0
         assert other.receive() == []
         assert term.over
+
+
+def test_who_carries_for_nobody_any_more_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those here have ended, and of the other side, which is cut off, nothing comes."""
+    monkeypatch.setattr("mlaunch.engines.mux._LAST_WORDS_TIMEOUT", 0.0)
+    with pair() as (one, _):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        Mux(one, {0: ours}).run()
+        assert ours.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        ("", []),
+        ("a\nb", ["a", "b"]),
+        ("a\nb\nc\nd", ["b", "c", "d"]),
+        ("mlaunch: 1\nmlaunch: 2\na\nb\nc", ["mlaunch: 2", "b", "c"]),
+        ("mlaunch: 1\nmlaunch: 2\na\nb", ["mlaunch: 2", "a", "b"]),
+        ("a\nmlaunch: 1\nb\nc", ["mlaunch: 1", "b", "c"]),
+    ],
+)
+def test_the_last_words_of_a_member(words: str, last: list[str]) -> None:
+    assert last_lines(words) == last
 
 
 def test_an_end_that_is_closed_is_told_after_what_it_sent() -> None:

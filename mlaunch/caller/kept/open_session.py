@@ -70,7 +70,8 @@ def _check(options: Options) -> None:
     if options.rank_start > 0 or (options.world_size is not None and options.world_size != (size or 1)):
         raise misuse(
             ValueError(
-                f"world_size={options.world_size}, rank_start={options.rank_start}: of several callers none could call "
-                f"ranks that stay alone; allowed: world_size=None, rank_start=0, and engine= for several machines"
+                f"world_size={options.world_size}, rank_start={options.rank_start}: ranks that stay are called by "
+                f"one process, which starts them; allowed: world_size=None, rank_start=0. For several machines give "
+                f"engine="
             )
         )
