@@ -32,6 +32,7 @@ from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, leas
 from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.looks import Looks
 from mlaunch.engines.machine import Machine
+from mlaunch.engines.machine_launch import MachineLaunch
 from mlaunch.engines.messages import MARK, Look, Seen
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol import registry
@@ -395,6 +396,24 @@ def test_machines_that_hear_nothing_any_more_leave(
     with engine.hold(n_gpus=1):
         engine.placements[-1].threads[1].join(LIMIT)
         assert not engine.placements[-1].threads[1].is_alive()
+
+
+def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take their grace period, in which it looks a few times, and not without a pause."""
+    looks = list[bool]()
+    look = MachineLaunch._step
+    monkeypatch.setattr(MachineLaunch, "_step", lambda launch: looks.append(launch._alone) or look(launch))
+    monkeypatch.setattr(lease.Renewal, "_run", lambda renewal: renewal._streams[0].send(renewal._lease))
+    engine.lease = 0.05
+
+    def stay() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
+
+    with pytest.raises(LaunchError, match="host m0 of "):
+        launcher(stay, 1, engine=engine, machines=1, grace_period=1.0)()
+    assert 0 < sum(looks) < 100
 
 
 def test_a_lease_is_renewed(engine: Threads) -> None:
