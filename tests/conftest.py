@@ -24,7 +24,7 @@ from mlaunch.caller.start_server import Interpreter, start_interpreter
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol import registry
 from tests.fresh import Watch, is_fresh
-from tests.imported import serve_while_used
+from tests.imported import IMPORTED, lend_forks
 from tests.processes import alive, children, descendants, ours, session_of, wait_gone
 
 TORCH = importlib.util.find_spec("torch") is not None  # tests/matrix/run has Pythons without it
@@ -83,21 +83,19 @@ def _start_prepared(environ: Mapping[str, str], like: Interpreter) -> ForkServer
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The fork server is meant to stay, so it is there before anything is counted."""
     request.getfixturevalue("dispositions")
     caller_warm.start_interpreter = _start_prepared
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ["MLAUNCH_PREPARE"] = "0"  # what is prepared would be there when things are counted
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
-    if TORCH:
+    if not TORCH:
+        yield
+        return
+    with contextlib.contextmanager(lend_forks)():
         mlaunch.launcher(lambda: None, n_gpus=1)()
-
-
-@pytest.fixture(scope="session")
-def imported() -> Iterator[None]:
-    """For what runs ``tests.imported.IMPORTED``."""
-    yield from serve_while_used()
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -175,14 +173,14 @@ def _in_sessions(servers: list[int]) -> list[str]:
 
 @pytest.fixture
 def run_script(tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Runs a script in a fresh interpreter; returns its CompletedProcess."""
+    """Runs a script as ``python`` does; returns its CompletedProcess. With flags, it is a fresh interpreter."""
 
-    def run(text: str, *flags: str, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(text: str, *flags: str, fresh: bool = False, **options: object) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(text)
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         return subprocess.run(
-            [sys.executable, *flags, str(path)],
+            [sys.executable if flags or fresh else IMPORTED, *flags, str(path)],
             check=False,
             capture_output=True,
             text=True,

@@ -87,7 +87,8 @@ def _methods(cls: type) -> Iterator[object]:
 
 def _ours(thing: object) -> bool:
     """Whether it belongs to the suite, not to mlaunch or a library."""
-    return str(getattr(thing, "__module__", "")).split(".")[0] in {"tests", "conftest"}
+    module = str(getattr(thing, "__module__", ""))
+    return module.split(".")[0] in {"tests", "conftest"} and module != "tests.imported"  # which all tests use
 
 
 @functools.lru_cache(None)

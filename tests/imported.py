@@ -1,106 +1,201 @@
-"""Processes that have imported torch before they begin: forks of one interpreter, asked for by ``imported_client.py``.
+"""Processes that have imported torch before they begin: forks of an interpreter that each process of pytest has.
 
-For tests of what comes after a script's imports, in scripts that import torch themselves: the second or two that each
-import takes is spent once. ``IMPORTED`` stands in for ``sys.executable`` in their commands, which are as before in all
-else: arguments, environment, directory, streams, exit status.
+The second or two that an import takes is spent once, and not by each of hundreds of scripts and fork servers.
+``IMPORTED`` stands in for ``sys.executable`` in the command of a test's script: arguments, environment, directory,
+streams, limits, exit status and parent are as before. The fork servers that mlaunch starts are such forks too, in this
+process and in those scripts (each has one in reserve, for its first launch), unless something is asked for that
+counts as torch is imported. All else starts a fresh interpreter: ``sys.executable``, flags, and what those start.
+``tests/forked.py`` is the other side.
 """
 
 from __future__ import annotations
 
-import array
+import contextlib
+import ctypes
+import inspect
 import json
 import os
-import runpy
-import select
+import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
-_MODULES = ("torch", "torch.distributed.run")
-_NAME = f"mlaunch-tests-{os.getpid()}"  # an abstract address, for this process of pytest alone
-_HERE = Path(__file__).resolve()
-IMPORTED = [sys.executable, "-S", str(_HERE.parent / "imported_client.py"), _NAME]
+IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
+_USUAL = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+_FORK_SERVER = "mlaunch-fork-server"
+_HUGE_HEAP = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of the fork servers
+_READ_AT_IMPORT = (
+    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
+)  # fmt: skip
+_SET_LATER = ("TORCHELASTIC_", "OMP_NUM_THREADS", "PYTHONPATH")
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+_PR_SET_CHILD_SUBREAPER = 36
+NAMESPACES = "MLAUNCH_TESTS_NAMESPACES"  # in a script's environment: a process on whose (simulated) host it is to run
+libc = ctypes.CDLL(None, use_errno=True)
+Asked = dict[str, Any]  # what Popen is asked for
+Request = dict[str, Any]  # what a new process has from the one that starts it
 
 
-def serve_while_used() -> Iterator[None]:
-    """Starts the interpreter behind ``IMPORTED``, which ends with its standard input."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.imported", _NAME],
-        cwd=_HERE.parent.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.read() == b"listening"
+class Forks:
+    """Asks an interpreter for forks, which become children of this process."""
+
+    def __init__(self, connection: socket.socket, environ: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._settings = _settings(environ)
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+
+    def suit(self, environ: Mapping[str, str]) -> bool:
+        return os.getpid() == self._owner and _settings(environ) == self._settings
+
+    def begin(self, request: Request, fds: list[int]) -> int:
+        """Returns the pid."""
+        with self._lock, _as_next_parent():
+            _send(self._connection, request, fds)
+            return int(self._connection.recv(16))
+
+    def refuse(self) -> None:
+        """Does what is to be done before a fresh interpreter is started instead."""
+
+
+class Reserve(Forks):
+    """The one fork that a process already has as its child."""
+
+    def __init__(self, connection: socket.socket, environ: Mapping[str, str], pid: int) -> None:
+        super().__init__(connection, environ)
+        self._pid = pid
+        os.register_at_fork(before=self.refuse)  # a fork of this process is its fork server, if it has one
+
+    def suit(self, environ: Mapping[str, str]) -> bool:
+        return self._connection.fileno() >= 0 and super().suit(environ)
+
+    def begin(self, request: Request, fds: list[int]) -> int:
+        with self._connection:
+            _send(self._connection, request, fds)
+        return self._pid
+
+    def refuse(self) -> None:
+        if self._connection.fileno() >= 0 and os.getpid() == self._owner:
+            self._connection.close()
+            os.waitpid(self._pid, 0)
+
+
+def lend_forks() -> Iterator[None]:
+    """Starts the interpreter, which ends with this process; to be used as a fixture."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = dict(os.environ)
+    interpreter = subprocess.Popen(
+        [*_USUAL, "-m", "tests.forked", str(theirs.fileno())],
+        cwd=Path(__file__).resolve().parent.parent,
+        env=before | dict([_HUGE_HEAP]),
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+    )
+    theirs.close()
+    with ours, lent(Forks(ours, before)):
         yield
-        process.stdin.close()
+    interpreter.wait()
 
 
-def _serve(listener: socket.socket) -> dict[str, list[str]]:
-    """Returns in the forks alone, with what each is to run."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps those that wait for a script
-    while True:
-        if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
-            os._exit(0)
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            return _fork_script(connection)
-        connection.close()
+@contextlib.contextmanager
+def lent(forks: Forks) -> Iterator[None]:
+    """Has this process's ``subprocess.Popen`` take a fork where one will do."""
+    original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    signature = inspect.signature(original)
+
+    def execute_child(self: subprocess.Popen[bytes], *args: Any) -> None:
+        asked = signature.bind(self, *args).arguments
+        if not _fork_instead(self, forks, asked):
+            original(**asked)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = original  # type: ignore[attr-defined]
 
 
-def _fork_script(connection: socket.socket) -> dict[str, list[str]]:
-    """Returns in the script's process; the other waits for it, and tells the client how it ended."""
-    size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
-    data, fds, _, _ = socket.recv_fds(connection, 1, 3)
-    request = json.loads(data + connection.recv(size - 1, socket.MSG_WAITALL))
-    pid = os.fork()
-    if pid > 0:
-        for fd in (0, 1, 2, *fds):
-            os.close(fd)
-        connection.send(array.array("i", [os.waitpid(pid, 0)[1]]))
-        os._exit(0)
-    connection.close()
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
-    return request  # type: ignore[no-any-return]
+def _fork_instead(process: subprocess.Popen[bytes], forks: Forks, asked: Asked) -> bool:
+    """Returns False if this takes a fresh interpreter."""
+    command = asked["args"]
+    is_server = _FORK_SERVER in command
+    if command[0] != IMPORTED and not is_server:
+        return False
+    if is_server and command[: len(_USUAL)] == _USUAL:
+        asked["args"] = [IMPORTED, *command[len(_USUAL) :]]
+    request = _request(asked)
+    if request is None or asked["args"][0] != IMPORTED or not forks.suit(request["environ"]):
+        if NAMESPACES in (asked["env"] or ()):
+            raise ValueError(f"a fresh interpreter cannot be on another host: {command}")
+        forks.refuse()
+        asked["args"] = [sys.executable, *command[1:]] if command[0] == IMPORTED else command
+        asked["executable"] = asked["args"][0]
+        return False
+    streams = zip(range(3), (asked["p2cread"], asked["c2pwrite"], asked["errwrite"]), strict=True)
+    fds = {number: number if fd == -1 else fd for number, fd in streams} | {fd: fd for fd in asked["pass_fds"]}
+    request["fds"] = [number for number, fd in fds.items() if _is_open(fd)]
+    process.pid = forks.begin(request, [fds[number] for number in request["fds"]])
+    process._child_created = True  # type: ignore[attr-defined]
+    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
+    return True
 
 
-def _become(argv: list[str], environ: dict[str, str], cwd: str) -> None:
-    """Runs a script, a module or code, as an interpreter with these arguments does."""
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.path[:0] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
-    if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
-        return
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    if argv[0] == "-c":
-        sys.argv, text, file = ["-c", *argv[2:]], argv[1], "<string>"
-    else:
-        sys.argv, text, file = argv, Path(argv[0]).read_text(), argv[0]
-        main.__file__ = file
-    sys.path.insert(0, str(Path(file).parent) if argv[0] != "-c" else "")
-    exec(compile(text, file, "exec"), main.__dict__)
+def _request(asked: Asked) -> Request | None:
+    """None for what no fork can have."""
+    environ = dict(os.environ if asked["env"] is None else asked["env"])
+    if environ.get("GLIBC_TUNABLES", _HUGE_HEAP[1]) != _HUGE_HEAP[1] or asked["preexec_fn"]:
+        return None
+    try:
+        cwd = os.path.abspath(os.fspath(asked["cwd"] or "."))
+    except FileNotFoundError:
+        return None
+    return {
+        "argv": [os.fsdecode(part) for part in asked["args"][1:]],
+        "environ": {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()},
+        "cwd": cwd,
+        "session": asked["start_new_session"],
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "ignored": [int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
 
 
-if __name__ == "__main__":
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{sys.argv[1]}")
-        listener.listen()
-        os.write(1, b"listening")
-        os.dup2(2, 1)  # which the reader sees as the end
-        for module in _MODULES:
-            __import__(module)
-        request = _serve(listener)
-    _become(**request)  # type: ignore[arg-type]
+def _settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a process has read of its environment once torch is imported."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_LATER)
+    }
+
+
+@contextlib.contextmanager
+def _as_next_parent() -> Iterator[None]:
+    """Has this process become the parent of what a child of its child forks."""
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _send(connection: socket.socket, request: Request, fds: list[int]) -> None:
+    with open(os.memfd_create("request"), "wb") as memfd:
+        memfd.write(json.dumps(request).encode())
+        memfd.flush()
+        socket.send_fds(connection, [b"."], [memfd.fileno(), *fds])
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

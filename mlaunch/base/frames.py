@@ -17,6 +17,11 @@ def is_ours(file: str) -> bool:
     return file.startswith(_PACKAGE)
 
 
+def is_ranks_own(file: str) -> bool:
+    """Tells whether the file has what a rank does before and after the user's function."""
+    return file.startswith(os.path.join(_PACKAGE, "rank", ""))
+
+
 def is_bottom(file: str) -> bool:
     """Tells whether the file is the bottom of a rank's stack: everything below it is the launcher's."""
     return file.startswith(_BOTTOM)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.frames import is_library
+from mlaunch.base.frames import is_library, is_ranks_own
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller import notebook
 from mlaunch.protocol.messages import Phase, RankStacks
@@ -91,7 +91,8 @@ def _in_words(dump: RankStacks) -> str:
     if dump.phase not in _IN_USER_CODE:  # but it may be there: in a __setstate__, an exit handler
         users = any(not is_library(file) for file, _, _ in frames)
         return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
-    if not frames and is_whole(dump.text):  # an exception is on its way through our frames, say
+    begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)  # or ends, or raises through our frames
+    if begins:
         return f"{dump.phase.value}, at its very beginning or end"
     if not frames:
         return f"{dump.phase.value} and did not show its stack" + (

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 from tests.processes import descendants
 
 SCRIPT = """
@@ -43,7 +44,7 @@ class Family:
 def start_family(start_method: str, *, under: Sequence[str] = ()) -> Family:
     """Returns once the ranks run. ``under``: a command that runs the one behind it."""
     process = subprocess.Popen(
-        [*under, sys.executable, "-c", SCRIPT, start_method],
+        [*under, sys.executable if under else IMPORTED, "-c", SCRIPT, start_method],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT,

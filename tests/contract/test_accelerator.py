@@ -19,7 +19,7 @@ from mlaunch.caller.warm import warm_server
 from tests import toy
 from tests.conftest import ROOT
 from tests.contract.preparing import pids_of, prepared, preparing
-from tests.system.commands import run, write
+from tests.system.commands import FRESH, run, write
 
 pytestmark = pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
 
@@ -236,13 +236,15 @@ import mlaunch, torch
 mlaunch.join_from_env(verbose=False)
 print(mlaunch.device(), torch.accelerator.current_device_index(), mlaunch.get_backend())
 """)  # fmt: skip
-    done = run(tmp_path, "--nproc-per-node", "gpu", script, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)]))
+    done = run(
+        tmp_path, "--nproc-per-node", "gpu", script, command=FRESH, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)])
+    )
     assert sorted(done.stdout.splitlines()) == ["toy:0 0 gloo", "toy:1 1 gloo"], done.stderr
 
 
 def test_a_command_cannot_pick_devices_that_no_variable_hides(folder: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(folder)])
-    done = run(tmp_path, "--devices", "1", write(tmp_path, ""), PYTHONPATH=path)
+    done = run(tmp_path, "--devices", "1", write(tmp_path, ""), command=FRESH, PYTHONPATH=path)
     assert done.returncode == 2
     assert "--devices=[1]: commands see all toy devices, since no variable hides them" in done.stderr
 

@@ -95,7 +95,8 @@ def test_an_interrupt_while_the_first_call_imports(run_script: Any) -> None:
         "try:\n"
         "    train()\n"
         "except KeyboardInterrupt:\n"
-        "    print('interrupted', train())\n"
+        "    print('interrupted', train())\n",
+        fresh=True,
     )
     assert done.stdout == "interrupted [1]\n", done.stderr
 
@@ -134,9 +135,8 @@ def test_a_daemon_threads_launch_ends_with_the_interpreter(run_script: Any) -> N
 
 
 def test_a_caller_without_torch_stays_without(run_script: Any) -> None:
-    done = run_script(
-        "import sys\nfrom mlaunch import launcher\nprint(launcher(lambda: 1, 2)(), 'torch' in sys.modules)\n"
-    )
+    code = "import sys\nfrom mlaunch import launcher\nprint(launcher(lambda: 1, 2)(), 'torch' in sys.modules)\n"
+    done = run_script(code, fresh=True)
     assert done.stdout == "[1, 1] False\n"
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
 from tests.conftest import ROOT
 from tests.contract.functions import caught, total, wait_in_vain
+from tests.imported import IMPORTED
 from tests.processes import alive, children, descendants, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
@@ -627,7 +628,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("victim", ["caller", "fork server"])
 def test_no_orphans(when: str, victim: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, when],
+        [IMPORTED, "-c", SCRIPT, when],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 from tests.processes import children, descendants, wait_gone
 
 COUNT = int(os.environ.get("MLAUNCH_INTERRUPTS", "200"))
@@ -46,7 +46,7 @@ sys.stdin.read()
 def test_many_interrupts() -> None:
     print(f"MLAUNCH_INTERRUPTS={COUNT} MLAUNCH_INTERRUPTS_SEED={SEED}")
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(COUNT), str(SEED)],
+        [IMPORTED, "-c", SCRIPT, str(COUNT), str(SEED)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -176,7 +176,7 @@ def test_of_two_sets_that_want_the_same_devices_the_idle_one_ends_first(run_scri
     if not toy.is_possible():
         pytest.skip("torch of this version takes no accelerator that is written in Python")
     toy.install(tmp_path)
-    done = run_script(RIVALS)
+    done = run_script(RIVALS, fresh=True)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from tests.conftest import ROOT
 from tests.contract.crashes import HOW, PLACES, PREPARED, STAYING, call_at, call_on, call_staying, limits
+from tests.imported import IMPORTED
 from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -144,7 +144,7 @@ def test_the_caller_dies(where: str, start_method: str) -> None:
         f"call_at({where!r}, 'caller dies', {start_method!r})()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [IMPORTED, "-c", code],
         env={**os.environ, "MARK": mark},
         cwd=ROOT,
         check=False,
@@ -156,7 +156,7 @@ def test_the_caller_dies(where: str, start_method: str) -> None:
     wait_gone([pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if marked(pid, mark)])
 
 
-SOAK = int(os.environ.get("MLAUNCH_SOAK", "250"))
+SOAK = int(os.environ.get("MLAUNCH_SOAK", "150"))
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.contract.families import start_family
+from tests.imported import IMPORTED
 from tests.processes import children, wait_gone
 
 
@@ -49,7 +49,7 @@ launcher(train, 2)(os.getpid())
 def test_a_stopped_agent_and_a_daemon_end_with_the_caller(tmp_path: Path) -> None:
     """The fork server, which is left, ends both."""
     note = tmp_path / "pids"
-    done = subprocess.run([sys.executable, "-c", STOPPING, str(note)], cwd=ROOT, check=False, timeout=60)
+    done = subprocess.run([IMPORTED, "-c", STOPPING, str(note)], cwd=ROOT, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
     wait_gone([int(pid) for pid in note.read_text().split()])
 
@@ -70,7 +70,7 @@ launcher(train, 1, output="raw", grace_period=600)()
 @pytest.mark.slow
 def test_a_daemon_ends_though_the_agent_is_killed_after_the_caller() -> None:
     """The fork server, which only waits for the agent by then, ends it."""
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=ROOT) as process:
+    with subprocess.Popen([IMPORTED, "-c", KILLED], stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         daemon = int(process.stdout.readline())
         [server] = children(process.pid)

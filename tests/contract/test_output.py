@@ -25,6 +25,7 @@ from mlaunch.caller.output import display, merging, options
 from mlaunch.rank import progress as of_rank
 from tests import builds
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 
 Capture = pytest.CaptureFixture[str]
 
@@ -203,7 +204,7 @@ def test_nobody_reads(tmp_path: Path, deadline: str, error: str) -> None:
     """A full pipe holds up neither the deadline nor Ctrl-C, of which one does."""
     (tmp_path / "script.py").write_text(UNREAD.format(deadline=deadline))
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "script.py"]
+    command = [IMPORTED, "script.py"]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **streams) as process:
         try:

@@ -31,6 +31,7 @@ from mlaunch.caller.restarts import with_restarts
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import Kind, Phase, RankAnswered, RankGone, RankStacks, Ready, RemoteError
 from mlaunch.rank import function as rank_function
+from mlaunch.rank import group as rank_group
 
 HERE = os.path.basename(__file__)
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -322,7 +323,7 @@ def test_a_real_death_by_memory(run_script: Any) -> None:
     try:
         (group / "memory.limit_in_bytes").write_text(str(2**30))
         script = f"import os\nopen('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n{OUT_OF_MEMORY}"
-        done = run_script(script)
+        done = run_script(script, fresh=True)
     finally:
         group.rmdir()
     assert "rank 0 of greedy() was killed by SIGKILL" in done.stdout, done.stderr
@@ -381,15 +382,17 @@ def test_a_hang_in_an_import_is_in_the_line_that_imports() -> None:
 
 def test_what_is_not_running_is_told_by_its_phase() -> None:
     bare = f'Current thread 0x1 (most recent call first):\n  File "{rank_function.__file__}", line 8 in live\n'
+    joining = bare.replace("\n", f'\n  File "{rank_group.__file__}", line 6 in _meet\n', 1)
     dumps = [
         RankStacks(0, Phase.JOINING, "S", ""),
         RankStacks(1, Phase.RUNNING, "R", ""),
         RankStacks(2, Phase.RUNNING, "R", bare),
+        RankStacks(3, Phase.RUNNING, "R", joining),
     ]
     assert summarise(dumps) == [
         "rank 0 was joining the process group",
         "rank 1 was running the function and did not show its stack",
-        "rank 2 was running the function, at its very beginning or end",
+        "ranks 2-3 were running the function, at its very beginning or end",
     ]
 
 

@@ -20,6 +20,7 @@ from mlaunch.protocol.messages import DeadlinePassed, Phase, ServerGone
 from mlaunch.rank import progress
 from tests.conftest import ROOT
 from tests.contract import crashes, functions
+from tests.imported import IMPORTED
 from tests.processes import alive, descendants, wait_gone
 
 
@@ -182,7 +183,7 @@ signal.pause()
 @pytest.mark.slow
 def test_a_fork_in_c_that_outlives_the_caller() -> None:
     """It runs none of Python's hooks, and so keeps the fork server's socket open."""
-    command = [sys.executable, "-c", FORKING_IN_C]
+    command = [IMPORTED, "-c", FORKING_IN_C]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -154,7 +154,7 @@ def test_waiting_at_a_store_that_cannot_be_cloned() -> None:
 
 def test_a_torch_that_is_too_old_is_refused_in_one_sentence(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text('__version__ = "2.5.1+cu121"\n')
-    done = run_script("from mlaunch import launcher\nlauncher(lambda: None, 1)()\n")
+    done = run_script("from mlaunch import launcher\nlauncher(lambda: None, 1)()\n", fresh=True)
     sentence = "torch 2.5.1+cu121 is too old for mlaunch, which needs 2.6 or later; update it"
     assert done.stderr.splitlines()[-1] == f"mlaunch.errors.LaunchError: {sentence}"
 

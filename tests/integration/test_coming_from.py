@@ -27,15 +27,15 @@ import mlaunch
 mlaunch.launcher = functools.partial(mlaunch.launcher, start_method="fork")
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
-BY_FORK = [*IMPORTED, "-c", FORKING]  # so that each library is imported once, by the script, and not by each rank
+BY_FORK = [IMPORTED, "-c", FORKING]  # so that each library is imported once, by the script, and not by each rank
 TWO = ["--nproc-per-node", "2"]
 BEFORE = {  # what starts a page's first listing, and what that needs
     "torchrun": ([*TORCHRUN, "--standalone", *TWO], ()),
-    "spawn": (IMPORTED, ()),
-    "notebook_launcher": (IMPORTED, ("accelerate",)),
-    "lightning": (IMPORTED, ("lightning",)),
-    "detectron2": (IMPORTED, ()),
-    "megengine": (IMPORTED, ()),
+    "spawn": ([IMPORTED], ()),
+    "notebook_launcher": ([IMPORTED], ("accelerate",)),
+    "lightning": ([IMPORTED], ("lightning",)),
+    "detectron2": ([IMPORTED], ()),
+    "megengine": ([IMPORTED], ()),
     "colossalai": ([*TORCHRUN, "--standalone", *TWO], ()),
 }
 UNAVAILABLE = {"detectron2", "megengine", "colossalai"}  # as wheels of the package registry
@@ -101,14 +101,12 @@ def test_after_as_a_script(page: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("page", STARTED)
 def test_after_in_a_process_of_its_own(tmp_path: Path, page: str) -> None:
     assert re.fullmatch(RESULTS[page], start_second(tmp_path, page))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("page", BEFORE)
 def test_before_and_after_print_the_same(tmp_path: Path, page: str) -> None:
     command, libraries = BEFORE[page]

@@ -133,7 +133,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("text", "arguments", "launcher", "losses"),
     [
@@ -148,7 +147,7 @@ def test_a_port(tmp_path: Path, text: str, arguments: list[str], launcher: list[
     script = tmp_path / "train.py"
     script.write_text(text)
     done = subprocess.run(
-        [*IMPORTED, *launcher, script, *arguments],
+        [IMPORTED, *launcher, script, *arguments],
         capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -6,7 +6,6 @@ Both give the same numbers.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.imported import IMPORTED
 from tests.integration.libraries import needs
 from tests.system.commands import LAUNCHERS, at_once, run, write
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.usefixtures("imported")]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TELL = """
 def tell(*numbers):
     import json, os
@@ -173,6 +172,6 @@ def test_the_same_numbers(tmp_path: Path, text: str, libraries: list[str]) -> No
 
 def test_a_script_that_takes_its_local_rank(tmp_path: Path) -> None:
     script = write(tmp_path, TELL + LOCAL_RANK)
-    launchers = [[sys.executable, "-m", "mlaunch.launch"], [*IMPORTED, "-m", "torch.distributed.launch"]]
+    launchers = [[IMPORTED, "-m", "mlaunch.launch"], [IMPORTED, "-m", "torch.distributed.launch"]]
     ours, theirs = at_once(lambda launcher: numbers(tmp_path, launcher, script, "--lr", "0.5"), launchers)
     assert ours == theirs

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 
-MLAUNCH = [sys.executable, "-m", "mlaunch", "run"]
-TORCHRUN = [*IMPORTED, "-m", "torch.distributed.run"]
+MLAUNCH = [IMPORTED, "-m", "mlaunch", "run"]
+FRESH = [sys.executable, *MLAUNCH[1:]]  # for what counts as torch is imported
+TORCHRUN = [IMPORTED, "-m", "torch.distributed.run"]
 LAUNCHERS = {"mlaunch": MLAUNCH, "torchrun": TORCHRUN}
 T, R = TypeVar("T"), TypeVar("R")
 

@@ -6,14 +6,14 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlaunch.rendezvous.address import is_taken
 from tests.conftest import ROOT
-from tests.processes import descendants, wait_gone
+from tests.imported import IMPORTED, NAMESPACES
+from tests.processes import apart, descendants, wait_gone
 
 MACHINE = str(ROOT / "tests" / "system" / "machine.py")
 
@@ -36,11 +36,13 @@ class Host:
         self.name, self.address = name, address
         self.prefix, self._runtime = prefix, runtime
         self.idle: subprocess.Popen[str] | None = None
+        self._inhabitant = _inhabit(prefix) if prefix else None
 
     def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
+        where = {} if self._inhabitant is None else {NAMESPACES: str(self._inhabitant.pid)}
         return subprocess.Popen(
-            [*self.prefix, sys.executable, *args],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": self._runtime, **environ},
+            [IMPORTED, *args],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": self._runtime, **where, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -52,6 +54,20 @@ class Host:
         """A calling process of its own."""
         process, self.idle = self.idle or _ready(self.start(MACHINE)), None
         return process
+
+    def close(self) -> None:
+        if self._inhabitant is not None:
+            self._inhabitant.communicate()
+            apart.discard(self._inhabitant.pid)
+
+
+def _inhabit(prefix: list[str]) -> subprocess.Popen[bytes]:
+    """A process that is on a host as long as its standard input is open."""
+    process = subprocess.Popen([*prefix, "sh", "-c", "echo; read _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    apart.add(process.pid)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    return process
 
 
 def _ready(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
@@ -83,6 +99,8 @@ class Network:
 
     def close(self) -> None:
         end([host.idle for host in self.hosts if host.idle is not None])
+        for host in self.hosts:
+            host.close()
 
 
 class Loopback(Network):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.system.commands import LAUNCHERS, at_once, run, write
+from tests.system.commands import FRESH, LAUNCHERS, TORCHRUN, at_once, run, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("imported")]
+pytestmark = [pytest.mark.slow]
 PROBE = str(ROOT / "tests" / "system" / "probe.py")
 PAGE = (ROOT / "docs" / "command.rst").read_text()
 # By path in what the probe prints; each stands in the page's table under the words beside it.
@@ -57,7 +57,9 @@ def differences(first: Any, second: Any, path: str = "") -> Iterator[str]:
 
 def ranks(cwd: Path, launcher: str, *flags: str, **environ: str) -> list[dict[str, Any]]:
     flags = ("--nproc-per-node", "2", *flags)
-    done = run(cwd, *flags, PROBE, "a", "rank ${local_rank}", command=LAUNCHERS[launcher], **environ)
+    done = run(
+        cwd, *flags, PROBE, "a", "rank ${local_rank}", command=FRESH if launcher == "mlaunch" else TORCHRUN, **environ
+    )
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 2, done.stderr
     return sorted(found, key=lambda rank: rank["environ"]["RANK"])

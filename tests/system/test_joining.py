@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.imported import IMPORTED
 
 JOINER = str(ROOT / "tests" / "system" / "joiner.py")
-TORCHRUN = [*IMPORTED, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+TORCHRUN = [IMPORTED, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]  # fmt: skip
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "oob_tcp_if_include", "lo",
           "--mca", "btl", "self,vader", "-np", "2", sys.executable]  # fmt: skip
@@ -57,7 +57,6 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open M
 LAUNCHERS = [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpirun)]
 
 
-@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_join_from_env(command: list[str]) -> None:
     ranks = run([*command, JOINER, "same"])
@@ -69,7 +68,6 @@ def test_join_from_env(command: list[str]) -> None:
     assert said[0].endswith(f"started by {'mpirun' if 'mpirun' in command else 'torchrun'}")
 
 
-@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_the_decorator_joins(command: list[str]) -> None:
     ranks = run([*command, JOINER, "decorator"])
@@ -81,7 +79,7 @@ def tasks(how: str, environs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """What a joiner in each of these environments says."""
     processes = [
         subprocess.Popen(
-            [*IMPORTED, JOINER, how],
+            [IMPORTED, JOINER, how],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
             stdout=subprocess.PIPE,
             text=True,
@@ -95,14 +93,13 @@ def pair(code: str, *arguments: str) -> list[subprocess.Popen[str]]:
     """Two processes that run the code, whose first argument is the rank."""
     return [
         subprocess.Popen(
-            [*IMPORTED, "-c", code, str(rank), *arguments],
+            [IMPORTED, "-c", code, str(rank), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         )
         for rank in range(2)
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("imported")
 def test_processes_with_the_environment_of_srun() -> None:
     """Two by hand, since the real one needs a cluster; with it, see the variables in Slurm's manual of srun."""
     check(run_as_srun("same"))
@@ -118,14 +115,12 @@ def run_as_srun(how: str) -> list[dict[str, Any]]:
     return tasks(how, [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)])
 
 
-@pytest.mark.usefixtures("imported")
 def test_seeds_per_rank() -> None:
     first, second = run_as_srun("per-rank")
     assert first["random"] != second["random"]
     assert run_as_srun("per-rank")[1]["random"] == second["random"]
 
 
-@pytest.mark.usefixtures("imported")
 def test_tasks_with_the_environment_of_submitits_local_executor() -> None:
     with mlaunch.Server() as server:
         port = str(server.py_server_port)
@@ -151,7 +146,6 @@ print(comm.all_gather(comm.get_rank()), mlaunch.get_backend(), torch.rand(1).ite
 """
 
 
-@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
 def test_join(host: str) -> None:
     with mlaunch.Server() as server:
@@ -174,7 +168,6 @@ print(comm.all_gather(rank), client.bcast_val("sent" if rank else None, "key", 2
 """
 
 
-@pytest.mark.usefixtures("imported")
 def test_the_idiom_of_megengine() -> None:
     """A server of one's own, at whose port processes of one's own form a group; and another, when that is over."""
     with mlaunch.Server() as server:
@@ -205,7 +198,6 @@ print("over")
 
 
 @builds.silent
-@pytest.mark.usefixtures("imported")
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "shutdown"), reason="this torch shuts down groups of NCCL alone")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_peer_that_is_dead_at_exit(victim: int) -> None:
@@ -230,11 +222,10 @@ os._exit(0)  # torch may try on for a while
 """
 
 
-@pytest.mark.usefixtures("imported")
 def test_a_port_at_which_no_store_listens() -> None:
     with listen() as silent:
         port = silent.getsockname()[1]
-        command = [*IMPORTED, "-c", SILENT, str(port)]
+        command = [IMPORTED, "-c", SILENT, str(port)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.stdout.startswith(
         f"rank 0 cannot host the ranks' store at port {port}, which is taken, and what listens"

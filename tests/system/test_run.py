@@ -19,6 +19,7 @@ import pytest
 from mlaunch.cli import main
 from mlaunch.cli import run as cli_run
 from tests import builds
+from tests.imported import IMPORTED
 from tests.processes import alive, descendants
 from tests.system.commands import MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
@@ -114,14 +115,14 @@ while :; do read x < nothing; done
 
 
 def test_as_torch_distributed_launch(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mlaunch.launch"]
+    command = [IMPORTED, "-m", "mlaunch.launch"]
     write(tmp_path, "import os, sys; print(sys.argv, os.environ['LOCAL_RANK'])")
     assert told(run(tmp_path, *PAIR, "train.py", "a", command=command).stdout) == [
         "['train.py', '--local-rank=0', 'a'] 0",
         "['train.py', '--local-rank=1', 'a'] 1",
     ]
     assert run(tmp_path, "--use-env", "train.py", command=command).stdout == "['train.py'] 0\n"
-    assert run(tmp_path, "train.py", command=[sys.executable, "-m", "mlaunch.run"]).stdout == "['train.py'] 0\n"
+    assert run(tmp_path, "train.py", command=[IMPORTED, "-m", "mlaunch.run"]).stdout == "['train.py'] 0\n"
 
 
 @pytest.mark.parametrize(

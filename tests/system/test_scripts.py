@@ -242,18 +242,19 @@ print(train())
 
 
 def test_warm_up_returns_before_torch_is_imported(run_script) -> None:  # type: ignore[no-untyped-def]
-    done = run_script("""
+    code = """
 import sys, mlaunch
 mlaunch.warm_up()
 print('torch' in sys.modules)
 print(mlaunch.launcher(lambda: 7, 1)())
-""")
+"""
+    done = run_script(code, fresh=True)
     assert done.stdout == "False\n[7]\n", done.stderr
 
 
 def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text("raise ImportError('no torch for you')")
-    done = run_script("from mlaunch import launcher\nlauncher(lambda: 1, 1)()\n")
+    done = run_script("from mlaunch import launcher\nlauncher(lambda: 1, 1)()\n", fresh=True)
     assert re.search(r"LaunchError: the fork server \(pid \d+\) could not import its modules:", done.stderr)
     assert "no torch for you" in done.stderr
 

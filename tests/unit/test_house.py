@@ -30,8 +30,11 @@ NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "
 PUBLIC_AND_WIDE = {"launch.py:launch", "join.py:join", "launcher.py:__new__"}
 
 SURVEY = """
-import json, os, sys
-found = {}
+import contextlib, json, os, sys
+for name in {standard!r}:
+    with contextlib.suppress(ImportError):
+        __import__(name)
+found = {{}}
 for name in sys.argv[1:]:
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -53,8 +56,9 @@ print(json.dumps(found))
 
 
 def survey(beginning: str, modules: Iterable[str]) -> dict[str, Any]:
-    """What importing each module, and no other, pulls in; or the package that it lacks."""
-    command = [sys.executable, "-c", beginning + SURVEY, *modules]
+    """What importing each module, and no other, pulls in besides Python's own; or the package that it lacks."""
+    standard = [name for name in sys.modules if name.partition(".")[0] in sys.stdlib_module_names]
+    command = [sys.executable, "-c", beginning + SURVEY.format(standard=standard), *modules]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
