@@ -110,7 +110,7 @@ def nothing_left_behind():  # type: ignore[no-untyped-def]
     if after != before:
         mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
         after = _what_is_there()
-    left = [f"{name}: {_difference(before[name], after[name])}" for name in before if before[name] != after[name]]
+    left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _is_more(was, after[name])]
     assert not left, "\n".join(left)
 
 
@@ -122,6 +122,13 @@ def marked_if_fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     started = interpreters.started[before:]
     marked = request.node.get_closest_marker("fresh")
     assert marked or not started, f"tests/fresh.py does not see that it starts {started}"
+
+
+def _is_more(was: object, now: object) -> bool:
+    """Whether it is anything but what was there, or less of it: some process of an earlier test may end only now."""
+    if isinstance(was, int) and isinstance(now, int):
+        return now > was
+    return not now <= was if isinstance(was, set) and isinstance(now, set) else now != was
 
 
 def _difference(was: object, now: object) -> str:
@@ -139,7 +146,7 @@ def _what_is_there() -> dict[str, object]:
     wait_gone([agent for server in servers for agent in children(server)])  # the last call's may still be exiting
     return {
         "processes": len([pid for pid in ours() if alive(pid)]),
-        "in the fork server's session": sorted(_in_sessions(servers)),
+        "in the fork server's session": _in_sessions(servers),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "fds": _open_files(),
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
@@ -166,9 +173,9 @@ def _open_files() -> list[str]:
     return sorted(found)
 
 
-def _in_sessions(servers: list[int]) -> list[str]:
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [str(pid) for pid in pids if pid not in servers and session_of(pid) in servers and alive(pid)]
+def _in_sessions(servers: list[int]) -> set[int]:
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid for pid in pids if pid not in servers and session_of(pid) in servers and alive(pid)}
 
 
 @pytest.fixture
