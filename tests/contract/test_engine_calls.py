@@ -33,7 +33,7 @@ from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.looks import Looks
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.machine_launch import MachineLaunch
-from mlaunch.engines.messages import MARK, Look, Seen
+from mlaunch.engines.messages import MARK, Look, Over, Seen
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages import RanksStarting
@@ -115,6 +115,32 @@ def test_values_output_and_report(engine: Threads, capfd: pytest.CaptureFixture[
     ]  # fmt: skip
     assert report.title.startswith("test_values_output_and_report.<locals>.work()  3 ranks on m0, m1, ")
     assert "host" in str(report).splitlines()[1]
+
+
+def test_machines_that_say_no_last_word_are_given_back(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is to end waits for it, but not for ever."""
+    send, mute, cancelled = Stream.send, list[Stream](), list[Placed]()
+
+    def send_but_this(stream: Stream, record: object, *beside: Any) -> None:
+        if isinstance(record, Over):
+            mute.append(stream)
+        else:
+            send(stream, record, *beside)
+
+    def cancel(placed: Placed) -> None:
+        cancelled.append(placed)
+        for stream in mute:
+            with socket.socket(fileno=os.dup(stream.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+    monkeypatch.setattr(Stream, "send", send_but_this)
+    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
+    monkeypatch.setattr(Placed, "cancel", cancel)
+    with engine.hold(2) as held:
+        with pytest.raises(LaunchTimeout):
+            launcher(signal.pause, engine=held, deadline=0.1, grace_period=0.1)()
+        assert cancelled == engine.placements
 
 
 def seen(word: bytes, state: str) -> dict[str, Any]:

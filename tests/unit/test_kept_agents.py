@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlaunch.engines import kept_launch
 from mlaunch.engines.kept_agents import KeptAgents
 from mlaunch.engines.messages import FromAgent
 from mlaunch.engines.times import Times
@@ -52,6 +53,14 @@ class Agents(KeptAgents):
         """What the handle hears now; None: nothing."""
         said, self._unsaid = self._unsaid, None
         return said
+
+
+def test_machines_that_say_no_last_word_are_ended() -> None:
+    done: list[str] = []
+    machines = SimpleNamespace(kill=lambda: done.append("killed"))
+    merged = SimpleNamespace(join=lambda _seconds: "killed" in done)
+    kept_launch._Servers(cast(Any, machines), cast(Any, merged), lambda: done.append("over")).close()
+    assert done == ["killed", "over"]
 
 
 def told(**entered: int) -> dict[int, Numbers]:
