@@ -547,6 +547,13 @@ def test_fewer_devices_than_ranks(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, f"mlaunch run: {words}\n")
 
 
+def test_a_dry_run_of_as_many_ranks_as_there_are_cores(tmp_path: Path) -> None:
+    done = run(tmp_path, "--dry-run", "--nproc-per-node", "cpu", write(tmp_path, "print('it runs')"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"  LOCAL_WORLD_SIZE={len(os.sched_getaffinity(0))}\n" in done.stdout
+    assert "it runs" not in done.stdout
+
+
 def test_devices_that_are_not_there(tmp_path: Path) -> None:
     import torch
 

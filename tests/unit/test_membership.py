@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import socket
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Value
+from mlaunch.rendezvous import wire
 from mlaunch.rendezvous.membership import Join, RoleRanks, placed, role_ranks
 from mlaunch.rendezvous.roster import Roster
 
@@ -146,3 +149,22 @@ def test_a_link_that_ends_after_a_failure_is_no_news(told: bool) -> None:
     assert not peers.awaited
     for channel in (link.channel, launcher, other):
         channel.close()
+
+
+def test_the_kernel_keeps_connections_between_machines_alive() -> None:
+    """A firewall that forgets a connection does so after minutes at the least."""
+
+    async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await wire.admit(reader, writer, None)
+        writer.close()
+
+    async def options() -> list[int]:
+        async with await asyncio.start_server(admit, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            async with wire.dialled("127.0.0.1", port, min(wire.ROLES), None) as (_, writer):
+                end = writer.get_extra_info("socket")
+                kept = end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                numbers = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+                return [kept, *(end.getsockopt(socket.IPPROTO_TCP, number) for number in numbers)]
+
+    assert asyncio.run(options()) == [1, 60, 60]
