@@ -43,11 +43,15 @@ def test_a_fork_that_returns_does_not_answer(size: int) -> None:
 
 def test_a_fork_that_returns_is_told_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
     def train() -> None:
-        if os.fork() != 0:
+        if os.fork() == 0:
+            print("what it said before", end="")
+        else:
             os.wait()  # else it may be gone with its rank before it says a word
 
     launcher(train, 2)()
-    assert "has returned from the function as if it were the rank; it is ended here" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert "has returned from the function as if it were the rank; it is ended here" in err
+    assert "what it said before" in out
 
 
 class Forked:

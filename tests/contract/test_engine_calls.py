@@ -284,6 +284,21 @@ def test_a_deadline(engine: Threads) -> None:
         launcher(lambda: threading.Event().wait(), 2, engine=engine, deadline=0.3, grace_period=0.1)()
 
 
+def test_a_machine_that_cannot_start(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent, say; it goes on serving."""
+    started = MachineLaunch.__init__
+
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(MachineLaunch, "__init__", started)
+        raise OSError(24, "Too many open files")
+
+    with engine.hold(2) as held:
+        monkeypatch.setattr(MachineLaunch, "__init__", fail)
+        with pytest.raises(LaunchError, match=r"host m\d: OSError: \[Errno 24\] Too many open files"):
+            launcher(rank, engine=held)()
+        assert launcher(rank, engine=held)() == [0, 1, 2]
+
+
 def test_machines_that_are_held(engine: Threads) -> None:
     with engine.hold(2, n_gpus=1) as held:
         assert (held.hosts, repr(held)) == (["m0", "m1"], "<2 machines: m0, m1>")

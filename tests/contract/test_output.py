@@ -339,6 +339,16 @@ def test_progress_counts_what_is_done() -> None:
     assert launcher(train, 1)() == [[0, 1, 2, 3]]
 
 
+def test_progress_of_how_many() -> None:
+    def train() -> list[int]:
+        slot = of_rank.slot
+        assert slot is not None
+        loops = (progress(range(3)), progress(iter("abc"), total=3), progress("abcd", total=2), progress(iter("a")))
+        return [{slot.board.loop(slot.local_rank).total for _ in loop}.pop() for loop in loops]
+
+    assert launcher(train, 1)() == [[3, 3, 2, -1]]
+
+
 def test_progress_elsewhere(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = run_script("from mlaunch import progress\nprint(list(progress(range(3), 'alone')))")
     assert done.stdout == "[0, 1, 2]\n", done.stderr

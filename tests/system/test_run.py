@@ -547,6 +547,18 @@ def test_fewer_devices_than_ranks(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, f"mlaunch run: {words}\n")
 
 
+def test_an_attempt_leaves_no_descriptor_to_the_next(tmp_path: Path) -> None:
+    script = write(tmp_path, """
+import os
+def parent(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+print(len(os.listdir(f"/proc/{parent(parent(os.getppid()))}/fd")))
+raise SystemExit(1)
+""")  # fmt: skip
+    counts = run(tmp_path, "--max-restarts", "3", script).stdout.split()
+    assert counts == counts[:1] * 4
+
+
 def test_a_dry_run_of_as_many_ranks_as_there_are_cores(tmp_path: Path) -> None:
     done = run(tmp_path, "--dry-run", "--nproc-per-node", "cpu", write(tmp_path, "print('it runs')"))
     assert (done.returncode, done.stderr) == (0, "")

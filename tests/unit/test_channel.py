@@ -10,6 +10,7 @@ import socket
 import pytest
 
 from mlaunch.base.text import first_bytes, last_bytes
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel
 
 
@@ -61,3 +62,13 @@ def test_a_text_is_cut_between_characters(text: str, limit: int) -> None:
     assert whole.endswith(end)
     for part in (beginning, end):
         assert min(limit, len(whole.encode())) - 4 < len(part.encode()) <= limit
+
+
+@pytest.mark.parametrize("value", [b"small", b"large" * 100_000])
+def test_what_is_put_into_memory_for_a_moment_is_gone_after_it(value: bytes) -> None:
+    before = os.listdir("/proc/self/fd")
+    packed = payload.pack(value, "value", most=1000)
+    with payload.in_memfd(packed) as memfd:
+        assert payload.read(memfd) == value
+    packed.close()
+    assert os.listdir("/proc/self/fd") == before
