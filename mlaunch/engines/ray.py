@@ -94,7 +94,6 @@ class _InBundles(Placement):
         self._command = list(command)
         self._group = placement_group([dict(resources)] * machines, strategy="STRICT_SPREAD")
         self._ready = self._group.ready()
-        self._actors: list[Any] = []
         self._fates: dict[int, str] = {}
 
     def state(self) -> str:
@@ -122,7 +121,6 @@ class _InBundles(Placement):
             )
             .remote(self._command)
         )
-        self._actors.append(actor)
         return self._ends(machine, actor)
 
     def _ends(self, machine: int, actor: Any) -> Ends:
@@ -165,10 +163,7 @@ class _InBundles(Placement):
         return self._fates.get(machine, "")
 
     def cancel(self) -> None:
-        import ray
         from ray.util.placement_group import remove_placement_group
 
         with contextlib.suppress(Exception):  # the cluster is gone, and with it all of this
-            for actor in self._actors:
-                ray.kill(actor)
-            remove_placement_group(self._group)
+            remove_placement_group(self._group)  # which kills the actors in it
