@@ -349,6 +349,19 @@ def test_progress_of_how_many() -> None:
     assert launcher(train, 1)() == [[3, 3, 2, -1]]
 
 
+def test_of_loops_within_loops_the_outermost_is_counted() -> None:
+    def train() -> list[int]:
+        slot = of_rank.slot
+        assert slot is not None
+        for _ in progress("ab"):
+            for _ in progress(range(5)):
+                pass
+        loop = slot.board.loop(slot.local_rank)
+        return [loop.number, loop.total, loop.done]
+
+    assert launcher(train, 1)() == [[1, 2, 2]]
+
+
 def test_progress_elsewhere(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = run_script("from mlaunch import progress\nprint(list(progress(range(3), 'alone')))")
     assert done.stdout == "[0, 1, 2]\n", done.stderr
