@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -61,6 +62,17 @@ def test_machines_that_say_no_last_word_are_ended() -> None:
     merged = SimpleNamespace(join=lambda _seconds: "killed" in done)
     kept_launch._Servers(cast(Any, machines), cast(Any, merged), lambda: done.append("over")).close()
     assert done == ["killed", "over"]
+
+
+def test_a_deadline_that_was_looked_at_before_it_passed_still_passes_once() -> None:
+    times = Times(1.0, 1000.0)
+    assert times.take_due() == (False, False)
+    left = times.milliseconds(math.inf)
+    assert left is not None
+    assert 0 < left <= 1_000_000
+    times = Times(1.0, 0.0)
+    assert [times.take_due() for _ in range(2)] == [(False, True), (False, False)]
+    assert times.milliseconds(math.inf) is None
 
 
 def told(**entered: int) -> dict[int, Numbers]:
