@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
 from mlaunch.base.linux import wait_readable
-from mlaunch.protocol import messages, payload, registry, stack_dump
+from mlaunch.protocol import error_file, messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
@@ -610,3 +611,12 @@ def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
 )
 def test_who_is_in_step(told: list[Numbers], agree: bool) -> None:
     assert step.agree(told) is agree
+
+
+def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(tmp_path: Path) -> None:
+    spec: Any = SimpleNamespace(command=SimpleNamespace(error_dir="", temporary=str(tmp_path)), launch_id="x")
+    (tmp_path / "mlaunch-run-x").mkdir()
+    (tmp_path / "mlaunch-run-x" / "0.json").touch()
+    error_file.remove_directory(spec)
+    assert not any(tmp_path.iterdir())
+    error_file.remove_directory(spec)
