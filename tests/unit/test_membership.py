@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Value
-from mlaunch.rendezvous import wire
+from mlaunch.rendezvous import address, wire
 from mlaunch.rendezvous.membership import Join, RoleRanks, placed, role_ranks
 from mlaunch.rendezvous.roster import Roster
 
@@ -168,3 +169,8 @@ def test_the_kernel_keeps_connections_between_machines_alive() -> None:
                 return [kept, *(end.getsockopt(socket.IPPROTO_TCP, number) for number in numbers)]
 
     assert asyncio.run(options()) == [1, 60, 60]
+
+
+def test_the_addresses_of_this_machine_are_those_that_others_reach() -> None:
+    assert not any(ipaddress.ip_address(found).is_loopback for found in address.addresses())
+    assert address._usual_interface() in {"", *os.listdir("/sys/class/net")}
