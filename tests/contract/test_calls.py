@@ -43,6 +43,7 @@ def test_ranks_reduce_and_return(start_method: str) -> None:
     assert launcher(functions.total, 2, start_method=start_method)() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_ranks_that_return_at_once_do_not_break_the_group_of_slower_ones() -> None:
     train = launcher(lambda: None, 8)
     for _ in range(10):

@@ -299,6 +299,7 @@ def test_the_mean_over_some_ranks() -> None:
     assert on(3, train, timeout=30) == [None, 1.5, 1.5]
 
 
+@pytest.mark.slow
 def test_a_barrier_names_those_who_do_not_come() -> None:
     def train() -> str:
         comm.synchronize(timeout=60)

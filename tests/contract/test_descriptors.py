@@ -130,7 +130,7 @@ CLOSED = "unable to answer: its function closed mlaunch's file descriptors"
     [
         (returns, LaunchError, CLOSED),
         (raises, LaunchError, CLOSED),
-        (hangs, LaunchTimeout, "rank 1 had not returned"),
+        pytest.param(hangs, LaunchTimeout, "rank 1 had not returned", marks=pytest.mark.slow),
         (segfaults, LaunchError, "rank 1 of .* was killed by SIGSEGV"),
     ],
 )
@@ -282,6 +282,7 @@ def test_standard_input_is_empty() -> None:
 # A rank that leaves its process group
 
 
+@pytest.mark.slow
 def test_a_rank_in_another_group_ends_with_a_killed_caller(tmp_path: Path) -> None:
     """Its agent's group, which is not hit as a whole."""
     caller = os.fork()

@@ -170,6 +170,7 @@ def test_an_interrupt_ends_the_call_alone(ranks: Ranks) -> None:
     assert held.fetch() == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
+@pytest.mark.slow
 def test_a_deadline_is_each_calls_own(engine: Threads) -> None:
     def work(rank: int) -> int:
         while dist.get_rank() == rank:
@@ -303,6 +304,7 @@ def test_those_of_a_decorated_function(engine: Threads) -> None:
     shared._sets.clear()
 
 
+@pytest.mark.slow
 def test_held_machines_are_theirs_until_they_end(engine: Threads) -> None:
     with engine.hold(n_gpus=2) as cluster:
         with Ranks(engine=cluster) as ranks:

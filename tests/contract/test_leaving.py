@@ -43,6 +43,7 @@ def test_threads_are_waited_for(tmp_path: Path, start_method: str) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["2.0", "2.0"]
 
 
+@pytest.mark.slow
 def test_children_are_waited_for(tmp_path: Path) -> None:
     """As by multiprocessing at an interpreter's end: those that are no daemons."""
 
@@ -115,6 +116,7 @@ def test_exit_handlers_run_in_a_rank_that_is_not_back_yet(tmp_path: Path, monkey
     assert (tmp_path / "1").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_being_saved_is_complete(tmp_path: Path) -> None:
     """As under torchrun: the group is there until its threads have ended."""
 

@@ -27,6 +27,7 @@ from tests.imported import IMPORTED
 from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
+WHERE = ["in_the_function", *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
 METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 
 
@@ -84,9 +85,11 @@ def check(where: str, how: str, call: Callable[[], object], *, stays: bool = Fal
         assert how != "segfault" or "Fatal Python error: Segmentation fault" in caught.value.failures[0].traceback
 
 
-@pytest.mark.parametrize("start_method", [*METHODS, STAYING, PREPARED])
+@pytest.mark.parametrize(
+    "start_method", [*METHODS, *(pytest.param(how, marks=pytest.mark.slow) for how in (STAYING, PREPARED))]
+)
 @pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("where", [*PLACES, "unpickling"])
+@pytest.mark.parametrize("where", [*WHERE, pytest.param("unpickling", marks=pytest.mark.slow)])
 def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
     if where == "unpickling" and start_method == "fork":
         pytest.skip("nothing is unpickled where the ranks inherit the call")
@@ -95,9 +98,7 @@ def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
 
 @pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", STOPPED)
-@pytest.mark.parametrize(
-    "where", ["in_the_function", *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
-)
+@pytest.mark.parametrize("where", WHERE)
 def test_what_keeps_a_launch_is_stopped(
     where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +108,7 @@ def test_what_keeps_a_launch_is_stopped(
     check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", STAYING])
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param(STAYING, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_ends_importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check("importing", how, importing(how, start_method, tmp_path, monkeypatch))

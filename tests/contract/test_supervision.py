@@ -24,6 +24,7 @@ from tests.imported import IMPORTED
 from tests.processes import alive, descendants, wait_gone
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_returned_and_hangs_is_asked() -> None:
     def train() -> int:
         atexit.register(crashes.hang)

@@ -268,6 +268,7 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
             visitor.close()
 
 
+@pytest.mark.slow
 def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that is slow to take them in is waited for; one that is stopped is left out."""
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
