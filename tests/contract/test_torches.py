@@ -37,6 +37,17 @@ def test_the_store_is_served_without_libuv_if_the_user_says_so(monkeypatch: pyte
     assert launcher(how_it_is_served, 2)() == [(False, "0")] * 2
 
 
+def test_where_torch_lacks_libuv_clients_do_without_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs: Any = dist.rendezvous
+    theirs = torchs.TCPStore
+    monkeypatch.setattr(torchs, "TCPStore", theirs)
+    monkeypatch.setenv("USE_LIBUV", "1")
+    for _ in range(2):
+        tcp_store._do_without()
+    assert (torchs.TCPStore.func, torchs.TCPStore.keywords) == (theirs, {"use_libuv": False})
+    assert os.environ["USE_LIBUV"] == "0"
+
+
 def test_a_store_without_libuv_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ``compare_set`` alone wakes nobody. Which of two ranks comes first is chance, so they meet often."""
     monkeypatch.setenv("USE_LIBUV", "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import socket
@@ -620,3 +621,9 @@ def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(t
     error_file.remove_directory(spec)
     assert not any(tmp_path.iterdir())
     error_file.remove_directory(spec)
+
+
+def test_a_record_goes_where_its_launcher_wants_it_though_nothing_is_there_yet(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "yet" / "0.json"
+    error_file.write(str(path), {"message": {"message": "no such luck"}}, 3)
+    assert json.loads(path.read_text()) == {"message": {"message": "no such luck", "errorCode": 3}}

@@ -9,6 +9,7 @@ import pytest
 
 from mlaunch.caller.report.history import History
 from mlaunch.caller.status import status_lines
+from mlaunch.cli import inspect
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Phase
 
@@ -34,3 +35,11 @@ def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None
     over = status_lines(outcome, History(board=board), "", over=True)
     assert over[0].endswith("  done")
     board.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "words"), [(1, 1, "1 rank, "), (2, 2, "2 ranks, "), (1, 3, "1 rank of 3, ")]
+)
+def test_how_many_ranks_a_launch_has(ranks: int, world: int, words: str) -> None:
+    launch = {"id": "0" * 32, "function": "train()", "ranks": [None] * ranks, "world_size": world, "restart_count": 0}
+    assert f"  train()  {words}" in inspect._title({**launch, "age": 1.0, "caller": 7})
