@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ def test_the_store_is_served_without_libuv_if_the_user_says_so(monkeypatch: pyte
 
 
 def test_where_torch_lacks_libuv_clients_do_without_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchs: Any = dist.rendezvous
+    torchs: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
     theirs = torchs.TCPStore
     monkeypatch.setattr(torchs, "TCPStore", theirs)
     monkeypatch.setenv("USE_LIBUV", "1")
