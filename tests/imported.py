@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlaunch.caller.fork_server import _is_open
+
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
 _USUAL = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 _FORK_SERVER = "mlaunch-fork-server"
@@ -191,11 +193,3 @@ def _send(connection: socket.socket, request: Request, fds: list[int]) -> None:
         memfd.write(json.dumps(request).encode())
         memfd.flush()
         socket.send_fds(connection, [b"."], [memfd.fileno(), *fds])
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
