@@ -26,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from mlaunch.caller.fork_server import _is_open
+from mlaunch.caller.warm import _import_settings
 
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
 _USUAL = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 _FORK_SERVER = "mlaunch-fork-server"
 _HUGE_HEAP = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of the fork servers
-_READ_AT_IMPORT = (
-    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
-)  # fmt: skip
-_SET_LATER = ("TORCHELASTIC_", "OMP_NUM_THREADS", "PYTHONPATH")
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _PR_SET_CHILD_SUBREAPER = 36
 NAMESPACES = "MLAUNCH_TESTS_NAMESPACES"  # in a script's environment: a process on whose (simulated) host it is to run
@@ -170,12 +167,8 @@ def _request(asked: Asked) -> Request | None:
 
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a process has read of its environment once torch is imported."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_LATER)
-    }
+    """What a process has read of its environment once torch is imported, but for the paths, which it is told."""
+    return {name: value for name, value in _import_settings(environ).items() if name != "PYTHONPATH"}
 
 
 @contextlib.contextmanager
