@@ -117,6 +117,7 @@ def test_values_output_and_report(engine: Threads, capfd: pytest.CaptureFixture[
     assert "host" in str(report).splitlines()[1]
 
 
+@pytest.mark.slow
 def test_machines_that_say_no_last_word_are_given_back(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is to end waits for it, but not for ever."""
     send, mute, cancelled = Stream.send, list[Stream](), list[Placed]()
@@ -439,6 +440,7 @@ def test_machines_that_hear_nothing_any_more_leave(
         assert not engine.placements[-1].threads[1].is_alive()
 
 
+@pytest.mark.slow
 def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take their grace period, in which it looks a few times, and not without a pause."""
     looks = list[bool]()

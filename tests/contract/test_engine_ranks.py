@@ -271,6 +271,7 @@ def test_ranks_that_are_lost_between_calls(engine: Threads) -> None:
             ranks.run(pid)
 
 
+@pytest.mark.slow
 def test_large_arguments_and_values(ranks: Ranks) -> None:
     """Those of earlier calls stay as they are."""
     tensors = [torch.full((1 << 20,), float(number)) for number in range(3)]

@@ -28,7 +28,7 @@ from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 WHERE = ["in_the_function", *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
-METHODS = ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+METHODS = ["forkserver", *(pytest.param(how, marks=pytest.mark.slow) for how in ("fork", "spawn"))]
 
 
 WORDS = {

@@ -170,6 +170,7 @@ def test_the_last_failure_is_raised() -> None:
     assert caught.value.args == ("1",)
 
 
+@pytest.mark.slow
 def test_the_deadline_covers_all_restarts() -> None:
     def train() -> None:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
