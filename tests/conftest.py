@@ -110,7 +110,7 @@ def nothing_left_behind():  # type: ignore[no-untyped-def]
     if after != before:
         mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
         after = _what_is_there()
-    left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _is_more(was, after[name])]
+    left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
     assert not left, "\n".join(left)
 
 
@@ -124,11 +124,9 @@ def marked_if_fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     assert marked or not started, f"tests/fresh.py does not see that it starts {started}"
 
 
-def _is_more(was: object, now: object) -> bool:
-    """Whether it is anything but what was there, or less of it: some process of an earlier test may end only now."""
-    if isinstance(was, int) and isinstance(now, int):
-        return now > was
-    return not now <= was if isinstance(was, set) and isinstance(now, set) else now != was
+def _differs(was: object, now: object) -> bool:
+    """Whether it is not what was there; of a set, whether anything is new."""
+    return bool(now - was) if isinstance(was, set) and isinstance(now, set) else now != was
 
 
 def _difference(was: object, now: object) -> str:
@@ -144,9 +142,10 @@ def _what_is_there() -> dict[str, object]:
     warm_server.get(os.environ)  # forgets them
     servers = [pid for pid in ours() if session_of(pid) == pid]
     wait_gone([agent for server in servers for agent in children(server)])  # the last call's may still be exiting
+    behind_servers = _in_sessions(servers)  # one of an earlier test's may end only during this one
     return {
-        "processes": len([pid for pid in ours() if alive(pid)]),
-        "in the fork server's session": _in_sessions(servers),
+        "processes": len([pid for pid in ours() if alive(pid) and pid not in behind_servers]),
+        "in the fork server's session": behind_servers,
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "fds": _open_files(),
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},

@@ -54,9 +54,13 @@ class Forks:
 
     def begin(self, request: Request, fds: list[int]) -> int:
         """Returns the pid."""
-        with self._lock, _as_next_parent():
+        pid = b""
+        with self._lock, _as_next_parent(), contextlib.suppress(ConnectionError):
             _send(self._connection, request, fds)
-            return int(self._connection.recv(16))
+            pid = self._connection.recv(16)
+        if not pid:
+            raise RuntimeError("the interpreter that is forked (tests.forked) has ended; did a test end it?")
+        return int(pid)
 
     def refuse(self) -> None:
         """Does what is to be done before a fresh interpreter is started instead."""
@@ -130,7 +134,7 @@ def _fork_instead(process: subprocess.Popen[bytes], forks: Forks, asked: Asked) 
     request = _request(asked)
     if request is None or asked["args"][0] != IMPORTED or not forks.suit(request["environ"]):
         if NAMESPACES in (asked["env"] or ()):
-            raise ValueError(f"a fresh interpreter cannot be on another host: {command}")
+            raise ValueError(f"no fork can be had for this, and only forks go to a host by {NAMESPACES}: {command}")
         forks.refuse()
         asked["args"] = [sys.executable, *command[1:]] if command[0] == IMPORTED else command
         asked["executable"] = asked["args"][0]

@@ -145,7 +145,7 @@ def work_in_a_thread() -> None:
 def test_stacks_of_ranks_whose_threads_work(tmp_path: Path) -> None:
     """Their frames are not read, since they go while they are."""
     with running(tmp_path, work_in_a_thread):
-        for _ in range(30):
+        for _ in range(100):
             [told] = inspect.ask(b"stacks")
             assert {rank["state"] for rank in told["ranks"]} == {"running the function"}
 

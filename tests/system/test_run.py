@@ -21,7 +21,7 @@ from mlaunch.cli import run as cli_run
 from tests import builds
 from tests.imported import IMPORTED
 from tests.processes import alive, descendants
-from tests.system.commands import MLAUNCH, environment, run, start, write
+from tests.system.commands import FRESH, MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
 
 pytestmark = pytest.mark.slow
@@ -480,7 +480,7 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
 def test_a_directory_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     script = tmp_path / write(tmp_path, "")
-    command = [sys.executable, *MLAUNCH[1:], str(script)]
+    command = [*FRESH, str(script)]
     code = f"import os; os.rmdir(os.getcwd()); os.execv({sys.executable!r}, {command!r})"
     done = run(tmp_path / "gone", "-c", code, command=[sys.executable])
     assert done.returncode == 1
