@@ -236,9 +236,8 @@ import mlaunch, torch
 mlaunch.join_from_env(verbose=False)
 print(mlaunch.device(), torch.accelerator.current_device_index(), mlaunch.get_backend())
 """)  # fmt: skip
-    done = run(
-        tmp_path, "--nproc-per-node", "gpu", script, command=FRESH, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)])
-    )
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    done = run(tmp_path, "--nproc-per-node", "gpu", script, command=FRESH, PYTHONPATH=path)
     assert sorted(done.stdout.splitlines()) == ["toy:0 0 gloo", "toy:1 1 gloo"], done.stderr
 
 

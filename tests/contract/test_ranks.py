@@ -76,10 +76,8 @@ def test_what_a_call_leaves_in_its_ranks_is_there_in_the_next(ranks: Ranks) -> N
 def test_decorated_functions_run_as_what_they_wrap(ranks: Ranks) -> None:
     pids = pids_of(ranks)
     assert [value for value, _ in ranks.run(decorated, 10)] == [10, 11]
-    assert [value for value, _ in ranks.run(MethodType(decorated, 10))] == [
-        10,
-        11,
-    ]  # as a class method of Python 3.13
+    of_class = MethodType(decorated, 10)  # what a class method of Python 3.13 is
+    assert [value for value, _ in ranks.run(of_class)] == [10, 11]
     train = launcher(n_gpus=1)(lambda x: (x, os.getpid()))
     assert ranks.run(train, 0.1) == [(0.1, pid) for pid in pids]
     assert train.options(ranks=ranks)(0.2) == [(0.2, pid) for pid in pids]

@@ -57,9 +57,8 @@ def differences(first: Any, second: Any, path: str = "") -> Iterator[str]:
 
 def ranks(cwd: Path, launcher: str, *flags: str, **environ: str) -> list[dict[str, Any]]:
     flags = ("--nproc-per-node", "2", *flags)
-    done = run(
-        cwd, *flags, PROBE, "a", "rank ${local_rank}", command=FRESH if launcher == "mlaunch" else TORCHRUN, **environ
-    )
+    command = FRESH if launcher == "mlaunch" else TORCHRUN
+    done = run(cwd, *flags, PROBE, "a", "rank ${local_rank}", command=command, **environ)
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 2, done.stderr
     return sorted(found, key=lambda rank: rank["environ"]["RANK"])
