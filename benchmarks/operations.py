@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +21,12 @@ class _CountingStore:
         self.counts: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+        return functools.partial(self._counted, name, operation)
+
+    def _counted(self, name: str, operation: Any, *args: Any) -> Any:
         self.counts[name] += 1
-        return getattr(self._store, name)
+        return operation(*args)
 
 
 def clients(port: int, namespace: str, size: int) -> list[StoreClient]:
@@ -29,7 +35,13 @@ def clients(port: int, namespace: str, size: int) -> list[StoreClient]:
         made = [StoreClient(LOOPBACK, port, namespace, timedelta(seconds=60)) for _ in range(size)]
     for client in made:
         client.store = _CountingStore(client.store)
+        client.connection = _CountingStore(client.connection)
     return made
+
+
+def asked(client: StoreClient) -> int:
+    """Returns how many operations a client has made."""
+    return int(client.store.counts.total() + client.connection.counts.total())
 
 
 def of_joining(port: int, size: int) -> list[int]:
@@ -37,6 +49,6 @@ def of_joining(port: int, size: int) -> list[int]:
     ranks = clients(port, f"joining {size}", size)
     for number, client in enumerate(ranks):
         client.arrive(number)
-    for client, turn in [(client, client.begin("joined", size)) for client in ranks]:
-        client.end(turn)
-    return [client.store.counts.total() for client in ranks]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda client: client.meet("joined", size), ranks))
+    return [asked(client) for client in ranks]

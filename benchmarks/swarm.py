@@ -10,12 +10,14 @@ import os
 import resource
 import socket
 import struct
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
@@ -33,7 +35,6 @@ from mlaunch.rendezvous.store_client import StoreClient
 TOKEN = "benchmark"
 PROCESSES = 2  # that links share, and that ranks share
 _CONTEXT = multiprocessing.get_context("spawn")
-_THREADS = 8  # that the ranks of a process share
 _LIMIT = 300.0  # seconds
 _RECEIVED = slice(128, 136)  # where TCP_INFO has the bytes that came
 
@@ -198,26 +199,35 @@ class _Agent:
 # Ranks
 
 
-def ranks(end: Any, share: tuple[int, dict[int, int]]) -> None:
-    """Brings some ranks, by number and port, to the store, where they meet twice. Tells when they have."""
+def ranks(end: Any, world_size: int) -> None:
+    """Brings a process's share of the ranks, by number and port, to the store, where they meet twice. Tells then.
+
+    Each rank is a thread, which waits for its number.
+    """
     prepare()
     names.look_up_in_files_only()
-    world_size, clients = share[0], []
-    end.send("ready")
-    with ThreadPoolExecutor(_THREADS) as pool:
-        ports: dict[int, int] = end.recv()
+    sys.setswitchinterval(_LIMIT)  # thousands that wait for the interpreter would wake each 5 ms to ask for it
+    numbers: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    met: SimpleQueue[StoreClient] = SimpleQueue()
 
-        def come(rank: int) -> StoreClient:
-            client = StoreClient(LOOPBACK, ports[rank], "launch", timedelta(seconds=_LIMIT))
-            client.arrive(rank)
-            return client
-
-        clients = list(pool.map(come, ports))
+    def live() -> None:
+        rank, port = numbers.get()
+        client = StoreClient(LOOPBACK, port, "launch", timedelta(seconds=_LIMIT))
+        client.arrive(rank)
         for key in ("first", "second"):
-            turns = list(pool.map(lambda client, key=key: client.begin(key, world_size), clients))
-            list(pool.map(lambda client, turn: client.end(turn), clients, turns))
+            client.meet(key, world_size)
+        met.put(client)
+
+    for _ in range(world_size // PROCESSES):
+        threading.Thread(target=live, daemon=True).start()
+    end.send("ready")
+    ports: dict[int, int] = end.recv()
+    for number in ports.items():
+        numbers.put(number)
+    clients = [met.get() for _ in ports]
     end.send("met")
     end.recv()
+    del clients
 
 
 @dataclass(frozen=True)
@@ -250,11 +260,10 @@ def _meet(clients: list[Any], ports: dict[int, int]) -> float:
 def join_through_links(size: Size) -> Joined:
     """All machines join at the gate, then all ranks meet twice through their links."""
     numbers = [range(index, size.machines, PROCESSES) for index in range(PROCESSES)]
-    shares: list[tuple[int, dict[int, int]]] = [(size.world_size, {})] * PROCESSES
     with (
         gate() as (server, address),
         started(links, [(size, address, own) for own in numbers]) as machines,
-        started(ranks, shares) as clients,
+        started(ranks, [size.world_size] * PROCESSES) as clients,
     ):
         before, work = (private_mib(server.pid), descriptors(server.pid)), [worked(server.pid)]
         start = time.perf_counter()
@@ -294,5 +303,5 @@ def fail(size: Size, deaf: int = 0) -> Joined:
 def join_directly(world_size: int) -> Joined:
     """All ranks meet twice at torch's store itself, on loopback, which knows no machines and no token."""
     prepare()
-    with Server() as server, started(ranks, [(world_size, {})] * PROCESSES) as clients:
+    with Server() as server, started(ranks, [world_size] * PROCESSES) as clients:
         return Joined(0.0, _meet(clients, dict.fromkeys(range(world_size), server.py_server_port)))

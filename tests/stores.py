@@ -58,4 +58,4 @@ def store_of_torch() -> Iterator[int]:
 
 async def carry(gate: int, listener: socket.socket) -> None:
     async with wire.dialled(LOOPBACK, gate, "store", None) as streams:
-        await RankStreams().serve(listener, streams)
+        await RankStreams(2, 2).serve(listener, streams)

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlaunch.protocol.messages import CAUSE_DELAY
-from mlaunch.rendezvous import membership, streams, values, wire
+from mlaunch.rendezvous import membership, values, wire
 from mlaunch.rendezvous.door import PATIENCE, Door, Guest
 from mlaunch.rendezvous.membership import Join
 from mlaunch.rendezvous.roster import Roster
 from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_service import serve_store
 
 _COMPLAINTS, _COMPLAINT = 5, 200  # lines about strangers, and characters of each
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
@@ -76,7 +77,7 @@ class Gate:
                 role = await asyncio.wait_for(self._admit(reader, writer), guest.patience)
                 guest.known()
                 if role == "store":
-                    await streams.serve_store(self._keys, reader, writer)
+                    await serve_store(self._keys, reader, writer)
                 elif role == "control":
                     await self._attend(reader, writer)
                 elif role == "put" and self._token is not None:

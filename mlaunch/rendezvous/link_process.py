@@ -54,6 +54,7 @@ class LinkProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._master = ""  # its address
         self._launch_id = ""
+        self._world_size = 0  # until the plan is there
         self._failed = False  # here or elsewhere
         self._tasks: set[asyncio.Task[None]] = set()
         self._ours: dict[int, int | None] = {}  # rank -> memfd of its value, where all machines want all
@@ -123,7 +124,7 @@ class LinkProcess:
 
     def _take(self, plan: dict[str, Any]) -> None:
         address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
-        self._launch_id = str(plan["launch_id"])
+        self._launch_id, self._world_size = str(plan["launch_id"]), int(plan["world_size"])
         numbers = {name: int(value) for name, value in plan.items() if name != "launch_id"}
         self._agent.try_send(Planned(Agreed(self._launch_id, **numbers), interface_of(address)))
 
@@ -250,6 +251,6 @@ class LinkProcess:
         """Carries the ranks' traffic with the store."""
         async with self._dialled("store") as streams:
             with contextlib.suppress(OSError):
-                await RankStreams().serve(listener, streams)
+                await RankStreams(self._join.n_gpus, self._world_size).serve(listener, streams)
         await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
         raise ConnectionError("its connection was closed")

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mlaunch.base.text import name_some_ranks
-from mlaunch.rendezvous.barrier import Barrier, Turn
+from mlaunch.rendezvous.barrier import Barrier
 from mlaunch.rendezvous.tcp_store import connect
 
 _ARRIVED, _MISSING = "arrived", "missing"
@@ -22,22 +22,18 @@ class StoreClient:
     """
 
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
-        connection = connect(address, port, timeout)
-        self.store: Any = dist.PrefixStore(namespace, connection)  # whose annotations lack ``append``
+        self._namespace = namespace
+        self.connection: Any = connect(address, port, timeout)
+        self.store: Any = dist.PrefixStore(namespace, self.connection)  # whose annotations lack ``append``
 
     def meet(self, key: str, size: int) -> None:
-        """Returns once ``size`` ranks have called it with this key; raises as the store does after ``timeout``."""
-        self.end(self.begin(key, size))
-
-    def begin(self, key: str, size: int) -> Turn:
-        """Comes to a meeting, and does not wait for the others; ``end`` does."""
+        """Returns once ``size`` ranks have called it with this key, once each; raises as the store does."""
+        if hasattr(self.connection, "barrier"):  # one operation, which links count for all of their machine
+            self.connection.barrier(f"{self._namespace}/{key}", size)
+            return
         barrier = Barrier(self.store, key, size)
         turn = barrier.enter()
         barrier.arrive(turn, unlimited=True)
-        return turn
-
-    def end(self, turn: Turn) -> None:
-        """Waits for the others."""
         self.store.wait([turn.end])
 
     def arrive(self, rank: int) -> None:

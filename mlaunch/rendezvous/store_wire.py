@@ -13,12 +13,14 @@ from enum import IntEnum
 
 from mlaunch.rendezvous.store_keys import StoreKeys, Wait
 
-_SIZE, _NUMBER, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
-_MAGIC = 0x3C85F7CE  # what every client says first
+SIZE, _NUMBER, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
+_MAGIC = 0x3C85F7CE
 _MOST_STRINGS = 1 << 21  # in a request; torch's own clients may ask for no more keys
 _LONGEST = 1 << 33  # bytes of a string
 _READY, _NOT_READY = b"\0", b"\1"
-_GO, _GIVEN_UP = b"\0", b"\1"
+GO, GIVEN_UP = b"\0", b"\1"
+GIVE_UP = b"\x0c"
+GREETING = b"\0" + _SHORT.pack(_MAGIC)  # what every client says first
 
 
 class Asked(IntEnum):
@@ -51,7 +53,13 @@ _STRINGS = {
     Asked.POP: 1, Asked.LENGTH: 1, Asked.MEET: 1,
 }  # fmt: skip
 _COUNTED = {Asked.CHECK: 1, Asked.WAIT: 1, Asked.MULTI_GET: 1, Asked.MULTI_SET: 2}
-_NUMBERS = {Asked.VALIDATE: _SHORT, Asked.PING: _SHORT, Asked.ADD: _NUMBER, Asked.MEET: _NUMBER}
+NUMBERS = {Asked.VALIDATE: _SHORT, Asked.PING: _SHORT, Asked.ADD: _NUMBER, Asked.MEET: _NUMBER}
+
+
+def shape(asked: Asked) -> tuple[int | None, int, int]:
+    """Returns the strings for each of a count (None: there is no count), the strings, and the bytes of the number."""
+    number = NUMBERS.get(asked)
+    return _COUNTED.get(asked), _STRINGS.get(asked, 0), 0 if number is None else number.size
 
 
 @dataclass
@@ -92,13 +100,13 @@ class Requests:
 
     def _complete(self, request: Request) -> bool:
         if request.lacking is None:
-            count = self._take(_SIZE.size)
+            count = self._take(SIZE.size)
             if count is None:
                 return False
-            request.lacking = _bounded(_SIZE.unpack(count)[0], _MOST_STRINGS) * _COUNTED[request.asked]
+            request.lacking = count_of_strings(SIZE.unpack(count)[0]) * _COUNTED[request.asked]
         if not self._take_strings(request):
             return False
-        kind = _NUMBERS.get(request.asked)
+        kind = NUMBERS.get(request.asked)
         if kind is not None:
             number = self._take(kind.size)
             if number is None:
@@ -109,9 +117,9 @@ class Requests:
 
     def _take_strings(self, request: Request) -> bool:
         data, at, end = self._data, self._at, len(self._data)
-        while request.lacking and end - at >= _SIZE.size:
-            start = at + _SIZE.size
-            stop = start + _bounded(_SIZE.unpack_from(data, at)[0], _LONGEST)
+        while request.lacking and end - at >= SIZE.size:
+            start = at + SIZE.size
+            stop = start + length_of_string(SIZE.unpack_from(data, at)[0])
             if stop > end:
                 break
             request.strings.append(bytes(data[start:stop]))
@@ -141,9 +149,7 @@ class Session:
     def feed(self, piece: bytes) -> None:
         """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
         for request in self._requests.feed(piece):
-            if not self._valid and (request.asked, request.number) != (Asked.VALIDATE, _MAGIC):
-                raise ValueError("no client of torch's store")
-            self._valid = True
+            self._valid = self._valid or greets(request)
             self._do(request)
 
     def close(self) -> None:
@@ -159,7 +165,7 @@ class Session:
             self._wait = self._keys.meet(request.strings[0], request.number, self._go)
         elif request.asked is Asked.GIVE_UP:
             self.close()
-            self._answer(_GIVEN_UP)
+            self._answer(GIVEN_UP)
         else:
             answer = _ANSWERS[request.asked](self._keys, request.strings, request.number)
             if answer:
@@ -167,7 +173,7 @@ class Session:
 
     def _go(self) -> None:
         self._wait = None
-        self._answer(_GO)
+        self._answer(GO)
 
 
 def _set(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
@@ -222,7 +228,29 @@ _ANSWERS: dict[Asked, Callable[[StoreKeys, list[bytes], int], bytes]] = {
 
 
 def _string(value: bytes) -> bytes:
-    return _SIZE.pack(len(value)) + value
+    return SIZE.pack(len(value)) + value
+
+
+def greets(said: object) -> bool:
+    """Is true. ValueError if that is not what every client says first."""
+    if not isinstance(said, Request) or (said.asked, said.number) != (Asked.VALIDATE, _MAGIC):
+        raise ValueError("no client of torch's store")
+    return True
+
+
+def pong(request: Request) -> bytes:
+    """Returns the answer to a PING."""
+    return _SHORT.pack(request.number)
+
+
+def count_of_strings(said: int) -> int:
+    """Returns how many strings follow. ValueError for more than any client has."""
+    return _bounded(said, _MOST_STRINGS)
+
+
+def length_of_string(said: int) -> int:
+    """Returns how many bytes follow. ValueError for more than any client has."""
+    return _bounded(said, _LONGEST)
 
 
 def _bounded(number: int, most: int) -> int:

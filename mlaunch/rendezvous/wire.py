@@ -24,7 +24,7 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
 _KEEP_ALIVE = 60  # seconds

@@ -56,6 +56,9 @@ def test_a_store_without_libuv_wakes_those_who_wait(monkeypatch: pytest.MonkeyPa
     def meet() -> int:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         client = StoreClient(address, port, "here", timedelta(seconds=60))
+        for number in range(50):
+            client.meet(f"here {number}", 2)
+        client.connection = None  # as with a torch whose stores have no ``barrier``
         for _ in range(50):
             client.meet("there", 2)
         return dist.get_rank()

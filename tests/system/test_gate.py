@@ -331,7 +331,7 @@ def test_a_cause_outranks_its_consequence(gate: Served) -> None:
 async def carry_for_ranks(gate: int, listener: socket.socket, over: Coroutine[Any, Any, Any]) -> None:
     """The joining side, as the link does it."""
     async with wire.dialled("127.0.0.1", gate, "store", TOKEN) as streams:
-        carrying = asyncio.ensure_future(RankStreams().serve(listener, streams))
+        carrying = asyncio.ensure_future(RankStreams(1024, 1024).serve(listener, streams))
         await over
         carrying.cancel()
         await asyncio.wait([carrying])
@@ -432,7 +432,7 @@ def test_versions_that_differ_are_told_so(gate: Served) -> None:
         return said
 
     said = json.loads(asyncio.run(come()))["refused"]
-    assert said == "the master speaks protocol 2, this machine 1: the versions of mlaunch differ"
+    assert said == "the master speaks protocol 3, this machine 1: the versions of mlaunch differ"
 
 
 @pytest.mark.slow

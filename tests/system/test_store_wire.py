@@ -21,7 +21,8 @@ import torch.distributed as dist
 from mlaunch.rendezvous import names
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_keys import StoreKeys
-from mlaunch.rendezvous.store_wire import Asked, Requests, Session
+from mlaunch.rendezvous.store_split import Splitter
+from mlaunch.rendezvous.store_wire import Asked, Request, Requests, Session
 from mlaunch.rendezvous.tcp_store import connect
 from tests.stores import store_of_a_launch, store_of_torch
 
@@ -212,6 +213,35 @@ def test_requests_may_be_cut_anywhere() -> None:
         requests = Requests()
         found = [one for at in range(0, len(data), size) for one in requests.feed(data[at : at + size])]
         assert found == whole
+
+
+def test_a_link_passes_on_all_that_is_not_for_it() -> None:
+    """However it is cut, the bytes that are passed on and the requests that are not are those that were said."""
+    meeting = b"\x12\x05" + bytes(7) + b"/meet\x03" + bytes(7)
+    data = said_by_a_client() + b"\x0c" + meeting
+    passed_on = bytes(data[10 : -len(meeting) - 1])
+    for size in (*range(1, 30), len(data)):
+        splitter = Splitter()
+        parts = [part for at in range(0, len(data), size) for part in splitter.feed(data[at : at + size])]
+        assert b"".join(part for part in parts if isinstance(part, bytes)) == passed_on
+        ours = [(part.asked, part.strings) for part in parts if isinstance(part, Request)]
+        assert ours == [(Asked.VALIDATE, []), (Asked.PING, []), (Asked.GIVE_UP, []), (Asked.MEET, [b"/meet"])]
+        assert not splitter._data
+
+
+def test_a_link_keeps_nothing_of_a_large_value() -> None:
+    splitter = Splitter()
+    begin = b"\x01\x01" + bytes(7) + b"k" + (1 << 30).to_bytes(8, "little")
+    assert [*splitter.feed(begin)] == [begin]
+    for _ in range(3):
+        assert [*splitter.feed(bytes(1000))] == [bytes(1000)]
+    assert not splitter._data
+
+
+def test_a_link_refuses_what_nobody_could_send() -> None:
+    for nonsense in (b"\xff", b"\x01" + b"\xff" * 8, b"\x06" + b"\xff" * 8, b"\x12" + (1 << 20).to_bytes(8, "little")):
+        with pytest.raises(ValueError, match=r"is not a valid|at most|key"):
+            [*Splitter().feed(nonsense)]
 
 
 @pytest.mark.parametrize("seed", range(30))
