@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import statistics
 import time
 
-import torch.distributed as dist
-
-from benchmarks import operations, swarm
+from benchmarks import operations, swarm, work
 from benchmarks.measure import Row, seconds
 from benchmarks.swarm import Size
 from mlaunch import launcher
@@ -85,20 +82,10 @@ def _operations() -> list[Row]:
 # One machine
 
 
-def _value() -> int:
-    return os.getpid()
-
-
-def _raise(culprit: int) -> None:
-    if dist.get_rank() == culprit:
-        raise ValueError("the culprit's")
-    signal.pause()
-
-
 def _failed(size: int) -> float:
     start = time.perf_counter()
     with contextlib.suppress(ValueError):
-        launcher(_raise, size)(size // 2)
+        launcher(work.raise_on, size)(size // 2)
     return time.perf_counter() - start
 
 
@@ -107,7 +94,7 @@ def _one_machine(rounds: int) -> list[Row]:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # a full mesh of 512 would be 130,000 connections
     try:
         for size in (8, 64, _HERE):
-            call, case = launcher(_value, size), f"{size} ranks on one machine"
+            call, case = launcher(os.getpid, size), f"{size} ranks on one machine"
             call()
             warm = statistics.median(seconds(call) for _ in range(rounds if size > 8 else 20 * rounds))
             failed = statistics.median(_failed(size) for _ in range(rounds))

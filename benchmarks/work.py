@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,13 @@ def join_by_environment() -> float:
     value = reduce_once()
     dist.destroy_process_group()
     return value
+
+
+def raise_on(culprit: int) -> None:
+    """Raises on one rank, for which the others wait."""
+    if dist.get_rank() == culprit:
+        raise ValueError("the culprit's")
+    signal.pause()
 
 
 def free_port() -> int:
