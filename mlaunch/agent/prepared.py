@@ -76,12 +76,12 @@ class PreparedSupervisor(Supervisor):
 
     def _begin_prepared(self, record: BeginCall, call_fd: int) -> None:
         self._waits = False
-        self._raise_priority()
+        self._raise_priority()  # before the call, which may start processes that keep what it has
         self._launcher.try_send(CallBegun())
-        if self._inspection is not None:
-            self._inspection.learn(record.details)
         left = record.details.deadline if record.details.time_left is None else record.details.time_left
         self.begin_call(call_fd, record.details.deadline, left, record.details)
+        if self._inspection is not None:
+            self._inspection.learn(record.details)
 
     def _raise_priority(self) -> None:
         if self._priority is None:

@@ -42,11 +42,12 @@ def start_or_take(
     """
     spec = with_pipes(spec, output)
     agent = preparation.take(server, spec)
+    if agent is not None:
+        _send_call(server, agent, spec, call)
     following = preparation.expect(server, spec)
     try:
         if agent is None:
             return _handle(server, spec, send_launch(server, spec, call, following), output, history)
-        _send_call(server, agent, spec, call)
         if following is not None:
             with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
                 server.prepare(following)

@@ -7,7 +7,6 @@ runs no user code and has one Python thread, so what is forked from it is clean.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -22,9 +21,9 @@ from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import last_bytes
 from mlaunch.forkserver.children import Child
 from mlaunch.forkserver.devices import count_devices
-from mlaunch.forkserver.huge_pages import use_huge_pages
 from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
+from mlaunch.forkserver.settling import settle
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, AgentStarted, CountDevices, NotReady, Reaped, Retire, StartLaunch
@@ -143,15 +142,10 @@ class _ForkServer:
                 self.children[child.pidfd] = child
             return True
         if not self.settled:
-            self._settle()
+            settle()
+            self.settled = True
             return True
         return False
-
-    def _settle(self) -> None:
-        """Takes a tenth of a second, which a script of one launch need not spend."""
-        with contextlib.suppress(OSError):  # no /proc
-            use_huge_pages()
-        self.settled = True
 
     def _obey(self, caller: int) -> bool:
         """Does what the caller asks; False if it is gone."""

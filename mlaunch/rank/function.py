@@ -12,12 +12,13 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing.util
+import os
 import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import rlimits, seeding
+from mlaunch.base import cores, rlimits, seeding
 from mlaunch.protocol import calls, explain, late_imports, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
@@ -44,6 +45,7 @@ class FunctionRank(Rank):
         super().__init__(args)
         self._bound: torch.device | None = None
         self._is_early = False  # its first call has come already
+        self._cores: set[int] = set()  # where it may run, while it waits on one
 
     def live(self) -> int:
         """Becomes a rank, answers calls until it is released, leaves. Returns the exit code."""
@@ -96,7 +98,7 @@ class FunctionRank(Rank):
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
         if spec.prepared and not self._is_early:
-            self._enter(Phase.IDLE)
+            self._expect_call()
 
     def _say_who(self) -> None:
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.
@@ -108,14 +110,20 @@ class FunctionRank(Rank):
         if self._spec.seed is not None:
             seeding.apply(seeding.of_rank(self._spec.seed, self._spec.rank(self._args.local_rank)))
 
+    def _expect_call(self) -> None:
+        """Begins to wait, on a core of its own as far as there are any: all ranks are woken at once."""
+        self._cores = cores.wait_on_one(os.getppid() + self._args.local_rank)
+        self._enter(Phase.IDLE)
+
     def _learn(self, details: Details) -> None:
+        cores.leave(self._cores)
         super()._learn(details)
         self._say_who()
         self._apply_seed()
 
     def _wait_early(self) -> None:
         """Waits for the first call; without one, this process is not needed."""
-        self._enter(Phase.IDLE)
+        self._expect_call()
         self._is_early = True
         if self._next_task() is None:
             raise SystemExit(0)

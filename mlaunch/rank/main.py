@@ -6,6 +6,7 @@ import os
 import traceback
 from typing import NoReturn
 
+from mlaunch.base import cores
 from mlaunch.rank import process
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.function import FunctionRank
@@ -20,6 +21,8 @@ def run(args: RankArgs) -> NoReturn:
         traceback.print_exc()
     finally:
         process.flush()
+        if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
+            cores.end_on_this_one()
         os._exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -122,6 +123,21 @@ def test_a_fork_server_of_ones_own_takes_nothing() -> None:
     launch = prepared()
     assert not set(pids(launcher(who, 2, start_method="fork"))) & set(pids_of(launch))
     assert pids(launcher(who, 2)) == pids_of(launch)
+
+
+def cores(pid: int) -> set[int]:
+    return os.sched_getaffinity(pid)
+
+
+def test_ranks_wait_each_on_a_core_and_run_on_all() -> None:
+    """Woken at once, they would else begin one after the other on the core of who wakes them."""
+    all_cores = cores(0)
+    call = launcher(functools.partial(cores, 0), 2)
+    call()
+    waiting = [cores(pid) for pid in pids_of(prepared())]
+    assert [len(one) for one in waiting] == [1, 1]
+    assert len(set.union(*waiting)) == min(2, len(all_cores))
+    assert call() == [all_cores] * 2
 
 
 def priorities() -> set[int]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import launcher
 from mlaunch.cli import main
-from mlaunch.forkserver.huge_pages import use_huge_pages
+from mlaunch.forkserver.settling import settle
 from mlaunch.rank import script
 from mlaunch.rendezvous import server
 from mlaunch.rendezvous.address import listen
@@ -77,7 +77,7 @@ def test_two_machines_that_are_threads() -> None:
 def test_memory_on_huge_pages_is_what_it_was() -> None:
     def fill() -> bool:
         kept = [bytes([number % 256]) * 1000 for number in range(10_000)]
-        use_huge_pages()
+        settle()
         return all(piece == bytes([number % 256]) * 1000 for number, piece in enumerate(kept))
 
     assert launcher(fill, 1)() == [True]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 
 import pytest
 
-from mlaunch.base import linux
+from mlaunch.base import cores, linux
 
 
 @pytest.fixture
@@ -51,6 +53,46 @@ def test_a_child_that_is_killed_costs_no_descriptor() -> None:
     assert os.listdir("/proc/self/fd") == before
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def in_a_fork(work: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if work() else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_waiting_on_one_core() -> None:
+    before = os.sched_getaffinity(0)
+    assert cores.wait_on_one(len(before)) == before
+    assert os.sched_getaffinity(0) == {min(before)}
+    cores.leave(before)
+    assert os.sched_getaffinity(0) == before
+    cores.leave({max(before) + 10_000})  # it has lost them: it stays where it is
+    assert os.sched_getaffinity(0) == before
+
+
+def test_all_threads_end_on_the_core_where_the_first_one_runs() -> None:
+    def end() -> bool:
+        there, never = threading.Barrier(2), threading.Event()
+        threading.Thread(target=lambda: there.wait() + never.wait(), daemon=True).start()
+        there.wait()
+        core = max(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {core})
+        cores.end_on_this_one()
+        return {tuple(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")} == {(core,)}
+
+    assert in_a_fork(end)
+
+
+def test_one_thread_may_end_where_it_likes() -> None:
+    before = os.sched_getaffinity(0)
+
+    def end() -> bool:
+        cores.end_on_this_one()
+        return os.sched_getaffinity(0) == before
+
+    assert in_a_fork(end)
 
 
 @pytest.mark.parametrize("limit", [600, 100])
