@@ -36,13 +36,11 @@ def end_on_this_one() -> None:
     The last to end takes the process's memory down. Threads that sleep elsewhere would do that one process after the
     other on one core, while those on which their main threads ran are idle.
     """
-    threads = [int(name) for name in os.listdir("/proc/self/task")]
-    if not 1 < len(threads) <= _FEW:
-        return
-    here = _core()
-    for thread in threads:
-        if thread != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # no /proc, no descriptor left, or one that has just ended
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        if 1 < len(threads) <= _FEW:
+            here = _core()
+            for thread in threads:
                 os.sched_setaffinity(thread, {here})
 
 

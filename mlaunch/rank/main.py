@@ -20,10 +20,12 @@ def run(args: RankArgs) -> NoReturn:
     except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
         traceback.print_exc()
     finally:
-        process.flush()
-        if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
-            cores.end_on_this_one()
-        os._exit(code)
+        try:
+            process.flush()
+            if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
+                cores.end_on_this_one()
+        finally:
+            os._exit(code)
 
 
 def _rank(args: RankArgs) -> Rank:
