@@ -148,6 +148,16 @@ async def next_piece(coming: AsyncIterator[tuple[int, bytes]]) -> tuple[int, byt
     return await asyncio.wait_for(anext(coming), 60)
 
 
+async def told_of_one(said: bytes) -> tuple[int, bytes]:
+    """What the gate hears first when one rank of two says that."""
+    async with link() as (_, port, reader, writer):
+        _, end = await rank(port)
+        end.write(VALIDATE + said)
+        told = await next_piece(Pieces(reader, writer).received())
+        end.close()
+        return told
+
+
 def test_a_machine_says_once_how_many_of_its_ranks_have_come() -> None:
     async def meet() -> list[bytes]:
         async with link() as (_, port, reader, writer):
@@ -165,30 +175,13 @@ def test_a_machine_says_once_how_many_of_its_ranks_have_come() -> None:
 
 
 def test_a_meeting_of_some_ranks_does_not_wait_for_the_others_of_a_machine() -> None:
-    async def meet() -> tuple[int, bytes]:
-        async with link() as (_, port, reader, writer):
-            _, end = await rank(port)
-            end.write(VALIDATE + meeting(b"some", 2))
-            said = await next_piece(Pieces(reader, writer).received())
-            end.close()
-            return said
-
-    assert asyncio.run(meet()) == (MACHINE, COMING.pack(0, 1, 2) + b"some")
+    assert asyncio.run(told_of_one(meeting(b"some", 2))) == (MACHINE, COMING.pack(0, 1, 2) + b"some")
 
 
 def test_who_comes_alone_is_told_of_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says that each rank comes once: a machine whose ranks come less often must not hold up the others."""
     monkeypatch.setattr(meetings, "_PATIENCE", 0.0)
-
-    async def meet() -> tuple[int, bytes]:
-        async with link() as (_, port, reader, writer):
-            _, end = await rank(port)
-            end.write(VALIDATE + meeting(b"all", 4))
-            said = await next_piece(Pieces(reader, writer).received())
-            end.close()
-            return said
-
-    assert asyncio.run(meet()) == (MACHINE, COMING.pack(0, 1, 4) + b"all")
+    assert asyncio.run(told_of_one(meeting(b"all", 4))) == (MACHINE, COMING.pack(0, 1, 4) + b"all")
 
 
 def test_one_that_gives_up_is_not_counted_while_nobody_was_told_of_it() -> None:
