@@ -28,9 +28,11 @@ def forked(work: Callable[[], object]) -> Iterator[None]:
             work()
         finally:
             os._exit(0)
-    yield
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
@@ -38,10 +40,12 @@ def store_of_a_launch() -> Iterator[int]:
     """A gate and a link, each in its process, as in a launch; yields where the ranks find the store."""
     with listen() as public, listen() as listener:
         gate = StoreProcess(GateConfig(public, "launch", None, 60.0))
-        with forked(lambda: asyncio.run(carry(public.getsockname()[1], listener))):
-            yield listener.getsockname()[1]
-        gate.kill()
-        gate.reap()
+        try:
+            with forked(lambda: asyncio.run(carry(public.getsockname()[1], listener))):
+                yield listener.getsockname()[1]
+        finally:
+            gate.kill()
+            gate.reap()
 
 
 @contextlib.contextmanager

@@ -82,9 +82,7 @@ class Splitter:
             if len(self._data) - at < SIZE.size:
                 return None
             (size,) = SIZE.unpack_from(self._data, at)
-            if size > _LONGEST_KEY:
-                raise ValueError(f"a meeting's key of {size} bytes")
-            at += SIZE.size + size
+            at += SIZE.size + store_wire.bounded(size, _LONGEST_KEY)
             request.strings.append(bytes(self._data[at - size : at]))
         if kind is not None:
             if len(self._data) - at < kind.size:

@@ -245,15 +245,16 @@ def pong(request: Request) -> bytes:
 
 def count_of_strings(said: int) -> int:
     """Returns how many strings follow. ValueError for more than any client has."""
-    return _bounded(said, _MOST_STRINGS)
+    return bounded(said, _MOST_STRINGS)
 
 
 def length_of_string(said: int) -> int:
     """Returns how many bytes follow. ValueError for more than any client has."""
-    return _bounded(said, _LONGEST)
+    return bounded(said, _LONGEST)
 
 
-def _bounded(number: int, most: int) -> int:
+def bounded(number: int, most: int) -> int:
+    """Returns the number. ValueError if it is more."""
     if number > most:
         raise ValueError(f"a request with {number}; at most {most}")
     return number

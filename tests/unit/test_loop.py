@@ -128,6 +128,7 @@ INSIDE = {
     "mlaunch.rank.join": "test_join_refuses",
     "mlaunch.rank.logs": "test_the_rank_zero_filter",
     "mlaunch.rank.main_module": "test_closures_lambdas_and_local_classes_travel",
+    "mlaunch.rendezvous.barrier": "test_ranks_share_the_launchs_own_server",
     "mlaunch.rendezvous.link": "test_two_machines_that_are_threads",
     "mlaunch.rendezvous.link_process": "test_two_machines_that_are_threads",
     "mlaunch.rendezvous.store": "test_two_machines_that_are_threads",
