@@ -23,6 +23,7 @@ class Machine:
         self.number = number
         self.stream = Stream(ends.stdout, ends.stdin)
         self.stderr = ends.stderr
+        self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
         self.host = ""
         self.prepared: Prepared | None = None
         self.rank_start = 0

@@ -127,10 +127,11 @@ class Machines:
         """Returns what the engine says of a member that has ended, and what that wrote last."""
         until = time.monotonic() + _LAST_WORDS_TIMEOUT
         fate = self._placement.fate(machine.number) if self._placement is not None else ""
-        while machine.stderr >= 0 and time.monotonic() < until:
-            interrupts.wait_readable([machine.stderr], until - time.monotonic())
-            machine.hear_stderr()
-        return fate, machine.last_words()
+        writer = next((one for one in (machine, *self.machines) if one.writes_here), machine)
+        while writer.stderr >= 0 and time.monotonic() < until:
+            interrupts.wait_readable([writer.stderr], until - time.monotonic())
+            writer.hear_stderr()
+        return fate, writer.last_words()
 
     def prepare(self, order: Prepare, timeout: float) -> None:
         """Asks all machines what they can give to a launch, which they must say within ``timeout`` seconds.

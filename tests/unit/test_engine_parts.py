@@ -13,7 +13,10 @@ import pytest
 
 from mlaunch.base.errors import LaunchError
 from mlaunch.engines import joined
+from mlaunch.engines.machine import Machine
+from mlaunch.engines.machines import Machines
 from mlaunch.engines.meeting import Where
+from mlaunch.engines.placement import Ends
 from mlaunch.engines.processes import Processes
 from mlaunch.engines.ray import Pump
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
@@ -65,6 +68,20 @@ def test_an_allocation_that_does_not_come() -> None:
         granted(allocation)
     allocation.release()
     allocation.wait()
+
+
+def test_who_is_lost_first_has_the_words_of_the_program_that_writes_for_all() -> None:
+    """As mpirun does, on the first machine's standard error; that one may be heard of later."""
+    machines = Machines(lambda *_: pytest.fail("it is not opened"), "python", None, None, None)
+    ours, theirs = os.pipe()
+    ends = [Ends(*os.pipe(), ours), Ends(*os.pipe())]
+    machines.machines += [Machine(number, end) for number, end in enumerate(ends)]
+    os.write(theirs, b"mpirun: node n1 is gone\n")
+    os.close(theirs)
+    assert machines.end_of(machines.machines[1]) == ("", "mpirun: node n1 is gone")
+    assert machines.end_of(machines.machines[0]) == ("", "mpirun: node n1 is gone")
+    for machine in machines.machines:
+        machine.close()
 
 
 def test_what_slurm_knows_of_an_end() -> None:
