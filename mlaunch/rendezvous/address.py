@@ -17,9 +17,15 @@ _ADDRESS = slice(20, 24)  # where the kernel puts the address into it
 
 
 def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Returns a listening socket; port 0 has the kernel choose."""
+    """Returns a listening socket; port 0 has the kernel choose.
+
+    Its connections send at once. The kernel would hold a second small record until the first was acknowledged, which
+    takes 40 ms where the other side has nothing to say; asyncio changes that for what it has opened by itself alone.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=4096)
+    listener = socket.create_server((address, port), family=family, backlog=4096)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which connections inherit
+    return listener
 
 
 def listen_as_master(name: str, port: int) -> socket.socket:

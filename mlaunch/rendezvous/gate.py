@@ -74,7 +74,8 @@ class Gate:
         # What a stranger sends is bounded in number, size and time; whatever goes wrong with it ends it alone.
         try:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
-                role = await asyncio.wait_for(self._admit(reader, writer), guest.patience)
+                with wire.limited(reader, guest.patience):
+                    role = await self._admit(reader, writer)
                 guest.known()
                 if role == "store":
                     await serve_store(self._keys, reader, writer)
@@ -102,14 +103,16 @@ class Gate:
     # One machine
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        record = await asyncio.wait_for(wire.read(reader), PATIENCE)
+        with wire.limited(reader, PATIENCE):
+            record = await wire.read(reader)
         member = _Member(Join.of_record(record.get("join")), writer)
         if not await self._accept(member):
             return
         why = "its connection was closed"
         try:
             while True:
-                record = await asyncio.wait_for(wire.read(reader), self._heartbeat_timeout)
+                with wire.limited(reader, self._heartbeat_timeout):
+                    record = await wire.read(reader)
                 await self._hear(member, record)
         except asyncio.TimeoutError:
             why = f"no heartbeat came for {self._heartbeat_timeout:g} s"
@@ -200,7 +203,8 @@ class Gate:
 
     async def _give_values(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            rank = (await asyncio.wait_for(wire.read(reader), PATIENCE)).get("rank")
+            with wire.limited(reader, PATIENCE):
+                rank = (await wire.read(reader)).get("rank")
             if not isinstance(rank, int) or rank not in self._values:
                 return
             memfd, signature = self._values[rank]

@@ -51,7 +51,7 @@ class LinkProcess:
         self._start = time.monotonic()
         self._trouble = ""  # why there is no connection
         self._joined = ""  # who has joined, as the gate told last
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
         self._launch_id = ""
         self._world_size = 0  # until the plan is there
@@ -61,13 +61,13 @@ class LinkProcess:
 
     async def run(self, listener: socket.socket | None) -> None:
         asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
-        self._begin(self._beat_for_agent())
+        self._begin(self._beat())
         self._begin(self._remind())
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
             if listener is not None:
                 self._begin(self._carry(listener), "the way to the store")
-            await asyncio.gather(self._beat(), self._hear_gate_to_the_end())
+            await self._hear_gate_to_the_end()
         except asyncio.TimeoutError:
             limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
             self._agent.try_send(Refused(f"{self._state()}; {limit}", late=True))
@@ -92,8 +92,7 @@ class LinkProcess:
             except OSError as error:
                 self._trouble = error.strerror or str(error)
             self._joined = ""
-            if self._writer is not None:
-                self._writer.close()  # the collector, which would close it, is off in what a fork server forks
+            self._hang_up()
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 
@@ -101,26 +100,33 @@ class LinkProcess:
         reader, writer = await asyncio.open_connection(
             self._cluster.master_ip, self._cluster.port, limit=wire.LINE_LIMIT
         )
-        self._writer = writer
         self._master = str(writer.get_extra_info("peername")[0])
-        await asyncio.wait_for(wire.introduce(reader, writer, "control", self._cluster.token), _HANDSHAKE_TIMEOUT)
-        await wire.send(writer, {"join": self._join.as_record()})
+        try:
+            with wire.limited(reader, _HANDSHAKE_TIMEOUT):
+                join = {"join": self._join.as_record()}
+                await wire.introduce(reader, writer, "control", self._cluster.token, first=join)
+        except BaseException:
+            writer.close()  # the collector, which would close it, is off in what a fork server forks
+            raise
+        self._writer = writer
         return reader
 
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
     async def _wait_for_plan(self, reader: asyncio.StreamReader) -> None:
-        beating = asyncio.ensure_future(self._beat())
-        try:
-            while True:
-                record = await asyncio.wait_for(wire.read(reader), self._cluster.heartbeat_timeout)
-                if "refused" in record:
-                    raise wire.RefusedError(str(record["refused"]))
-                if "waiting" in record:
-                    self._joined = first_bytes(str(record["waiting"]), TEXT_LIMIT // 2)
-                if isinstance(record.get("plan"), dict):
-                    self._take(record["plan"])
-                    return
-        finally:
-            beating.cancel()
+        while True:
+            with wire.limited(reader, self._cluster.heartbeat_timeout):
+                record = await wire.read(reader)
+            if "refused" in record:
+                raise wire.RefusedError(str(record["refused"]))
+            if "waiting" in record:
+                self._joined = first_bytes(str(record["waiting"]), TEXT_LIMIT // 2)
+            if isinstance(record.get("plan"), dict):
+                self._take(record["plan"])
+                return
 
     def _take(self, plan: dict[str, Any]) -> None:
         address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
@@ -155,7 +161,8 @@ class LinkProcess:
         why = f"no heartbeat came for {self._cluster.heartbeat_timeout:g} s"
         try:
             while True:
-                record = await asyncio.wait_for(wire.read(self._reader), self._cluster.heartbeat_timeout)
+                with wire.limited(self._reader, self._cluster.heartbeat_timeout):
+                    record = await wire.read(self._reader)
                 if "failure" in record:
                     self._failed = True
                     self._agent.try_send(shortened(failure_of_record(record["failure"])))
@@ -177,14 +184,11 @@ class LinkProcess:
         raise _OverError
 
     async def _beat(self) -> None:
-        while self._writer is not None:
-            self._post({"beat": 1})
-            await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
-
-    async def _beat_for_agent(self) -> None:
+        """Shows agent and gate that this process lives."""
         while True:
-            self._agent.try_send(Beat())
             await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
+            self._agent.try_send(Beat())
+            self._post({"beat": 1})
 
     def _hear_agent(self) -> None:
         try:

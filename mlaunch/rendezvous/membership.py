@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -51,7 +51,7 @@ class Join:
         return f"host {self.host} ({known})"
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def of_record(cls, record: Any) -> Join:

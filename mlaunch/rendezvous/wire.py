@@ -21,7 +21,7 @@ import json
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 PROTOCOL = 3
@@ -69,8 +69,30 @@ async def read(reader: asyncio.StreamReader) -> Record:
     return record
 
 
-async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: str, token: str | None) -> None:
-    """Shakes hands as the client. RefusedError if one side rejects the other; ConnectionError if it is no server."""
+@contextlib.contextmanager
+def limited(reader: asyncio.StreamReader, seconds: float) -> Iterator[None]:
+    """Has reading fail with asyncio.TimeoutError after that time, and ever after: the connection is of no use then.
+
+    Unlike asyncio.wait_for it makes no task, which the gate would do several times for each of a thousand machines.
+    """
+    timer = asyncio.get_running_loop().call_later(seconds, reader.set_exception, asyncio.TimeoutError())
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+async def introduce(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    role: str,
+    token: str | None,
+    first: Record | None = None,
+) -> None:
+    """Shakes hands as the client; ``first`` is the first record after that, sent as soon as it may be.
+
+    RefusedError if one side rejects the other; ConnectionError if it is no server.
+    """
     nonce = secrets.token_hex(16)
     await send(writer, {"mlaunch": PROTOCOL, "role": role, "nonce": nonce})
     answer = await read(reader)
@@ -80,14 +102,17 @@ async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
         if not _is(answer.get("proof"), _prove(token, "server", nonce, theirs, role)):
             raise RefusedError("wrong token: this machine's and the master's differ")
-        await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
-        answer = await read(reader)
+        early = encode(first) if first is not None else b""  # the server has proved itself
+        writer.write(encode({"proof": _prove(token, "client", nonce, theirs, role)}) + early)
+        first, answer = None, await read(reader)
     elif token is not None and "welcome" in answer:
         raise RefusedError("the master has no token, and this machine has one; give both the same")
     if "refused" in answer:
         raise RefusedError(str(answer["refused"]))
     if "welcome" not in answer:
         raise ConnectionError("what answers there is no master of mlaunch")
+    if first is not None:
+        await send(writer, first)
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:

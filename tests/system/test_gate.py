@@ -454,7 +454,7 @@ def test_strangers_change_nothing(gate: Served) -> None:
             if number % 50 == 0:
                 silent.append(writer)  # it stays, and says no more
                 continue
-            if writer.can_write_eof():
+            with contextlib.suppress(OSError):  # the gate may have closed it already
                 writer.write_eof()
             answer = b""
             with contextlib.suppress(ConnectionError):
@@ -751,8 +751,6 @@ def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch)
             cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
             machine = LinkProcess(cluster, join(1, 1, 2), theirs)
             await asyncio.wait_for(machine.run(None), 60)
-            assert machine._writer is not None  # its process would end here
-            machine._writer.close()
             server.close()
         asyncio.get_running_loop().remove_reader(theirs.fileno())
         for end in (ours, theirs):

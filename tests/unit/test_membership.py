@@ -171,6 +171,25 @@ def test_the_kernel_keeps_connections_between_machines_alive() -> None:
     assert asyncio.run(options()) == [1, 60, 60]
 
 
+def test_what_is_accepted_sends_at_once() -> None:
+    """Else the second of two records would wait for 40 ms, until a silent other side says that it has the first."""
+    with address.listen() as listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as ours:
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_reading_from_who_says_nothing_ends() -> None:
+    async def read() -> bytes:
+        reader = asyncio.StreamReader()
+        with wire.limited(reader, 60.0):
+            reader.feed_data(b"in time\n")
+            assert await reader.readline() == b"in time\n"
+        with wire.limited(reader, 0.0):
+            return await reader.readline()
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(read())
+
+
 def test_the_addresses_of_this_machine_are_those_that_others_reach() -> None:
     assert not any(ipaddress.ip_address(found).is_loopback for found in address.addresses())
     assert address._usual_interface() in {"", *os.listdir("/sys/class/net")}
