@@ -1,7 +1,8 @@
 """The supervisor of ranks that were prepared: it waits for their call, and ends them if none comes or one of them ends.
 
-Until then they cost little: they have the lowest priority, if this process may raise it again, and they leave when
-memory gets short. A launcher that takes no notice of their end has asked them for nothing.
+Until then they cost little. They have the lowest priority, if this process may raise it again; after a while they are
+stopped, since each of gloo's loops wakes 100 times a second; and they leave when memory gets short. A launcher that
+takes no notice of their end has asked them for nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import dataclasses
 import os
 import resource
 import secrets
+import signal
 
-from mlaunch.agent.stack_requests import STOPPED, state_of
 from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
+from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.prepared import BeginCall, CallBegun
 from mlaunch.protocol.spec import LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call
 _LOOK_DELAY = 5.0  # seconds between looks at the memory
+_STOP_DELAY = 1.0  # seconds after which ranks that wait are stopped
 _LOWEST = 19
 
 
@@ -57,7 +60,7 @@ class PreparedSupervisor(Supervisor):
         self._priority = priority
         self._waits = True
         self._leave_at = self._clock() + WAIT_LIMIT
-        self._look_at = self._clock() + _LOOK_DELAY
+        self._look_at = self._clock() + _STOP_DELAY
 
     def _obey(self, record: object, fds: list[int]) -> bool:
         if not isinstance(record, BeginCall):
@@ -70,18 +73,36 @@ class PreparedSupervisor(Supervisor):
         return True
 
     def _all_ready(self) -> bool:
-        """Tells whether no rank has ended, or was stopped by somebody; nobody has looked for a while."""
-        ended = len(self._ranks) < len(self._by_local_rank) or linux.wait_readable(list(self._ranks), 0.0)
-        return not ended and not any(state_of(rank.pid) in STOPPED for rank in self._by_local_rank)
+        """Tells whether no rank has ended; nobody has looked for a while."""
+        return len(self._ranks) == len(self._by_local_rank) and not linux.wait_readable(list(self._ranks), 0.0)
 
     def _begin_prepared(self, record: BeginCall, call_fd: int) -> None:
         self._waits = False
+        self._wake()
         self._raise_priority()  # before the call, which may start processes that keep what it has
         self._launcher.try_send(CallBegun())
         left = record.details.deadline if record.details.time_left is None else record.details.time_left
         self.begin_call(call_fd, record.details.deadline, left, record.details)
         if self._inspection is not None:
             self._inspection.learn(record.details)
+
+    def _rest(self) -> None:
+        """Stops the ranks, if they have come to where they wait."""
+        if all(self._results.board[rank.local_rank] is Phase.IDLE for rank in self._by_local_rank):
+            for rank in self._by_local_rank:
+                rank.rests = True
+                self._signal_group(rank.pid, signal.SIGSTOP)
+
+    def _wake(self) -> None:
+        """Has the ranks run again, whoever has stopped them."""
+        for rank in self._ranks.values():
+            rank.rests = False
+            self._signal_group(rank.pid, signal.SIGCONT)
+
+    def _begin_stopping(self) -> None:
+        if self._waits:
+            self._wake()  # else they could not end in their own way
+        super()._begin_stopping()
 
     def _raise_priority(self) -> None:
         if self._priority is None:
@@ -106,4 +127,6 @@ class PreparedSupervisor(Supervisor):
             self._look_at = min(now + _LOOK_DELAY, self._leave_at)
             if now >= self._leave_at or linux.memory_is_short():
                 self._stopping.without_asking(force=True)
+            else:
+                self._rest()
         super()._take_steps()

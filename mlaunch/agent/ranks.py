@@ -30,6 +30,7 @@ class RankProcess:
     answer: Kind | None = None  # to the present call
     content: Payload = field(default_factory=Payload)  # of this answer
     stopped: bool = False  # told to stop, or killed, by us
+    rests: bool = False  # kept from running while it waits for a call
     gone: bool = False  # reaped
 
     @property

@@ -53,9 +53,9 @@ def details_of(spec: LaunchSpec) -> Details:
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     """Returns the launch with these details."""
-    given = dataclasses.asdict(details)
-    context = dataclasses.replace(spec.context, argv=given.pop("argv"))
-    return dataclasses.replace(spec, context=context, **given)
+    given = vars(details) | {"context": dataclasses.replace(spec.context, argv=details.argv)}
+    del given["argv"]
+    return dataclasses.replace(spec, **given)
 
 
 def shape_of(spec: LaunchSpec) -> LaunchSpec:

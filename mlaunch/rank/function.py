@@ -24,7 +24,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.prepared import Details
-from mlaunch.rank import current, device, environment, group, main_module, process, text_bars
+from mlaunch.rank import current, device, environment, group, main_module, process, rehearsal, text_bars
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.stamped import StampedFile
 
@@ -98,6 +98,7 @@ class FunctionRank(Rank):
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
         if spec.prepared and not self._is_early:
+            rehearsal.rehearse(self._bound)
             self._expect_call()
 
     def _say_who(self) -> None:
