@@ -14,6 +14,7 @@ import resource
 import secrets
 import signal
 
+from mlaunch.agent.rehearsal import rehearse
 from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux
@@ -23,7 +24,7 @@ from mlaunch.protocol.prepared import BeginCall, CallBegun
 from mlaunch.protocol.spec import LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call
-_LOOK_DELAY = 5.0  # seconds between looks at the memory
+_LOOK_DELAY = 10.0  # seconds between looks at the memory
 _STOP_DELAY = 1.0  # seconds after which ranks that wait are stopped
 _LOWEST = 19
 
@@ -57,6 +58,7 @@ class PreparedSupervisor(Supervisor):
 
     def __init__(self, scene: Supervision, priority: int | None) -> None:
         super().__init__(scene)
+        rehearse()
         self._priority = priority
         self._waits = True
         self._leave_at = self._clock() + WAIT_LIMIT

@@ -98,7 +98,7 @@ class FunctionRank(Rank):
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
         if spec.prepared and not self._is_early:
-            rehearsal.rehearse(self._bound)
+            self._rehearse()
             self._expect_call()
 
     def _say_who(self) -> None:
@@ -110,6 +110,17 @@ class FunctionRank(Rank):
     def _apply_seed(self) -> None:
         if self._spec.seed is not None:
             seeding.apply(seeding.of_rank(self._spec.seed, self._spec.rank(self._args.local_rank)))
+
+    def _rehearse(self) -> None:
+        """Makes a call of nothing, to have done once what a call takes. Collective, over all ranks."""
+        real = self._args
+        try:
+            with rehearsal.stage(real) as self._args:
+                task = self._next_task()
+                if task is not None:
+                    self._run_task(task)
+        finally:
+            self._args, self._task = real, None
 
     def _expect_call(self) -> None:
         """Begins to wait, on a core of its own as far as there are any: all ranks are woken at once."""

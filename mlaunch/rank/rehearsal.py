@@ -1,43 +1,53 @@
-"""What a rank that was prepared does once, for nothing, while nobody waits for it: a call.
+"""A call of nothing, which a rank that was prepared makes while nobody waits for it.
 
-The first time is the slow one. A forked process copies each page that it writes to, some 300 for a small call, and
-Python and torch prepare much where they are first used.
+The first call of a process is the slow one. A forked process copies each page that it writes to, some 300 for a small
+call, and Python and torch prepare much where they are first used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from mlaunch.base.fds import close_all
 from mlaunch.protocol import calls, payload
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages import Answer, Kind, Phase
-from mlaunch.protocol.payload import Payload
-from mlaunch.rank import remote_error, step
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import Phase, RunCall
+from mlaunch.protocol.prepared import details_of
+from mlaunch.protocol.results import Results
+from mlaunch.rank import remote_error
+from mlaunch.rank.base import RankArgs
 
-if TYPE_CHECKING:
+
+@contextlib.contextmanager
+def stage(args: RankArgs) -> Iterator[RankArgs]:
+    """Yields what a rank is given for it: a channel in which the call is, a queue and a board that nobody reads."""
+    ours, theirs = Channel.pair()
+    results = Results(args.spec.local_world_size)
+    files = [payload.create("rehearsal"), payload.create("rehearsal")]
+    try:
+        payload.write(files[0], Call(calls.portable(play), (), {}))
+        ours.send(RunCall(0, attached=True, details=details_of(args.spec)), files)
+        yield dataclasses.replace(args, channel=theirs, results=results)
+    finally:
+        close_all(files)
+        for thing in (ours, theirs, results.queue, results.board):
+            thing.close()
+
+
+def play() -> float:
+    """Takes part in an operation, describes an exception, returns a value. Collective, over all ranks."""
     import torch
-
-_ROOM = 1 << 20  # bytes: all that is answered here is inline
-
-
-def rehearse(bound: torch.device) -> None:
-    """Receives a call, takes part in an operation, answers with a value, and with an exception. Collective."""
     import torch.distributed as dist
 
-    call: Call = Payload(pickle.dumps(Call(calls.portable(_fail), (), {}))).read()
+    value = torch.ones(1)
     if dist.get_backend() == "gloo":  # others may do much at their first operation, or offer none for a CPU
-        step.meet(bound)
-    _answer(Kind.VALUE, 0.0)
+        dist.all_reduce(value)
     try:
-        calls.resolve(call.function)(*call.args, **call.kwargs)
+        raise ValueError("a rehearsal")
     except ValueError as error:
-        _answer(Kind.ERROR, remote_error.describe(error, Phase.RUNNING, "cpu", catchable=True))
-
-
-def _answer(kind: Kind, content: object) -> None:
-    pickle.dumps(Answer(0, 0, kind, False, "", payload.write(-1, content, to_caller=True, most=_ROOM)))
-
-
-def _fail() -> None:
-    raise ValueError("a rehearsal")
+        pickle.dumps(remote_error.describe(error, Phase.RUNNING, "cpu", catchable=True))
+    return value.item()
