@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 
 _FEW = 64  # threads
 
@@ -15,7 +16,7 @@ def wait_on_one(number: int) -> set[int]:
     """
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, {sorted(before)[number % len(before)]})
+        os.sched_setaffinity(0, {_one(number, before)})
     return before
 
 
@@ -30,21 +31,19 @@ def leave(before: set[int]) -> None:
         os.sched_setaffinity(0, before)
 
 
-def end_on_this_one() -> None:
-    """Has the other threads of this process, which is about to end, end on the core where it runs.
+def end_on_one(number: int) -> None:
+    """Has the other threads of this process, which is about to end, end on one core, chosen by ``number``.
 
-    The last to end takes the process's memory down. Threads that sleep elsewhere would do that one process after the
-    other on one core, while those on which their main threads ran are idle.
+    The last to end takes the process's memory down. Else those of several processes, which sleep where they happened to
+    run last, often do that one process after the other on one core, while others are idle.
     """
     with contextlib.suppress(OSError):  # no /proc, no descriptor left, or one that has just ended
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
-        if 1 < len(threads) <= _FEW:
-            here = _core()
+        threads = {int(name) for name in os.listdir("/proc/self/task")} - {threading.get_native_id()}
+        if len(threads) <= _FEW:
+            one = {_one(number, os.sched_getaffinity(0))}
             for thread in threads:
-                os.sched_setaffinity(thread, {here})
+                os.sched_setaffinity(thread, one)
 
 
-def _core() -> int:
-    """Returns the core on which the calling thread is."""
-    with open("/proc/thread-self/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[36])
+def _one(number: int, allowed: set[int]) -> int:
+    return sorted(allowed)[number % len(allowed)]

@@ -23,7 +23,7 @@ def run(args: RankArgs) -> NoReturn:
         try:
             process.flush()
             if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
-                cores.end_on_this_one()
+                cores.end_on_one(os.getppid() + args.local_rank)
         finally:
             os._exit(code)
 

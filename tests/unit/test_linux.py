@@ -72,25 +72,16 @@ def test_waiting_on_one_core() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_all_threads_end_on_the_core_where_the_first_one_runs() -> None:
+def test_other_threads_end_on_one_core() -> None:
+    all_cores = os.sched_getaffinity(0)
+
     def end() -> bool:
         there, never = threading.Barrier(2), threading.Event()
         threading.Thread(target=lambda: there.wait() + never.wait(), daemon=True).start()
         there.wait()
-        core = max(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {core})
-        cores.end_on_this_one()
-        return {tuple(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")} == {(core,)}
-
-    assert in_a_fork(end)
-
-
-def test_one_thread_may_end_where_it_likes() -> None:
-    before = os.sched_getaffinity(0)
-
-    def end() -> bool:
-        cores.end_on_this_one()
-        return os.sched_getaffinity(0) == before
+        cores.end_on_one(len(all_cores) - 1)
+        found = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+        return found.pop(os.getpid()) == all_cores and list(found.values()) == [{max(all_cores)}]
 
     assert in_a_fork(end)
 
