@@ -18,6 +18,7 @@ from mlaunch.engines.messages import Lease
 from mlaunch.engines.stream import Stream
 
 _PARTS = 5  # signs in the time of a lease
+_OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too, before all are given back
 
 
 class Renewal:
@@ -51,6 +52,7 @@ class Term:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self._told = False
         self.lease: Lease | None = None
 
     @property
@@ -67,11 +69,17 @@ class Term:
         """Returns how long a poll may take; None: for ever."""
         return None if self.lease is None else 1000 * max(0.0, self.left)
 
-    def leave(self) -> None:
-        """Says why, and gives the machines back. Called once nothing of the launch is left here."""
-        if self.lease is None:
+    def tell(self) -> None:
+        """Says why this machine leaves; once."""
+        if self.lease is None or self._told:
             return
+        self._told = True
         text = f"mlaunch: nothing has come from the caller for {self.lease.seconds:g} s, so this machine leaves"
         print(text, file=sys.stderr, flush=True)
-        if self.lease.farewell:
+
+    def leave(self) -> None:
+        """Says why, and gives the machines back. Called once nothing of the launch is left here."""
+        self.tell()
+        if self.lease is not None and self.lease.farewell:
+            time.sleep(_OTHERS_DELAY)
             subprocess.run(self.lease.farewell, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr)

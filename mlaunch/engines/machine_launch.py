@@ -77,6 +77,7 @@ class MachineLaunch:
             self._hear_caller()
         elif self._term.over and not self._alone:
             self._lose_caller()
+            self._term.tell()
         for fd in ready & self._pipes.keys():
             self._carry(fd)
         self._looks.serve(ready)

@@ -36,10 +36,6 @@ _LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
 
 
-class _OverError(Exception):
-    """There is nothing left to do."""
-
-
 class LinkProcess:
     """What runs in it; ``agent``: the channel to the agent."""
 
@@ -73,8 +69,8 @@ class LinkProcess:
             self._agent.try_send(Refused(f"{self._state()}; {limit}", late=True))
         except wire.RefusedError as refusal:
             self._agent.try_send(Refused(first_bytes(str(refusal), TEXT_LIMIT)))
-        except _OverError:
-            pass
+        finally:
+            self._hang_up()
 
     # Joining
 
@@ -171,17 +167,16 @@ class LinkProcess:
                     self._begin(self._fetch([rank for rank in everyone if rank not in self._ours]))
                 elif "over" in record:
                     self._agent.try_send(Over())
-                    raise _OverError
+                    return
         except asyncio.TimeoutError:
             pass
         except OSError:
             why = "its connection was closed"
         if self._failed:  # after which nobody waits for the others
-            raise _OverError
+            return
         subject = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
         here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
         self._agent.try_send(RankFailure(None, 0, f"was lost: {why}", subject=subject, consequence=here))
-        raise _OverError
 
     async def _beat(self) -> None:
         """Shows agent and gate that this process lives."""

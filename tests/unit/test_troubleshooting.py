@@ -36,6 +36,7 @@ INTERNAL = (
     "was not asked what it can give",
     "module 'mlaunch' has no attribute",
     "__signature__",
+    "a rehearsal",
 )
 
 
