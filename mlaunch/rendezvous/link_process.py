@@ -113,9 +113,11 @@ class LinkProcess:
         self._writer = None
 
     async def _wait_for_plan(self, reader: asyncio.StreamReader) -> None:
+        limit = max(_HANDSHAKE_TIMEOUT, self._cluster.heartbeat_timeout)
         while True:
-            with wire.limited(reader, self._cluster.heartbeat_timeout):
+            with wire.limited(reader, limit):
                 record = await wire.read(reader)
+            limit = self._cluster.heartbeat_timeout
             if "refused" in record:
                 raise wire.RefusedError(str(record["refused"]))
             if "waiting" in record:

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from mlaunch.base.text import name_some_ranks
 from mlaunch.rendezvous.barrier import Barrier
+from mlaunch.rendezvous.store_keys import ARRIVED
 from mlaunch.rendezvous.tcp_store import connect
 
-_ARRIVED, _MISSING = "arrived", "missing"
+_MISSING = "missing"
 _LOOK = timedelta(seconds=10)  # for one rank to find out who is missing
 
 
@@ -37,8 +38,8 @@ class StoreClient:
         self.store.wait([turn.end])
 
     def arrive(self, rank: int) -> None:
-        """Leaves a mark for ``missing``."""
-        self.store.append(_ARRIVED, f"{rank},")
+        """Leaves a mark for ``missing``. A link collects those of its machine's ranks."""
+        self.store.append(ARRIVED, f"{rank},")
 
     def missing(self, world_size: int) -> str:
         """Names the ranks that have not arrived, in a bounded text; "" if all have, or nobody could look.
@@ -46,7 +47,7 @@ class StoreClient:
         One rank looks, for all: what each must do does not grow with their number.
         """
         if self.store.add(f"{_MISSING}/asked", 1) == 1:
-            arrived = {int(rank) for rank in self.store.get(_ARRIVED).decode().split(",") if rank}
+            arrived = {int(rank) for rank in self.store.get(ARRIVED).decode().split(",") if rank}
             lacking = [rank for rank in range(world_size) if rank not in arrived]
             self.store.set(_MISSING, name_some_ranks(lacking) if lacking else "")
         try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+ARRIVED = "mlaunch/arrived"  # the key to which each rank appends its mark when it comes
+
 
 class Wait:
     """One client's waiting; ``go`` is called when it is over."""

@@ -5,13 +5,16 @@ Of what is passed on nothing is kept, however large a value is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mlaunch.rendezvous import store_wire
+from mlaunch.rendezvous.store_keys import ARRIVED
 from mlaunch.rendezvous.store_wire import SIZE, Asked, Request
 
 _OURS = frozenset((Asked.VALIDATE, Asked.PING, Asked.MEET, Asked.GIVE_UP))
 _LONGEST_KEY = 1 << 16  # bytes, of a meeting
+_MARKS = f"/{ARRIVED}".encode()  # how the key ends at which ranks leave their marks
+_LONGEST_MARK = 256  # bytes, and of its key
 
 
 class Splitter:
@@ -44,9 +47,25 @@ class Splitter:
         asked = Asked(self._data[self._at])
         if asked in _OURS:
             return self._take(asked)
+        if asked is Asked.APPEND and (mark := self._mark()):
+            return mark
         self._unseen = 1  # the byte that says what is asked
         self._each, self._strings, self._number = store_wire.shape(asked)
         return self._pass_on()
+
+    def _mark(self) -> Request | None:
+        """Returns what is appended, if that is a rank's mark and all of it is there; clients send it in one piece."""
+        strings, at = [], self._at + 1
+        for _ in range(2):
+            size = int.from_bytes(self._data[at : at + SIZE.size], "little")
+            at += SIZE.size + size
+            if at > len(self._data) or size > _LONGEST_MARK:
+                return None
+            strings.append(bytes(self._data[at - size : at]))
+        if not strings[0].endswith(_MARKS):
+            return None
+        self._at = at
+        return Request(Asked.APPEND, 0, strings)
 
     def _pass_on(self) -> bytes:
         start, end = self._at, len(self._data)
@@ -91,3 +110,9 @@ class Splitter:
             at += kind.size
         self._at = at
         return request
+
+
+def marks(key: bytes, left: Iterable[bytes]) -> bytes:
+    """Returns the request to append the marks that ranks have left at a key."""
+    strings = key, b"".join(left)
+    return bytes([Asked.APPEND]) + b"".join(SIZE.pack(len(string)) + string for string in strings)

@@ -20,7 +20,6 @@ _LONGEST = 1 << 33  # bytes of a string
 _READY, _NOT_READY = b"\0", b"\1"
 GO, GIVEN_UP = b"\0", b"\1"
 GIVE_UP = b"\x0c"
-GREETING = b"\0" + _SHORT.pack(_MAGIC)  # what every client says first
 
 
 class Asked(IntEnum):
@@ -144,12 +143,10 @@ class Session:
         self._answer = answer
         self._requests = Requests()
         self._wait: Wait | None = None
-        self._valid = False
 
     def feed(self, piece: bytes) -> None:
         """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
         for request in self._requests.feed(piece):
-            self._valid = self._valid or greets(request)
             self._do(request)
 
     def close(self) -> None:

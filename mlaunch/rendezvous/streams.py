@@ -14,10 +14,11 @@ from typing import Any
 from mlaunch.rendezvous import store_wire, wire
 from mlaunch.rendezvous.meetings import Meetings
 from mlaunch.rendezvous.pieces import MACHINE, Pieces
-from mlaunch.rendezvous.store_split import Splitter
+from mlaunch.rendezvous.store_split import Splitter, marks
 from mlaunch.rendezvous.store_wire import Asked, Request
 
 COMING, PASSED = struct.Struct("<QQQ"), struct.Struct("<Q")  # a meeting's number, how many came, how many are to come
+_MARKS_DELAY = 1.0  # seconds for the other ranks of a machine to leave theirs
 _AHEAD = 1 << 22  # bytes that may wait to be sent before the ranks' connections are not read any more
 _BACKLOG = 4096
 
@@ -35,6 +36,8 @@ class RankStreams:
         self._begun = 0
         self._pieces: Pieces | None = None
         self._resuming: asyncio.Task[None] | None = None
+        self._marks: dict[bytes, list[bytes]] = {}  # by key, of ranks that have come; to be told
+        self._telling = -1  # the stream for that, once there is one
         self.meetings = Meetings(ranks, world_size, self._tell)
 
     async def serve(self, listener: socket.socket, streams: wire.Streams) -> None:
@@ -64,20 +67,39 @@ class RankStreams:
 
     def begin(self, end: asyncio.Transport) -> int:
         """Returns the number of the stream of a connection that has something for the store."""
-        stream, self._begun = self._begun, self._begun + 1
+        stream = self._number()
         self._ends[stream] = end
-        self.say(stream, store_wire.GREETING)
         return stream
+
+    def _number(self) -> int:
+        """Returns the number of a stream that is the next to say something."""
+        self._begun += 1
+        return self._begun - 1
 
     def say(self, stream: int, data: bytes) -> None:
         """Sends what a rank has said; b"": that it is gone."""
         if self._pieces is None:
             return
+        if self._marks:
+            self._tell_marks()
         self._pieces.send(stream, data)
         if self._pieces.unsent > _AHEAD and self._resuming is None:
             for end in self._connected:
                 end.pause_reading()
             self._resuming = asyncio.ensure_future(self._resume(self._pieces))
+
+    def mark(self, key: bytes, value: bytes) -> None:
+        """Takes in that a rank has come. The marks of a machine's ranks go out together, before anything else."""
+        if not self._marks:
+            asyncio.get_running_loop().call_later(_MARKS_DELAY, self._tell_marks)
+        if self._telling < 0:
+            self._telling = self._number()
+        self._marks.setdefault(key, []).append(value)
+
+    def _tell_marks(self) -> None:
+        collected, self._marks = self._marks, {}
+        for key, left in collected.items():
+            self.say(self._telling, marks(key, left))
 
     def _tell(self, number: int, count: int, size: int, key: bytes) -> None:
         self.say(MACHINE, COMING.pack(number, count, size) + key)
@@ -129,6 +151,8 @@ class _RankEnd(asyncio.Protocol):
             self._transport.write(store_wire.pong(part))
         elif part.asked is Asked.MEET:
             self._streams.meetings.come(self, part.strings[0], part.number, self._go)
+        elif part.asked is Asked.APPEND:
+            self._streams.mark(*part.strings)
         elif self._streams.meetings.leave(self):
             self._transport.write(store_wire.GIVEN_UP)
         else:

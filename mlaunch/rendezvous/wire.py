@@ -5,7 +5,6 @@
     client: hello (protocol, role, nonce)
     server: welcome                                      or, with a token: challenge (nonce, proof)
     client:                                                                proof
-    server:                                                                welcome
 
 With a token each side proves with HMAC-SHA256 over both fresh nonces, its own part in the exchange and the role that it
 knows the token, the server first; the token itself never travels. Nothing of a client that has not proved itself
@@ -24,7 +23,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-PROTOCOL = 3
+PROTOCOL = 4
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
 _KEEP_ALIVE = 60  # seconds
@@ -89,7 +88,7 @@ async def introduce(
     token: str | None,
     first: Record | None = None,
 ) -> None:
-    """Shakes hands as the client; ``first`` is the first record after that, sent as soon as it may be.
+    """Shakes hands as the client; ``first`` is the first record after that. With a token nobody waits for a welcome.
 
     RefusedError if one side rejects the other; ConnectionError if it is no server.
     """
@@ -102,10 +101,10 @@ async def introduce(
             raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
         if not _is(answer.get("proof"), _prove(token, "server", nonce, theirs, role)):
             raise RefusedError("wrong token: this machine's and the master's differ")
-        early = encode(first) if first is not None else b""  # the server has proved itself
-        writer.write(encode({"proof": _prove(token, "client", nonce, theirs, role)}) + early)
-        first, answer = None, await read(reader)
-    elif token is not None and "welcome" in answer:
+        proof = {"proof": _prove(token, "client", nonce, theirs, role)}
+        writer.write(encode(proof) + (encode(first) if first is not None else b""))  # in one: it wakes the gate once
+        return
+    if token is not None and "welcome" in answer:
         raise RefusedError("the master has no token, and this machine has one; give both the same")
     if "refused" in answer:
         raise RefusedError(str(answer["refused"]))
@@ -133,7 +132,8 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         if not _is(proof, _prove(token, "client", nonce, ours, role)):
             await send(writer, {"refused": "wrong token: this machine's and the master's differ"})
             raise ConnectionError("a client with a wrong token")
-    await send(writer, {"welcome": PROTOCOL})
+    else:
+        await send(writer, {"welcome": PROTOCOL})
     return role
 
 

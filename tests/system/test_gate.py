@@ -432,7 +432,7 @@ def test_versions_that_differ_are_told_so(gate: Served) -> None:
         return said
 
     said = json.loads(asyncio.run(come()))["refused"]
-    assert said == "the master speaks protocol 3, this machine 1: the versions of mlaunch differ"
+    assert said == f"the master speaks protocol {wire.PROTOCOL}, this machine 1: the versions of mlaunch differ"
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ def test_strangers_change_nothing(gate: Served) -> None:
             answer = b""
             with contextlib.suppress(ConnectionError):
                 answer = await asyncio.wait_for(reader.read(100_000), 60)
-            assert b"welcome" not in answer
+            assert all(line.startswith((b'{"challenge": ', b'{"refused": ')) for line in answer.splitlines())
             writer.close()
         other = await enter(gate.port)
         await wire.send(other[1], {"join": join(1, 1, 2).as_record()})
@@ -670,8 +670,6 @@ async def heard_of_a_failure(strangers: int = 0, here: int = 0, *, fails: bool =
             await until(lambda: gate._failure)
         sorted(gate._members, key=lambda member: member.join.place)[here].writer.close()
         await asyncio.wait_for(link, 60)
-        assert machine._writer is not None  # its process would end here
-        machine._writer.close()
         writer.close()
         await until(lambda: gate._ended and not gate._tasks)
     loop.remove_reader(theirs.fileno())
@@ -712,8 +710,6 @@ def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
             link = asyncio.ensure_future(machine.run(listen()))
             while not isinstance(record := await asyncio.wait_for(heard.get(), 60), RankFailure):
                 pass
-            assert machine._writer is not None  # its process would end here
-            machine._writer.close()
             await asyncio.wait([link], timeout=60)
         for end in (ours, theirs):
             loop.remove_reader(end.fileno())
@@ -803,7 +799,6 @@ def test_nothing_is_known_without_the_token(gate: Served) -> None:
 
     said = asyncio.run(watch())
     assert b"wrong token" in said
-    assert b"welcome" not in said
     assert TOKEN.encode() not in said
 
 

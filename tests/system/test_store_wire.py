@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from mlaunch.rendezvous import names
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_keys import StoreKeys
-from mlaunch.rendezvous.store_split import Splitter
+from mlaunch.rendezvous.store_keys import ARRIVED, StoreKeys
+from mlaunch.rendezvous.store_split import Splitter, marks
 from mlaunch.rendezvous.store_wire import Asked, Request, Requests, Session
 from mlaunch.rendezvous.tcp_store import connect
 from tests.stores import store_of_a_launch, store_of_torch
@@ -228,6 +228,20 @@ def test_a_link_passes_on_all_that_is_not_for_it() -> None:
         ours = [(part.asked, part.strings) for part in parts if isinstance(part, Request)]
         assert ours == [(Asked.VALIDATE, []), (Asked.PING, []), (Asked.GIVE_UP, []), (Asked.MEET, [b"/meet"])]
         assert not splitter._data
+
+
+def test_a_link_takes_a_mark_that_comes_in_one_piece() -> None:
+    whole = marks(f"launch/{ARRIVED}".encode(), [b"3,"])
+    for others in (b"", b"\x04\x02" + bytes(7) + b"/n\x01" + bytes(7)):
+        found = list(Splitter().feed(whole + others))
+        assert found == [Request(Asked.APPEND, 0, [f"launch/{ARRIVED}".encode(), b"3,"]), *filter(None, [others])]
+    elsewhere, long = marks(b"launch/theirs", [b"3,"]), marks(f"launch/{ARRIVED}".encode(), [bytes(1000)])
+    for said in (elsewhere, long):
+        assert list(Splitter().feed(said)) == [said]
+    for size in range(1, len(whole)):
+        splitter = Splitter()
+        parts = [part for at in range(0, len(whole), size) for part in splitter.feed(whole[at : at + size])]
+        assert b"".join(part for part in parts if isinstance(part, bytes)) == whole
 
 
 def test_a_link_keeps_nothing_of_a_large_value() -> None:

@@ -13,8 +13,9 @@ import pytest
 from mlaunch.rendezvous import meetings, pieces, streams
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.pieces import HEAD, MACHINE, Pieces
-from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_keys import ARRIVED, StoreKeys
 from mlaunch.rendezvous.store_service import serve_store
+from mlaunch.rendezvous.store_split import marks
 from mlaunch.rendezvous.store_wire import GIVE_UP, GIVEN_UP, GO, SIZE, Asked
 from mlaunch.rendezvous.streams import COMING, PASSED, RankStreams
 
@@ -79,13 +80,13 @@ def test_a_rank_waits_while_the_gate_does_not_read() -> None:
             async for stream, data in heard.received():
                 assert stream == 0
                 came += data
-                if len(came) >= len(VALIDATE + said):
+                if len(came) >= len(said):
                     break
             flooding.close()
             return kept, bytes(came)
 
     kept, came = asyncio.run(flood())
-    assert came == VALIDATE + asking(Asked.SET, b"key", bytes(LARGE))
+    assert came == asking(Asked.SET, b"key", bytes(LARGE))
     assert kept < 2 * streams._AHEAD
 
 
@@ -99,8 +100,7 @@ def test_streams_are_numbered_as_they_first_speak() -> None:
             heard, coming = [], Pieces(reader, writer).received()
             for number in (2, 0, 1):
                 ends[number][1].write(VALIDATE + asking(Asked.GET, b"%d" % number))
-                for _ in range(2):
-                    heard.append(await asyncio.wait_for(anext(coming), 60))
+                heard.append(await asyncio.wait_for(anext(coming), 60))
             ends[0][1].close()
             heard.append(await asyncio.wait_for(anext(coming), 60))
             for _, end in ends:
@@ -108,8 +108,7 @@ def test_streams_are_numbered_as_they_first_speak() -> None:
             return heard
 
     asked = [(stream, asking(Asked.GET, b"%d" % number)) for stream, number in enumerate((2, 0, 1))]
-    greeted = [said for stream, word in asked for said in ((stream, VALIDATE), (stream, word))]
-    assert asyncio.run(speak()) == [*greeted, (1, b"")]
+    assert asyncio.run(speak()) == [*asked, (1, b"")]
 
 
 def test_nothing_is_kept_of_ranks_that_have_left() -> None:
@@ -194,13 +193,13 @@ def test_one_that_gives_up_is_not_counted_while_nobody_was_told_of_it() -> None:
                 end.write(VALIDATE + meeting(b"all", 4))
             heard = [await next_piece(coming)]
             ends[0][1].write(GIVE_UP)  # of something else that it asked the store for
-            heard += [await next_piece(coming) for _ in range(2)]
+            heard.append(await next_piece(coming))
             for _, end in ends:
                 end.close()
             return answer, heard
 
     told = (MACHINE, COMING.pack(0, 2, 4) + b"all")
-    assert asyncio.run(meet()) == (GIVEN_UP, [told, (0, VALIDATE), (0, GIVE_UP)])
+    assert asyncio.run(meet()) == (GIVEN_UP, [told, (0, GIVE_UP)])
 
 
 def test_the_gate_counts_machines_and_single_ranks_alike() -> None:
@@ -235,6 +234,35 @@ def test_what_no_machine_says_ends_its_connection() -> None:
 
     asyncio.run(speak(b"short"))
     asyncio.run(speak(b""))
+
+
+# Marks
+
+ARRIVALS = f"launch/{ARRIVED}".encode()
+
+
+def test_the_marks_of_a_machines_ranks_go_out_together_before_anything_else() -> None:
+    async def arrive() -> list[tuple[int, bytes]]:
+        async with link() as (carried, port, reader, writer):
+            ends, coming, heard = [await rank(port) for _ in range(2)], Pieces(reader, writer).received(), []
+            for turn in range(2):
+                for number, (_, end) in enumerate(ends):
+                    end.write(VALIDATE * (turn == 0) + asking(Asked.APPEND, ARRIVALS, b"%d," % number))
+                    await until(lambda number=number: len(carried._marks.get(ARRIVALS, ())) > number)  # type: ignore[misc]
+                ends[turn][1].write(asking(Asked.GET, b"x"))
+                heard += [await next_piece(coming) for _ in range(2)]
+            for _, end in ends:
+                end.close()
+            return heard
+
+    told, got = (0, marks(ARRIVALS, [b"0,", b"1,"])), asking(Asked.GET, b"x")
+    assert asyncio.run(arrive()) == [told, (1, got), told, (2, got)]
+
+
+def test_marks_do_not_wait_for_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_MARKS_DELAY", 0.0)
+    told = asyncio.run(told_of_one(asking(Asked.APPEND, ARRIVALS, b"0,")))
+    assert told == (0, asking(Asked.APPEND, ARRIVALS, b"0,"))
 
 
 def test_ranks_lose_their_connections_with_the_gate() -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from benchmarks.operations import clients, of_joining
 from mlaunch.base.text import name_some_ranks
-from tests.stores import store_of_torch
+from tests.stores import store_of_a_launch, store_of_torch
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    with store_of_torch() as port:
+@pytest.fixture(scope="module", params=[store_of_torch, store_of_a_launch])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    with request.param() as port:
         yield port
 
 
