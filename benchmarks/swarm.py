@@ -24,7 +24,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Planned
 from mlaunch.protocol.spec import Cluster
-from mlaunch.rendezvous import names
+from mlaunch.rendezvous import event_loop, names
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.link_process import LinkProcess
 from mlaunch.rendezvous.membership import Join
@@ -145,7 +145,7 @@ class _CountingLink(LinkProcess):
 def links(end: Any, share: tuple[Size, tuple[str, int], range]) -> None:
     """Runs the links of some machines. Tells what they have seen when all have their plan."""
     prepare()
-    asyncio.run(_links(end, *share))
+    event_loop.run(_links(end, *share))
 
 
 async def _links(end: Any, size: Size, address: tuple[str, int], numbers: range) -> None:

@@ -88,6 +88,7 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     request.getfixturevalue("dispositions")
     caller_warm.start_interpreter = _start_prepared
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
+    os.environ["MLAUNCH_UVLOOP"] = "0"  # what users without it have
     os.environ["MLAUNCH_PREPARE"] = "0"  # what is prepared would be there when things are counted
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
     if not TORCH:

@@ -40,11 +40,10 @@ def _run(
         for fd in close:
             os.close(fd)
         rlimits.allow_files()
-        import asyncio
-
+        from mlaunch.rendezvous import event_loop
         from mlaunch.rendezvous.link_process import LinkProcess
 
-        asyncio.run(LinkProcess(cluster, join, agent).run(listener))
+        event_loop.run(LinkProcess(cluster, join, agent).run(listener))
     except BaseException:  # an error of ours: the text must not be lost
         traceback.print_exc()
     finally:

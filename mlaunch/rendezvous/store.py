@@ -27,11 +27,10 @@ class GateConfig:
 
     def serve(self) -> None:
         """Serves the launch's machines for as long as the process lives."""
-        import asyncio
-
+        from mlaunch.rendezvous import event_loop
         from mlaunch.rendezvous.gate import Gate
 
-        asyncio.run(Gate(self.launch_id, self.token, self.heartbeat_timeout).serve(self.listener))
+        event_loop.run(Gate(self.launch_id, self.token, self.heartbeat_timeout).serve(self.listener))
 
 
 class StoreProcess:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlaunch.rendezvous.address import is_taken
+from mlaunch.rendezvous.event_loop import VARIABLE
 from tests.conftest import ROOT
 from tests.imported import IMPORTED, NAMESPACES
 from tests.processes import apart, descendants, wait_gone
@@ -32,9 +33,9 @@ class Host:
     ``idle``: a calling process that waits for orders.
     """
 
-    def __init__(self, name: str, address: str, prefix: list[str], runtime: str) -> None:
+    def __init__(self, name: str, address: str, prefix: list[str], runtime: str, **environ: str) -> None:
         self.name, self.address = name, address
-        self.prefix, self._runtime = prefix, runtime
+        self.prefix, self._environ = prefix, {"XDG_RUNTIME_DIR": runtime, **environ}
         self.idle: subprocess.Popen[str] | None = None
         self._inhabitant = _inhabit(prefix) if prefix else None
 
@@ -42,7 +43,7 @@ class Host:
         where = {} if self._inhabitant is None else {NAMESPACES: str(self._inhabitant.pid)}
         return subprocess.Popen(
             [IMPORTED, *args],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": self._runtime, **where, **environ},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ, **where, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -104,13 +105,13 @@ class Network:
 
 
 class Loopback(Network):
-    """All hosts are this machine."""
+    """All hosts are this machine. Links and gates use uvloop here, where it is installed."""
 
     real = False
 
     def __init__(self, size: int) -> None:
         self._runtime = tempfile.mkdtemp()
-        self.hosts = [Host(os.uname().nodename, "127.0.0.1", [], self._runtime) for _ in range(size)]
+        self.hosts = [Host(os.uname().nodename, "127.0.0.1", [], self._runtime, **{VARIABLE: "1"}) for _ in range(size)]
 
     def close(self) -> None:
         super().close()

@@ -38,6 +38,7 @@ from mlaunch.rendezvous import door as door_module
 from mlaunch.rendezvous import gate as gate_module
 from mlaunch.rendezvous import link_process, names, tcp_store, wire
 from mlaunch.rendezvous.address import listen
+from mlaunch.rendezvous.event_loop import VARIABLE
 from mlaunch.rendezvous.gate import Gate
 from mlaunch.rendezvous.link_process import LinkProcess
 from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
@@ -64,8 +65,11 @@ def served(token: str | None = TOKEN) -> Iterator[Served]:
     server.reap()
 
 
-@pytest.fixture
-def gate() -> Iterator[Served]:
+@pytest.fixture(params=["asyncio", "uvloop"])
+def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+        monkeypatch.delenv(VARIABLE)
     with served() as server:
         yield server
 

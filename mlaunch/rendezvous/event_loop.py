@@ -1,0 +1,23 @@
+"""The event loop of gates and links: uvloop's where it is installed (extra ``scale``), else asyncio's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+VARIABLE = "MLAUNCH_UVLOOP"  # "0": asyncio's in any case
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a process's only coroutine to its end."""
+    if os.environ.get(VARIABLE) != "0":
+        try:
+            import uvloop
+        except ImportError:
+            pass
+        else:
+            uvloop.run(main)
+            return
+    asyncio.run(main)
