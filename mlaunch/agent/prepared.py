@@ -25,7 +25,7 @@ from mlaunch.protocol.spec import LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call
 _LOOK_DELAY = 10.0  # seconds between looks at the memory
-_STOP_DELAY = 1.0  # seconds after which ranks that wait are stopped
+_STOP_DELAY = 0.25  # seconds between looks whether all ranks wait and may be stopped
 _LOWEST = 19
 
 
@@ -88,12 +88,14 @@ class PreparedSupervisor(Supervisor):
         if self._inspection is not None:
             self._inspection.learn(record.details)
 
-    def _rest(self) -> None:
-        """Stops the ranks, if they have come to where they wait."""
-        if all(self._results.board[rank.local_rank] is Phase.IDLE for rank in self._by_local_rank):
-            for rank in self._by_local_rank:
-                rank.rests = True
-                self._signal_group(rank.pid, signal.SIGSTOP)
+    def _rest(self) -> bool:
+        """Stops the ranks, if they have come to where they wait; tells whether they have."""
+        if not all(self._results.board[rank.local_rank] is Phase.IDLE for rank in self._by_local_rank):
+            return False
+        for rank in self._by_local_rank:
+            rank.rests = True
+            self._signal_group(rank.pid, signal.SIGSTOP)
+        return True
 
     def _wake(self) -> None:
         """Has the ranks run again, whoever has stopped them."""
@@ -126,9 +128,8 @@ class PreparedSupervisor(Supervisor):
     def _take_steps(self) -> None:
         now = self._clock()
         if self._waits and not self._stopping.begun and now >= self._look_at:
-            self._look_at = min(now + _LOOK_DELAY, self._leave_at)
             if now >= self._leave_at or linux.memory_is_short():
                 self._stopping.without_asking(force=True)
             else:
-                self._rest()
+                self._look_at = min(now + (_LOOK_DELAY if self._rest() else _STOP_DELAY), self._leave_at)
         super()._take_steps()
