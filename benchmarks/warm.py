@@ -19,7 +19,7 @@ from mlaunch import launcher
 
 _FLOOR = "floor (bare os.fork)"
 _PAUSE = 0.3  # seconds
-_LONG_PAUSE = 1.0  # seconds
+_REST = 1.0  # seconds, in which what a contestant has left behind comes to its end
 
 
 def run(rounds: int) -> list[Row]:
@@ -53,21 +53,23 @@ def _later(measure: Callable[[], float]) -> float:
 
 
 def _settled(call: Callable[[], object]) -> float:
-    """Measures a call after a pause, without what the other contestants have left behind.
-
-    torchrunx keeps a core busy for half a second after it has returned. After accelerate has forked this process, the
-    next call pays a page fault for each page of it that it writes to.
-    """
+    """Measures a call after a pause, and after one that pays for the pages that accelerate's fork left to be copied."""
     call()
-    time.sleep(_LONG_PAUSE)
-    return seconds(call)
+    return _later(functools.partial(seconds, call))
+
+
+def _rested(call: Callable[[], object]) -> float:
+    """Measures a call whose processes are busy for half a second after it has returned, as torchrunx's are."""
+    taken = seconds(call)
+    time.sleep(_REST)
+    return taken
 
 
 def _peers(rounds: int) -> list[Row]:
     ours = launcher(work.reduce_once, 2)
     ours()
     peers = {"mlaunch": lambda: _settled(ours), "torch.multiprocessing.spawn": lambda: seconds(_spawn)}
-    peers |= {"torchrunx": lambda: seconds(_torchrunx), "accelerate notebook_launcher": lambda: seconds(_accelerate)}
+    peers |= {"torchrunx": lambda: _rested(_torchrunx), "accelerate notebook_launcher": lambda: seconds(_accelerate)}
     medians = alternate(peers, rounds)
     bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 150")}
     bounds |= {name: ("mlaunch", "") for name in ("torchrunx", "accelerate notebook_launcher")}

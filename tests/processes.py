@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -65,3 +66,19 @@ def wait_gone(pids: list[int], deadline: float = 30.0) -> None:
         finally:
             os.close(pidfd)
         assert ready, f"process {pid} still runs after {deadline} s"
+
+
+def said_in_fork(say: Callable[[], str]) -> str:
+    """What it returns in a fork of this process; "" if it raises there."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, say().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return said

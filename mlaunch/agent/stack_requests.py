@@ -67,11 +67,15 @@ def state_of(pid: int) -> str:
 
 
 def _listens(pid: int, number: int) -> bool:
-    """Tells whether the process has a handler for the signal. It kills programs that have none."""
+    """Tells whether the process has a handler for the signal, which would else kill it, and has taken the last one.
+
+    A real-time signal waits in the kernel as often as it was sent, and all of them would meet in the handler at once.
+    """
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines if line.startswith(("SigCgt:", "SigPnd:", "ShdPnd:")))
+        caught, *pending = (int(fields[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigPnd", "ShdPnd"))
+        return bool(caught) and not any(pending)
     return False
 
 

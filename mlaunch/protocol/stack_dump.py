@@ -27,10 +27,14 @@ _CUT = "  ..."  # below its hundredth frame
 def answer_requests(fd: int) -> None:
     """Has this rank's faulthandler answer the signals from now on, by writing into ``fd``.
 
-    It must not block: a full pipe costs the end of a stack, not the rank.
+    It must not block: a full pipe costs the end of a stack, not the rank. Only the main thread may call this.
     """
-    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=False)
-    faulthandler.register(ALL_STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+    for number, all_threads in ((STACK_SIGNAL, False), (ALL_STACKS_SIGNAL, True)):
+        faulthandler.unregister(number)  # else what it is chained to would not change
+        signal.signal(number, signal.SIG_IGN)
+        # Only a chained handler puts errno back: without, a failed system call of the user's that the signal meets
+        # raises OSError(0, 'Error'). A second signal is not held back meanwhile, so whoever asks sees to that.
+        faulthandler.register(number, file=fd, all_threads=all_threads, chain=True)
 
 
 def is_whole(text: str) -> bool:

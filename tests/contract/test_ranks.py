@@ -32,7 +32,7 @@ from mlaunch.protocol.messages import Phase
 from tests import builds
 from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
-from tests.processes import alive, wait_gone
+from tests.processes import alive, said_in_fork, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
 Capture = pytest.CaptureFixture[str]
@@ -343,21 +343,12 @@ def test_a_submitted_call_ends_though_nobody_refers_to_the_ranks() -> None:
 
 def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
     def use() -> str:
-        return error_of(lambda: ranks.run(total))
+        error = error_of(lambda: ranks.run(total))
+        ranks.close()
+        return error
 
     first = pids_of(ranks)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, use().encode())
-            ranks.close()
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
+    said = said_in_fork(use)
     assert said == f"RuntimeError: these ranks belong to process {os.getpid()}, of which this one is a fork"
     assert pids_of(ranks) == first
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import functools
 import json
 import os
@@ -37,6 +39,7 @@ from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, step
 from mlaunch.rank.base import Rank
 from mlaunch.rank.step import Numbers
+from tests.processes import said_in_fork
 
 BOTTOM = function.__file__
 HEAD = "Current thread 0x1 (most recent call first):\n"
@@ -247,6 +250,41 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_a_rank_that_has_not_taken_a_request_gets_no_second() -> None:
+    """All that wait in the kernel would meet in the handler at once."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {stack_dump.STACK_SIGNAL})
+        stack_dump.answer_requests(writer)
+        os.write(writer, b"!")
+        while True:
+            signal.pause()
+    try:
+        assert os.read(reader, 1) == b"!"
+        asked = [request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL) for _ in range(2)]
+        assert asked == [True, False]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_an_answer_leaves_alone_the_error_of_a_system_call() -> None:
+    def ask() -> str:
+        stack_dump.answer_requests(os.open(os.devnull, os.O_WRONLY))
+        libc = ctypes.CDLL(None, use_errno=True)
+        found = []
+        for number in (stack_dump.STACK_SIGNAL, stack_dump.ALL_STACKS_SIGNAL):
+            ctypes.set_errno(errno.ENOENT)  # what libc's raise and the handler see, and give back
+            libc["raise"](int(number))
+            found.append(ctypes.get_errno())
+        return repr(found)
+
+    assert said_in_fork(ask) == repr([errno.ENOENT] * 2)
 
 
 def test_stacks_that_came_too_late_are_not_taken_for_the_next() -> None:

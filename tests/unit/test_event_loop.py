@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
 import pytest
 
 from mlaunch.rendezvous import event_loop
+from tests.processes import said_in_fork
 
 
 def package() -> str:
     """That of the loop in which a coroutine is run, in a fork: uvloop keeps descriptors."""
-    reader, writer = os.pipe()
+    found = []
 
-    async def tell() -> None:
-        os.write(writer, type(asyncio.get_running_loop()).__module__.partition(".")[0].encode())
+    async def look() -> None:
+        found.append(type(asyncio.get_running_loop()).__module__.partition(".")[0])
 
-    pid = os.fork()
-    if pid == 0:
-        try:
-            event_loop.run(tell())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader) as told:
-        said = told.read()
-    os.waitpid(pid, 0)
-    return said
+    def run() -> str:
+        event_loop.run(look())
+        return found[0]
+
+    return said_in_fork(run)
 
 
 def test_uvloops_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
