@@ -143,10 +143,9 @@ def _what_is_there() -> dict[str, object]:
     warm_server.get(os.environ)  # forgets them
     servers = [pid for pid in ours() if session_of(pid) == pid]
     wait_gone([agent for server in servers for agent in children(server)])  # the last call's may still be exiting
-    behind_servers = _in_sessions(servers)  # one of an earlier test's may end only during this one
     return {
-        "processes": len([pid for pid in ours() if alive(pid) and pid not in behind_servers]),
-        "in the fork server's session": behind_servers,
+        "processes": len(_outside_sessions(ours())),
+        "in the fork server's session": _in_sessions(servers),  # one of an earlier test's may end only during this one
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "fds": _open_files(),
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
@@ -171,6 +170,11 @@ def _open_files() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             found.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}")))
     return sorted(found)
+
+
+def _outside_sessions(pids: list[int]) -> list[int]:
+    """Those that no fork server among them has started; it may begin and end one while this looks."""
+    return [pid for pid in pids if alive(pid) and session_of(pid) not in {*pids} - {pid}]
 
 
 def _in_sessions(servers: list[int]) -> set[int]:
