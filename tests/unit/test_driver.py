@@ -14,7 +14,7 @@ class Driven:
     """What has something to say as soon as somebody hears it."""
 
     idle = True
-    idle_timeout = None
+    idle_timeout: float | None = None
 
     def __init__(self) -> None:
         self.lock, self.ended = threading.RLock(), threading.Event()
@@ -47,6 +47,39 @@ def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
     driver = driven.driver = Driver[Any](driven)
     driver.drive(SimpleNamespace(over=False))
     assert driven.polled == [[]]
+    driven.ended.set()
+    driver.end()
+    driver.drive_to_end()
+    os.close(driven.come)
+
+
+class Submitted(Driven):
+    """Has a call when the thread begins to wait, and is driven by somebody else until it is idle."""
+
+    idle_timeout = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.over = threading.Event(), threading.Event()
+
+    def timeout(self) -> None:
+        """Nothing is due while a call waits."""
+        self.asked.set()
+
+    def hear_values(self, call: Any) -> None:
+        call.over = True
+
+    def step(self) -> None:
+        if self.asked.is_set():
+            self.over.set()
+
+
+def test_the_thread_looks_whether_ranks_idle_though_it_began_to_wait_before_a_call() -> None:
+    driven = Submitted()
+    driver = Driver[Any](driven)
+    assert driven.asked.wait(30)
+    driver.drive(SimpleNamespace(over=False))
+    assert driven.over.wait(30)
     driven.ended.set()
     driver.end()
     driver.drive_to_end()

@@ -137,8 +137,13 @@ class Driver(Generic[Call]):
             os.close(self._end)
 
     def _timeout(self) -> float | None:
-        """Returns the seconds until the thread is to look again; it is not told when somebody ceases to drive."""
+        """Returns the seconds until the thread is to look again.
+
+        It is not told when somebody ceases to drive, and may begin to wait after a call was submitted and before its
+        caller drives it. So it never waits for longer than ranks may idle.
+        """
         with self._driven.lock:
             if self._driven.ended.is_set():
                 return 0.0
-            return self._driven.timeout() if self._leader is None else self._driven.idle_timeout
+            due = self._driven.timeout() if self._leader is None else None
+            return min((one for one in (due, self._driven.idle_timeout) if one is not None), default=None)
