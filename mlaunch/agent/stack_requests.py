@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
+_FIELD = re.compile(r"^(State|SigCgt|SigPnd|ShdPnd):\t(\w+)", re.MULTILINE)
 
 
 class StackRequests:
@@ -60,23 +61,26 @@ STOPPED = frozenset("Tt")  # the kernel's letters
 
 def state_of(pid: int) -> str:
     """Returns the kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        fields: list[str] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0]
-    return ""
+    return _status(pid).get("State", "")
 
 
-def _listens(pid: int, number: int) -> bool:
+def _status(pid: int) -> dict[str, str]:
+    """Returns how the process is and which signals it has a handler for, in the kernel's words; {} if it is gone."""
+    with (
+        contextlib.suppress(FileNotFoundError, ProcessLookupError),
+        open(f"/proc/{pid}/status", errors="replace") as file,
+    ):
+        return dict(_FIELD.findall(file.read()))
+    return {}
+
+
+def _listens(status: dict[str, str], number: int) -> bool:
     """Tells whether the process has a handler for the signal, which would else kill it, and has taken the last one.
 
     A real-time signal waits in the kernel as often as it was sent, and all of them would meet in the handler at once.
     """
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines if line.startswith(("SigCgt:", "SigPnd:", "ShdPnd:")))
-        caught, *pending = (int(fields[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigPnd", "ShdPnd"))
-        return bool(caught) and not any(pending)
-    return False
+    caught, *pending = (int(status[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigPnd", "ShdPnd"))
+    return bool(caught) and not any(pending)
 
 
 def request(pid: int, phase: Phase, number: int) -> bool:
@@ -84,7 +88,8 @@ def request(pid: int, phase: Phase, number: int) -> bool:
 
     One that waits in the kernel (D) mostly does so for a moment, until a page is there.
     """
-    if phase is Phase.STARTING or state_of(pid) not in {"R", "S", "D"} or not _listens(pid, number):
+    status = {} if phase is Phase.STARTING else _status(pid)
+    if status.get("State") not in {"R", "S", "D"} or not _listens(status, number):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

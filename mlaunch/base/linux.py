@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import re
 import select
 import signal
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -17,6 +19,7 @@ _OMP_PAUSE_HARD = 2
 _STDERR = 2
 _IOLBF = 1
 _ASIDE = 500  # below the usual limit of 1,024
+_OPENMP = re.compile("lib(g|i)?omp")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -159,8 +162,8 @@ def _numbers_here(foreign: set[int]) -> set[int]:
 
 def _numbers(pid: str) -> list[int]:
     """Returns a process's numbers, from the namespace of /proc inwards."""
-    rows = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return [int(number) for row in rows if row.startswith("NSpid:") for number in row.split()[1:]]
+    rows = Path(f"/proc/{pid}/status").read_bytes().splitlines()  # a process may be called anything
+    return [int(number) for row in rows if row.startswith(b"NSpid:") for number in row.split()[1:]]
 
 
 def is_stopped(pid: int) -> bool:
@@ -225,11 +228,29 @@ def give_back_openmp_threads() -> None:
     A child of fork that inherits libgomp's idea of a pool, without its threads, hangs in its first parallel
     operation. The next parallel operation of this process makes a new pool.
     """
-    try:
-        rows = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:  # no /proc
-        return
-    libraries = {row.split()[-1] for row in rows if "libgomp" in row or "libiomp" in row or "libomp" in row}
+    libraries = {mapping.path for mapping in mappings() if _OPENMP.match(os.path.basename(mapping.path))}
     for path in libraries:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A part of this process's memory. ``path``: of the file, "[heap]", or "" of what has no name."""
+
+    start: int
+    end: int
+    permissions: str
+    inode: int
+    path: str
+
+
+def mappings() -> list[Mapping]:
+    """Returns what this process has mapped; nothing if there is no /proc."""
+    found = []
+    with contextlib.suppress(OSError):
+        for row in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:
+            addresses, permissions, _, _, inode, *path = row.split(None, 5)  # a path may have spaces
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            found.append(Mapping(start, end, permissions, int(inode), "".join(path)))
+    return found

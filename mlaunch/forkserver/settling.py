@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import linecache
-from pathlib import Path
+
+from mlaunch.base import linux
 
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -15,8 +15,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def settle() -> None:
     """Takes a tenth of a second, which a script of one launch need not spend."""
     _read_ahead()
-    with contextlib.suppress(OSError):  # no /proc
-        _use_huge_pages()
+    _use_huge_pages()
 
 
 def _read_ahead() -> None:
@@ -31,11 +30,9 @@ def _use_huge_pages() -> None:
 
     torch leaves some 40,000 pages in the heap, and each fork copies every entry of a page table.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, _, _, inode, *name = line.split(None, 5)
-        if not permissions.startswith("rw") or inode != "0" or (name and name[0] != "[heap]"):
+    for mapping in linux.mappings():
+        if not mapping.permissions.startswith("rw") or mapping.inode != 0 or mapping.path not in {"", "[heap]"}:
             continue
-        start, end = (int(address, 16) for address in addresses.split("-"))
-        start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+        start, end = -(-mapping.start // _HUGE_PAGE) * _HUGE_PAGE, mapping.end // _HUGE_PAGE * _HUGE_PAGE
         if start < end:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)

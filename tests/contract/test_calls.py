@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
+from mlaunch.base import linux
 from mlaunch.caller import start_server
 from mlaunch.caller.warm import warm_server
 from mlaunch.protocol.calls import Reference, portable
@@ -328,6 +330,25 @@ def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
         stop.set()
         for thread in threads:
             thread.join(30)
+
+
+def test_a_busy_openmp_pool_of_a_library_anywhere(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """In an environment below "My Documents", say, or in a directory whose name is not UTF-8."""
+    path = next((mapping.path for mapping in linux.mappings() if "libgomp" in mapping.path), None)
+    if path is None:
+        pytest.skip("this torch has another OpenMP than libgomp")
+    folder = os.path.join(os.fsencode(tmp_path), b"M\xfcller 2")
+    os.mkdir(folder)
+    copied = os.fsdecode(shutil.copy(os.fsencode(path), folder))
+    done = run_script(
+        f"import ctypes\nctypes.CDLL({copied!r})\n"  # which torch then takes for its own
+        "import torch\nfrom mlaunch import launcher\ntorch.ones(5_000_000).sum()\n"
+        "assert any('2/libgomp' in row for row in open('/proc/self/maps', errors='replace'))\n"
+        "sum_up = launcher(lambda: torch.ones(5_000_000).sum().item(), 1, start_method='fork', deadline=60)\n"
+        "print(sum_up())\n",
+        fresh=True,
+    )
+    assert done.stdout == "[5000000.0]\n", done.stderr
 
 
 def test_two_threads_get_their_own_results() -> None:

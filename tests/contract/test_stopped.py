@@ -6,6 +6,7 @@ That a deadline ends such a launch is in the crash matrix; a stopped link is in 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -224,6 +225,20 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def take_a_name_and_hang(name: bytes) -> None:
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
+    crashes.hang()
+
+
+@pytest.mark.parametrize(
+    "name", ["\N{GREEK SMALL LETTER LAMDA}".encode()[:1], b") S 1\rState:\tZ"], ids=["cut", "like a field"]
+)
+def test_a_rank_has_any_name(name: bytes) -> None:
+    """The kernel keeps 15 bytes of it, which may end within a letter, and shows it where it shows the state."""
+    with pytest.raises(LaunchTimeout, match="meanwhile:\n  ranks 0-1 were in hang at"):
+        launcher(take_a_name_and_hang, 2, deadline=1)(name)
 
 
 def stop_the_fork_server_and_return() -> int:
