@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, is_whole
+from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
 _FIELD = re.compile(r"^(State|SigCgt|SigPnd|ShdPnd):\t(\w+)", re.MULTILINE)
@@ -45,7 +45,7 @@ class StackRequests:
         for stack_fd in self._pending.keys() & set(ready):
             rank = self._pending[stack_fd]
             text = read_some(stack_fd)
-            rank.stacks += text
+            rank.stacks = in_letters(rank.stacks + text)  # a letter may have come in parts
             if not text or is_whole(rank.stacks):
                 del self._pending[stack_fd]
 

@@ -29,6 +29,7 @@ from mlaunch.protocol.messages import (
 )
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.stack_dump import in_letters
 
 
 @dataclass
@@ -119,7 +120,7 @@ class Outcome:
             text = file.read()
         record = error_file.parse(text)
         if record is None:
-            return _without_ours(text)
+            return _without_ours(in_letters(text))
         self.recorded[rank] = record
         return error_file.traceback_of(record) or ""
 

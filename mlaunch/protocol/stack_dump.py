@@ -22,6 +22,7 @@ STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "i
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
 _HEAD = "(most recent call first):"
 _CUT = "  ..."  # below its hundredth frame
+_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})")
 
 
 def answer_requests(fd: int) -> None:
@@ -35,6 +36,19 @@ def answer_requests(fd: int) -> None:
         # Only a chained handler puts errno back: without, a failed system call of the user's that the signal meets
         # raises OSError(0, 'Error'). A second signal is not held back meanwhile, so whoever asks sees to that.
         faulthandler.register(number, file=fd, all_threads=all_threads, chain=True)
+
+
+def in_letters(text: str) -> str:
+    """Returns what faulthandler has written with the names of files and functions as they are: it writes ASCII.
+
+    What cannot be printed stays as it is written, be it the end of a line or what is no text (PEP 383).
+    """
+    return _ESCAPE.sub(_letter, text)
+
+
+def _letter(escape: re.Match[str]) -> str:
+    letter = chr(int(escape[0][2:], 16))
+    return letter if letter.isprintable() else escape[0]
 
 
 def is_whole(text: str) -> bool:

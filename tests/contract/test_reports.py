@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import itertools
+import json
 import os
 import re
 import signal
@@ -30,8 +31,10 @@ from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.restarts import with_restarts
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import Kind, Phase, RankAnswered, RankGone, RankStacks, Ready, RemoteError
+from mlaunch.protocol.stack_dump import in_letters
 from mlaunch.rank import function as rank_function
 from mlaunch.rank import group as rank_group
+from tests.conftest import ROOT
 
 HERE = os.path.basename(__file__)
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -111,6 +114,50 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     assert "rank 0 was running the function and did not show its stack (it was stopped by a signal)" in str(
         caught.value.__cause__
     )
+
+
+LETTERS = """
+import json, signal, sys, threading
+sys.path.insert(0, {folder!r})
+import mlaunch.agent.stopping
+mlaunch.agent.stopping.STACKS_TIMEOUT = 3600.0  # a stack that is never found to be whole ends this test
+from mlaunch import LaunchError, launcher
+import torch.distributed as dist
+code = (
+    "def träin(number):\\n"
+    "    store = dist.distributed_c10d._get_default_store()\\n"
+    "    if dist.get_rank() == 1:\\n"
+    "        store.wait(['here'])\\n"
+    "        signal.raise_signal(number)\\n"
+    "    store.set('here', '1'), threading.Event().wait()\\n"
+)
+exec(compile(code, "/home/訓練.py", "exec"))
+try:
+    launcher(träin, 2, start_method="fork")(signal.SIGSEGV)
+except LaunchError as error:
+    print(json.dumps([mlaunch.__file__, str(error), error.stacks[0]]))
+"""
+
+
+def test_names_in_any_script(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Of files, functions, and the directory that the package is in."""
+    folder = tmp_path / "Jörg"
+    folder.mkdir()
+    (folder / "mlaunch").symlink_to(ROOT / "mlaunch")
+    done = run_script(LETTERS.format(folder=str(folder)), fresh=True)
+    assert done.returncode == 0, done.stderr
+    file, report, stack = json.loads(done.stdout)
+    assert file.startswith(str(folder))
+    assert '  File "/home/訓練.py", line 5 in träin' in report
+    assert re.search(r"meanwhile:\n  rank 0 was in \w+ at 訓練.py:", report), report
+    assert '  File "/home/訓練.py", line 6 in träin\n' in stack
+
+
+def test_only_what_can_be_printed_is_made_letters() -> None:
+    """An end of a line in a name is none in the report, and what is no text stays as the kernel's bytes."""
+    assert in_letters(r"a\xe4\u8a13\U0001f680") == "aä訓🚀"
+    for kept in (r"\x0a", r"\x85", r"\u2028", r"\udcfc", r"\U00110000", r"\Uffffffff", "\\"):
+        assert in_letters(kept) == kept
 
 
 def test_handlers_of_user_code_are_left_alone() -> None:
