@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from mlaunch.cli.parser import mlaunch_parser
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with names that the locale cannot show
     try:
         if arguments[:1] == ["run"]:  # whose script's arguments are not ours to read
             from mlaunch.cli import run

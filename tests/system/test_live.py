@@ -41,7 +41,9 @@ def no_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def running(tmp_path: Path, first: Callable[[], object] = int, **options: Any) -> Iterator[dict[str, Any]]:
+def running(
+    tmp_path: Path, first: Callable[[], object] = int, name: str = "", **options: Any
+) -> Iterator[dict[str, Any]]:
     """A launch of three ranks, all in their function: rank 2 waits in an event, the others in a barrier for it.
 
     They do ``first`` before. Afterwards it must return what it would have returned unobserved.
@@ -59,6 +61,7 @@ def running(tmp_path: Path, first: Callable[[], object] = int, **options: Any) -
         dist.barrier()
         return dist.get_rank() + 1
 
+    train.__qualname__ = name or train.__qualname__
     seen: dict[str, Any] = {}
     ours = launcher(train, 3, **options)
     thread = threading.Thread(target=lambda: seen.update(returned=ours()))
@@ -167,6 +170,16 @@ def test_the_command_itself(tmp_path: Path) -> None:
         for command in ([sys.executable, "-m", "mlaunch"], [str(Path(sys.executable).with_name("mlaunch"))]):
             done = subprocess.run([*command, "ps"], capture_output=True, text=True, check=True, cwd=ROOT)
             assert seen["status"]["id"][:8] in [line.split()[0] for line in done.stdout.splitlines() if line]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_a_terminal_cannot_show(tmp_path: Path, encoding: str) -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "PYTHONPATH": str(ROOT)}
+    with running(tmp_path, name="träin \udcfc"):
+        for word in ("ps", "stacks"):
+            command = [sys.executable, "-m", "mlaunch", word]
+            done = subprocess.run(command, capture_output=True, check=True, env=environ, timeout=LIMIT)
+            assert "träin \udcfc()".encode(encoding, "backslashreplace") in done.stdout
 
 
 def test_help_needs_no_torch() -> None:
