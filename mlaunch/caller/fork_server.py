@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -193,10 +194,14 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _standard_streams():  # type: ignore[no-untyped-def]
-    """Gives descriptors 1 and 2 of this moment, or /dev/null for one that is closed."""
+    """Gives descriptors 1 and 2 of this moment, or /dev/null for one that is closed.
+
+    If this process began without it (under cron, say), any file may have taken the number since.
+    """
     null = os.open(os.devnull, os.O_WRONLY)
+    streams = ((1, sys.__stdout__), (2, sys.__stderr__))
     try:
-        yield [fd if _is_open(fd) else null for fd in (1, 2)]
+        yield [null if stream is None or not _is_open(fd) else fd for fd, stream in streams]
     finally:
         os.close(null)
 

@@ -95,6 +95,7 @@ def _become_server(ours: Channel, theirs: Channel, caller: int, call: Call) -> N
     try:
         ours.close()
         os.setsid()
+        linux.open_standard_streams()
         process.reset_process()
     except BaseException:
         os._exit(1)

@@ -40,11 +40,15 @@ _SOON_ENOUGH = 3  # launches without such a pause
 
 def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
     """Serves in a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
+    linux.open_standard_streams()
     serve(Channel.adopt(control_fd), caller, preload=preload)
 
 
 def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequence[str] = ()) -> NoReturn:
-    """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller."""
+    """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller.
+
+    The standard streams are open.
+    """
     code = 1
     try:
         # A scheduler sends it to all processes of a job; ours tidy up, and end with the caller. Ranks unblock it.
@@ -52,7 +56,6 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # the terminal's; the caller decides what they mean
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours
-        linux.open_standard_streams()
         linux.adopt_orphans()
         linux.wake_with(caller)
         if call is None:

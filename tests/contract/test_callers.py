@@ -27,11 +27,13 @@ def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
     out = tmp_path / "out"
     code = f"""
 from mlaunch import launcher
-values = launcher(lambda: print("hello") or 7, 2, output="raw")()
+values = []
+for method in ("forkserver", "fork", "spawn"):
+    values += launcher(lambda: print("hello") or 7, 2, output="raw", start_method=method)()
 open({str(out)!r}, "w").write(str(values))
 """
     subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], cwd=ROOT, check=True, timeout=120)
-    assert out.read_text() == "[7, 7]"
+    assert out.read_text() == "[7, 7, 7, 7, 7, 7]"
 
 
 def test_a_wakeup_descriptor_is_the_callers_alone() -> None:
