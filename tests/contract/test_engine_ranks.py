@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -285,7 +286,9 @@ def test_an_exit_before_they_have_joined(engine: Threads) -> None:
 
 def test_they_are_seen_where_they_were_called(ranks: Ranks) -> None:
     pids = ranks.run(pid)
-    (launch,) = (one for one in ask(STATUS) if len(one["ranks"]) == 3)
+    launch: dict[str, Any] = {"ranks": [{"pid": 0}]}
+    while not all(rank["pid"] for rank in launch["ranks"]):  # an agent listens some moments after its ranks' start
+        (launch,) = (one for one in ask(STATUS) if len(one["ranks"]) == 3)
     assert launch["function"] == "Ranks (3)"
     assert [(rank["pid"], rank["host"]) for rank in launch["ranks"]] == list(zip(pids, ["m0", "m0", "m1"], strict=True))
 
