@@ -82,8 +82,10 @@ class Stopping:
         self._begin()
         self._terminate_at = None
         self.asked.clear()
-        for rank in self._working():
+        working = self._working()
+        for rank in working:
             self._launcher.try_send(self.stacks_of(rank))
+        for rank in working:  # at one go: the end of one would be "Connection closed by peer" to the next
             rank.stopped = True
             self._signal(rank, self.number)
         for rank in self._ranks.values():
