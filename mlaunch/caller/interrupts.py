@@ -11,6 +11,7 @@ on. Were handlers exchanged instead, a KeyboardInterrupt just before the exchang
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
+import _thread
 import os
 import signal
 import threading
@@ -157,3 +158,35 @@ def wait_readable(fds: Sequence[int], timeout: float | None = None) -> list[int]
     """Waits as ``linux.wait_readable``, and can be interrupted."""
     with allowed():
         return linux.wait_readable(fds, timeout)
+
+
+class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CPython has it be subclassed
+    """What a future needs of a condition, whose lock stays with nobody whom a signal handler ends with an exception.
+
+    Those of ``threading`` enter and leave in Python, where a KeyboardInterrupt may come after the lock was taken and
+    before the ``with`` block, or before it is released: whoever wants it next, in another thread, waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: list[threading.Lock] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Gives the lock away until it is notified, or for so many seconds; tells whether it was notified."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        with deferred():
+            self._waiters.append(waiter)
+            self.release()
+            try:
+                with allowed():
+                    return waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            finally:
+                self.acquire()
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+
+    def notify_all(self) -> None:
+        """Lets all who wait go on; called under the lock."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from mlaunch.caller import interrupts
 from mlaunch.caller.handle import StopSignal
 from mlaunch.caller.interrupts import allowed, deferred
+from mlaunch.caller.kept.kept_call import RanksFuture
 from mlaunch.cli import run
 
 
@@ -59,6 +61,8 @@ def interrupted_at(number: int, sent: signal.Signals, done: list[str]) -> None:
 
 
 LINES = 100  # more than run
+LIMIT = 60.0
+MOMENTS = 100  # more than there are in any method of a future
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGALRM])
@@ -104,6 +108,69 @@ def test_a_launch_in_a_reduce_defers_by_itself() -> None:
         with allowed():
             assert heard == ["handled"]
     assert heard == ["handled"]
+
+
+def at_moment(number: int) -> Callable[[FrameType, str, object], None]:
+    """A profiler that has an interrupt handled at that one of the moments at which Python handles signals."""
+    count = 0
+
+    def profile(_: FrameType, event: str, __: object) -> None:
+        nonlocal count
+        if event in {"call", "c_return"}:
+            count += 1
+            if count == number:
+                handler = signal.getsignal(signal.SIGINT)
+                assert callable(handler)
+                handler(signal.SIGINT, None)
+
+    return profile
+
+
+def others_can(use: Callable[[], object]) -> bool:
+    other = threading.Thread(target=use, daemon=True)
+    other.start()
+    other.join(LIMIT)
+    return not other.is_alive()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("use", [
+    lambda future: future.result(0.001),
+    lambda future: future.exception(0.001),
+    RanksFuture.done,
+    lambda future: future.add_done_callback(str),
+    RanksFuture.cancel,
+    repr,
+])  # fmt: skip
+def test_an_interrupt_at_any_moment_of_a_future(use: Callable[[RanksFuture], object], finished: bool) -> None:
+    """Whoever tells its values needs its lock."""
+    seen: set[type[BaseException]] = set()
+    for moment in range(1, MOMENTS):
+        future = RanksFuture()
+        if finished:
+            future.set_result([])
+        try:
+            sys.setprofile(at_moment(moment))
+            try:
+                use(future)
+            finally:
+                sys.setprofile(None)
+        except (KeyboardInterrupt, TimeoutError) as error:
+            seen.add(type(error))
+        assert others_can(future.done), moment
+        assert future.cancelled() or finished or others_can(lambda told=future: told.set_result([]))  # type: ignore[misc]
+    assert KeyboardInterrupt in seen
+
+
+def test_a_future_is_waited_for_by_many() -> None:
+    future, heard = RanksFuture(), list[object]()
+    waiting = [threading.Thread(target=lambda: heard.append(future.result(LIMIT)), daemon=True) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    future.set_result([1])
+    for thread in waiting:
+        thread.join(LIMIT)
+    assert heard == [[1]] * 3
 
 
 def test_an_alarm_beside_an_error_is_handled() -> None:

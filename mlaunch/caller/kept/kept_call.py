@@ -36,6 +36,11 @@ class RanksFuture(Future[Any]):
     make_report: Callable[[], LaunchReport] | None = None
     stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
 
+    def __init__(self) -> None:
+        super().__init__()
+        # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
+        self._condition = interrupts.Condition()  # type: ignore[assignment]
+
     @property
     def report(self) -> LaunchReport | None:
         return None if self.make_report is None else self.make_report()
