@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import signal
 import sys
 import threading
@@ -155,7 +156,7 @@ def test_an_interrupt_at_any_moment_of_a_future(use: Callable[[RanksFuture], obj
                 use(future)
             finally:
                 sys.setprofile(None)
-        except (KeyboardInterrupt, TimeoutError) as error:
+        except (KeyboardInterrupt, concurrent.futures.TimeoutError) as error:
             seen.add(type(error))
         assert others_can(future.done), moment
         assert future.cancelled() or finished or others_can(lambda told=future: told.set_result([]))  # type: ignore[misc]
