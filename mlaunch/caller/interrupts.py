@@ -161,9 +161,9 @@ def wait_readable(fds: Sequence[int], timeout: float | None = None) -> list[int]
 
 
 class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CPython has it be subclassed
-    """What a future needs of a condition, whose lock stays with nobody whom a signal handler ends with an exception.
+    """Does what a future needs of a condition, and is never left locked by a signal handler that raises.
 
-    Those of ``threading`` enter and leave in Python, where a KeyboardInterrupt may come after the lock was taken and
+    That of ``threading`` enters and leaves in Python, where a KeyboardInterrupt may come after the lock was taken and
     before the ``with`` block, or before it is released: whoever wants it next, in another thread, waits for ever.
     """
 
@@ -171,7 +171,10 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
         self._waiters: list[threading.Lock] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Gives the lock away until it is notified, or for so many seconds; tells whether it was notified."""
+        """Gives the lock away until notified, for ``timeout`` seconds at most (None: no limit); False if it was not.
+
+        Called under the lock, taken once. Can be interrupted.
+        """
         waiter = threading.Lock()
         waiter.acquire()
         with deferred():
@@ -182,11 +185,10 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
                     return waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
             finally:
                 self.acquire()
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+                self._waiters.remove(waiter)
 
     def notify_all(self) -> None:
         """Lets all who wait go on; called under the lock."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.release()
+        for waiter in self._waiters:
+            if waiter.locked():  # else it was notified before, and has not gone on yet
+                waiter.release()
