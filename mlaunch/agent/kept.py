@@ -17,6 +17,7 @@ import os
 import signal
 from collections.abc import Sequence
 
+from mlaunch.agent.first_step import NEVER, FirstStep
 from mlaunch.agent.numbers import NumberRequests
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.supervision import OngoingCall, Supervision
@@ -27,7 +28,6 @@ from mlaunch.protocol.messages import Answer, Errand, Kind, RankAnswered
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import step
 
-_NEVER = float("inf")
 _CHECK_TIMEOUT = 1.0  # seconds, at least, for ranks that have all come back to compare and meet
 
 
@@ -45,7 +45,8 @@ class KeptSupervisor(Supervisor):
         self._leaving = False
         self._kept_back: list[tuple[RankAnswered, list[int]]] = []
         # When each step is due.
-        self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        self._asking = FirstStep(scene.system.clock, self._stopping.a_rank_ends)
+        self._call_back_at = self._lost_at = NEVER
         for rank in scene.ranks:
             rank.answer = Kind.VALUE  # they are at work for nobody
 
@@ -124,7 +125,7 @@ class KeptSupervisor(Supervisor):
         if self._lacks_ranks() or self._call.released or any(rank.working for rank in self._ranks.values()):
             return
         self._call.released = True
-        self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        self._forget_steps()
         self._numbers.clear()
         if not self._failed:
             self._finish()
@@ -167,8 +168,8 @@ class KeptSupervisor(Supervisor):
         if self._call.errand is Errand.RUN and not self._call.released:
             self._send_answers()
             first, self._failed = not self._failed, True
-            if first or self._ask_at < _NEVER:
-                self._ask_at = min(self._ask_at, self._clock() + delay)
+            if first or self._asking.at < NEVER:
+                self._asking.within(delay)
 
     # The steps that end it
 
@@ -180,18 +181,18 @@ class KeptSupervisor(Supervisor):
         self._numbers.read(ready)
 
     def _timeout(self) -> float | None:
-        due = min(self._ask_at, self._call_back_at, self._lost_at)
-        ours = None if due == _NEVER else max(0.0, due - self._clock())
+        due = min(self._asking.at, self._call_back_at, self._lost_at)
+        ours = None if due == NEVER else max(0.0, due - self._clock())
         return min((one for one in (super()._timeout(), ours) if one is not None), default=None)
 
     def _take_steps(self) -> None:
         if self._stopping.begun:  # which has steps of its own
-            self._ask_at = self._call_back_at = self._lost_at = _NEVER
+            self._forget_steps()
         now = self._clock()
         asked = self._stopping.asked or self._numbers.pending
-        if now >= self._ask_at:
+        if self._asking.is_due():
             self._ask()
-        elif self._call_back_at < _NEVER and (not asked or now >= self._call_back_at):
+        elif self._call_back_at < NEVER and (not asked or now >= self._call_back_at):
             self._call_back()
         if now >= self._lost_at:
             self._lose()
@@ -201,7 +202,8 @@ class KeptSupervisor(Supervisor):
         """Asks those who still work for their stacks, and all where they are."""
         self._were_back = [rank.rank for rank in self._by_local_rank if not rank.working]
         self._numbers.ask(self._call.number)
-        self._ask_at, self._call_back_at = _NEVER, self._clock() + STACKS_TIMEOUT
+        self._asking.clear()
+        self._call_back_at = self._clock() + STACKS_TIMEOUT
         for rank in self._ranks.values():
             if rank.working:
                 self._stopping.asked.ask(rank, self._board[rank.local_rank])
@@ -211,9 +213,9 @@ class KeptSupervisor(Supervisor):
         if self._waits_in_vain(self._were_back):
             self._lose(force=False)
             return
-        now = self._clock()
-        self._ask_at, self._call_back_at = now + STACKS_TIMEOUT, _NEVER
-        self._lost_at = min(self._lost_at, now + self._grace_period)
+        self._asking.within(STACKS_TIMEOUT)
+        self._call_back_at = NEVER
+        self._lost_at = min(self._lost_at, self._clock() + self._grace_period)
         self._stopping.asked.clear()
         for rank in self._ranks.values():
             if rank.working:
@@ -228,8 +230,12 @@ class KeptSupervisor(Supervisor):
 
     def _lose(self, *, force: bool = True) -> None:
         """Stops the ranks, which are out of step. ``force``: they have had their grace period."""
-        self._ask_at = self._call_back_at = self._lost_at = _NEVER
+        self._forget_steps()
         self._stopping.without_asking(force=force, spare_leaving=True)
+
+    def _forget_steps(self) -> None:
+        self._asking.clear()
+        self._call_back_at = self._lost_at = NEVER
 
     def _must_stay(self) -> bool:
         return not self._leaving

@@ -12,7 +12,7 @@ from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
-_FIELD = re.compile(r"^(State|SigCgt|SigPnd|ShdPnd):\t(\w+)", re.MULTILINE)
+_FIELD = re.compile(r"^(State|VmSize|SigCgt|SigPnd|ShdPnd):\s+(\w+)", re.MULTILINE)
 
 
 class StackRequests:
@@ -65,7 +65,8 @@ def state_of(pid: int) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Returns how the process is and which signals it has a handler for, in the kernel's words; {} if it is gone."""
+    """Returns how the process is, how large, and which signals it has a handler for, in the kernel's words; {} if it is
+    gone."""
     with (
         contextlib.suppress(FileNotFoundError, ProcessLookupError),
         open(f"/proc/{pid}/status", errors="replace") as file,
@@ -95,6 +96,16 @@ def request(pid: int, phase: Phase, number: int) -> bool:
         os.kill(pid, number)
         return True
     return False
+
+
+def is_ending(pid: int, phase: Phase) -> bool:
+    """Tells whether a rank's process is about to end: it has no memory any more, or has become another program.
+
+    That one has no handler for the signal that asks for stacks, which each rank has once it has started.
+    """
+    status = _status(pid)
+    caught = int(status.get("SigCgt", "0"), 16) >> (STACK_SIGNAL - 1) & 1
+    return "VmSize" not in status or (phase is not Phase.STARTING and not caught)
 
 
 def read_some(fd: int) -> str:

@@ -3,7 +3,7 @@
     running --first failure, deadline, cancel--> asking (stacks) --> stopping (SIGTERM) --grace period--> killing
 
 A first failure that looks like the consequence of another rank's is held for a moment, so that the ranks that are
-about to tell the cause are still there to tell it. A lost launcher or fork server skips the asking.
+about to tell the cause are still there to tell it (``first_step.py``). A lost launcher or fork server skips the asking.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 
+from mlaunch.agent.first_step import NEVER, FirstStep
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stack_requests import StackRequests, state_of
 from mlaunch.agent.system import System
@@ -33,7 +34,7 @@ class Stopping:
         self._grace_period = grace_period
         self._system = system
         # When each step is due; None: not at all, or done.
-        self._ask_at: float | None = None
+        self._asking = FirstStep(system.clock, self.a_rank_ends)
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self.begun = False  # the first step has been taken
@@ -44,13 +45,13 @@ class Stopping:
 
     def due(self) -> list[float]:
         """Returns when its steps are due."""
-        return [step for step in (self._ask_at, self._terminate_at, self._kill_at) if step is not None]
+        asking = None if self._asking.at == NEVER else self._asking.at
+        return [step for step in (asking, self._terminate_at, self._kill_at) if step is not None]
 
     def within(self, seconds: float) -> None:
         """Begins after that time, at the latest."""
         if not self.begun:
-            due = self._system.clock() + seconds
-            self._ask_at = due if self._ask_at is None else min(due, self._ask_at)
+            self._asking.within(seconds)
 
     def without_asking(self, *, force: bool, spare_leaving: bool = False) -> None:
         """Begins at once, with the request to end: nobody is left to hear of stacks. ``force``: without grace."""
@@ -62,7 +63,7 @@ class Stopping:
     def take_steps(self) -> None:
         """Takes the steps that are due, in their order."""
         now = self._system.clock()
-        if self._ask_at is not None and now >= self._ask_at:
+        if self._asking.is_due():
             self._ask()
         if self._terminate_at is not None and (not self.asked or now >= self._terminate_at):
             self._terminate()
@@ -103,8 +104,13 @@ class Stopping:
         self._system.stray(rank.pid, rank.pidfd, number)
 
     def _begin(self) -> None:
-        self.begun, self._ask_at = True, None
+        self.begun = True
+        self._asking.clear()
         self.on_begin()
+
+    def a_rank_ends(self) -> bool:
+        """Tells whether one that has not answered is about to end."""
+        return any(self._system.is_ending(rank.pid, self._board[rank.local_rank]) for rank in self._working())
 
     def stacks_of(self, rank: RankProcess) -> RankStacks:
         """Returns what it has told of them."""

@@ -15,9 +15,11 @@ from mlaunch.protocol.messages import Phase
 class System:
     """``clock`` gives monotonic seconds. ``group`` signals a process group by its leader's pid; ``stray`` a process, by
     pid and pidfd, that has left its own. ``request`` asks for stacks by a signal; False: that rank cannot.
+    ``is_ending`` tells whether a rank, by pid, is about to end.
     """
 
     clock: Callable[[], float] = time.monotonic
     group: Callable[[int, int], None] = linux.signal_group
     stray: Callable[[int, int, int], None] = linux.signal_if_not_leader
     request: Callable[[int, Phase, int], bool] = stack_requests.request
+    is_ending: Callable[[int, Phase], bool] = stack_requests.is_ending

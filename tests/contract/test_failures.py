@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.forkserver import main
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
@@ -255,6 +255,27 @@ def test_the_cause_is_told_from_its_consequences(how: str) -> None:
         report = caught.value if isinstance(caught.value, LaunchError) else caught.value.__cause__
         assert isinstance(report, LaunchError)
         assert report.failures[0].rank == culprit
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_cause_that_ends_long_after_its_connections(stays: bool) -> None:
+    """As a process does on a busy machine: the others' errors are there before its end."""
+
+    def train() -> None:
+        if dist.get_rank() == 1:
+            crashes.shut_connections()
+            os.execv("/bin/sh", ["sh", "-c", "sleep 0.5; exit 6"])
+        dist.barrier()
+
+    def call() -> list[None]:
+        if not stays:
+            return launcher(train, 2)()
+        with Ranks(n_gpus=2) as ranks:
+            return ranks.run(train)
+
+    with pytest.raises(LaunchError, match=r"rank 1 of .* exited with code 6") as caught:
+        call()
+    assert caught.value.failures[0].rank == 1
 
 
 @pytest.mark.slow

@@ -19,12 +19,13 @@ import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent import supervisor as supervisor_module
+from mlaunch.agent.first_step import END_DELAY
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept import KeptSupervisor
 from mlaunch.agent.numbers import NumberRequests
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.stack_requests import StackRequests, request
+from mlaunch.agent.stack_requests import StackRequests, is_ending, request
 from mlaunch.agent.supervisor import Supervision, Supervisor
 from mlaunch.agent.system import System
 from mlaunch.base import linux
@@ -70,6 +71,7 @@ class World:
     taken: dict[int, list[object]] = field(default_factory=dict)
     talkative: set[int] = field(default_factory=set)  # ranks that take a request for stacks
     deaf: set[int] = field(default_factory=set)  # ranks that ignore SIGTERM
+    ending: set[int] = field(default_factory=set)  # ranks that are about to end
     steps: list[Callable[[], None]] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)  # the ranks' ends
     peers: Peers = field(default_factory=Peers)
@@ -100,6 +102,7 @@ class World:
                     group=self._signal,
                     stray=lambda _pid, _pidfd, _number: None,
                     request=lambda pid, _phase, _number: self.pids[pid] in self.talkative,
+                    is_ending=lambda pid, _phase: self.pids[pid] in self.ending,
                 ),
             )
         )
@@ -385,6 +388,56 @@ def test_a_consequence_waits_for_its_cause(world: World) -> None:
 def test_a_consequence_is_held_for_a_moment_only(world: World) -> None:
     world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
     assert world.signals == [(1, "SIGTERM", 100.0 + CAUSE_DELAY), (2, "SIGTERM", 100.0 + CAUSE_DELAY)]
+
+
+def test_a_consequence_is_held_longer_while_a_rank_is_about_to_end(world: World) -> None:
+    world.ending = {1}
+    consequence, pause = functools.partial(world.answer, 0, Kind.ERROR, consequence=True), lambda: None
+    told = world.run(consequence, pause, lambda: world.end(1, 6), lambda: world.end(0, 1))
+    assert (gone(told)[1].exitcode, gone(told)[1].stopped) == (6, False)
+    assert world.signals == [(2, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY))]
+
+
+def test_a_rank_that_is_about_to_end_is_not_waited_for_without_end(world: World) -> None:
+    world.ending = {1}
+    world.run(functools.partial(world.answer, 0, Kind.ERROR, consequence=True), lambda: None, lambda: None)
+    assert world.signals[0] == (1, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY + END_DELAY))
+
+
+def test_ranks_that_stay_wait_for_one_that_is_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, kind=KeptSupervisor)
+    world.ending = {1}
+    consequence, pause = functools.partial(world.answer, 0, Kind.ERROR, consequence=True), lambda: None
+    told = world.run(lambda: begin(world, 1), consequence, pause, lambda: world.end(1, 6))
+    assert (gone(told)[1].exitcode, gone(told)[1].stopped) == (6, False)
+
+
+@pytest.mark.parametrize("execs", [False, True])
+def test_a_rank_that_is_about_to_end(execs: bool) -> None:
+    """It has become another program, or is a zombie."""
+    (heard, say), (hear, said) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(said)
+        os.dup2(hear, 0)
+        os.dup2(say, 1)
+        stack_dump.answer_requests(1)
+        if execs:
+            os.execv("/bin/cat", ["cat"])
+        while data := os.read(0, 1):
+            os.write(1, data)
+        os._exit(0)
+    try:
+        os.write(said, b"!")
+        assert os.read(heard, 1) == b"!"
+        assert is_ending(pid, Phase.RUNNING) == execs
+        assert not is_ending(pid, Phase.STARTING)  # when no rank has the handler yet
+    finally:
+        for fd in (said, hear, say, heard):
+            os.close(fd)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert is_ending(pid, Phase.STARTING)
+        os.waitpid(pid, 0)
 
 
 def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:
