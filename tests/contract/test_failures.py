@@ -263,7 +263,7 @@ def test_a_cause_that_ends_long_after_its_connections(stays: bool) -> None:
 
     def train() -> None:
         if dist.get_rank() == 1:
-            crashes.shut_connections()
+            crashes.close_connections_at_exec()
             os.execv("/bin/sh", ["sh", "-c", "sleep 0.5; exit 6"])
         dist.barrier()
 
