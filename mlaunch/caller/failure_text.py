@@ -74,7 +74,10 @@ def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
 
 def _shortened(text: str) -> str:
     first, _, rest = text.partition("\n")
-    return textwrap.shorten(first, _SHORTENED, placeholder=" ...") + (" ..." if rest else "")
+    first = " ".join(first.split())
+    if len(first) > _SHORTENED:
+        first = textwrap.shorten(first, _SHORTENED, placeholder=" ...")
+    return first + (" ..." if rest else "")
 
 
 def summarise(dumps: Iterable[RankStacks]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -115,9 +116,12 @@ class Outcome:
 
     def _read_crash(self, rank: int, fd: int) -> str:
         """Reads what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""
-        with open(fd, encoding="utf-8", errors="replace") as file:
-            file.seek(0)
-            text = file.read()
+        try:
+            text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        finally:
+            os.close(fd)
+        if not text:
+            return ""
         record = error_file.parse(text)
         if record is None:
             return _without_ours(in_letters(text))

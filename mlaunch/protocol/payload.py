@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from mlaunch.base import linux
+from mlaunch.protocol.messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
 _ALIGNMENT = 64
 _ENTRY = struct.Struct("<QQ")  # offset, size
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # that are the same in each process
+_PICKLED_AS_IT_IS = PLAIN | {RemoteError}
 _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 
@@ -99,7 +101,7 @@ def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
-    if type(value) in PLAIN and len(data := pickle.dumps(value, 5)) <= most:
+    if type(value) in _PICKLED_AS_IT_IS and len(data := pickle.dumps(value, 5)) <= most:
         return data
     memfd = fd if callable(fd) else lambda: fd
     return _write(_Spool(memfd, most), value, pickle_by_name if to_caller else pickle_by_value)

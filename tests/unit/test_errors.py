@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
+import traceback
 
 import pytest
 
 from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
 from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.protocol.messages import Phase
+from mlaunch.rank import remote_error
 
 
 def raised_from(cause: BaseException | None) -> ValueError:
@@ -46,3 +50,22 @@ class Refuses(AttributeError):
 def test_an_error_that_refuses_attributes_is_marked_as_others_are() -> None:
     assert is_misuse(misuse(Refuses()))
     assert not is_misuse(Refuses())
+
+
+def lose_a_peer(cause: BaseException | None = None) -> RuntimeError:
+    """Returns what torch raises in a rank whose peer has died."""
+    try:
+        exec("raise RuntimeError('Connection closed by peer [127.0.0.1]:1.\\nGLHF') from cause", {}, {"cause": cause})
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize("related", ["nothing", "a cause", "a note"])
+def test_the_traceback_of_a_consequence_is_pythons_less_its_carets(related: str) -> None:
+    error = lose_a_peer(ValueError("a reason of one's own") if related == "a cause" else None)
+    if related == "a note":
+        BaseException.__setattr__(error, "__notes__", ["remember"])  # which Python 3.10 does not print
+    pythons = "".join(traceback.format_exception(error))
+    ours = remote_error.describe(error, Phase.RUNNING, "cpu", catchable=False).traceback
+    assert "exec(" in ours
+    assert ours == (re.sub(r"^ +[~^]+\n", "", pythons, flags=re.MULTILINE) if related == "nothing" else pythons)

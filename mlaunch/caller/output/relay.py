@@ -68,9 +68,13 @@ class Relay:
 
     def carry(self) -> set[int]:
         """Carries what has come, without waiting; returns the watched descriptors that can be read."""
-        ready = {fd for fd, _ in self._poll.poll(0)}
+        events = self._poll.poll(0)
+        ready = {fd for fd, _ in events}
         if self._awaited in ready and self.output.console.drain():
             self._await(None)
+        for fd, event in events:
+            if event == select.EPOLLHUP and fd in self._streams:  # nothing is in it, so no line can be out of order
+                self._close(fd)
         self._read_round(ready & self._streams.keys())
         self.output.show_due()
         self._await(self.output.console.blocked)
