@@ -31,12 +31,13 @@ class RankProcess:
     content: Payload = field(default_factory=Payload)  # of this answer
     stopped: bool = False  # told to stop, or killed, by us
     rests: bool = False  # kept from running while it waits for a call
+    ends_at: float | None = None  # since when it ends, by a failure of its own
     gone: bool = False  # reaped
 
     @property
     def alive(self) -> bool:
-        """It has not been told to stop."""
-        return not self.stopped and not self.gone
+        """It has not been told to stop, and does not end by itself."""
+        return not self.stopped and not self.gone and self.ends_at is None
 
     @property
     def working(self) -> bool:

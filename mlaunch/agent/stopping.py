@@ -9,8 +9,9 @@ about to tell the cause are still there to tell it (``first_step.py``). A lost l
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from mlaunch.agent.endings import Endings
 from mlaunch.agent.first_step import NEVER, FirstStep
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stack_requests import StackRequests, state_of
@@ -39,6 +40,7 @@ class Stopping:
         self._kill_at: float | None = None
         self.begun = False  # the first step has been taken
         self.asked = StackRequests(system.request)
+        self.endings = Endings(ranks, system)
         self.number = signal.SIGTERM  # which asks them to end
         self.spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
         self.on_begin: Callable[[], None] = lambda: None
@@ -46,7 +48,18 @@ class Stopping:
     def due(self) -> list[float]:
         """Returns when its steps are due."""
         asking = None if self._asking.at == NEVER else self._asking.at
-        return [step for step in (asking, self._terminate_at, self._kill_at) if step is not None]
+        steps = (asking, self._terminate_at, self._kill_at, self.endings.due)
+        return [step for step in steps if step is not None]
+
+    def fds(self) -> list[int]:
+        """Returns what ``hear`` wants to hear of."""
+        return [*self.asked.fds(), *self.endings.fds()]
+
+    def hear(self, ready: Collection[int]) -> None:
+        """Takes in stacks, and that a rank has begun to end by failure."""
+        self.asked.read(ready)
+        if self.endings.hear(ready):
+            self.within(0.0)
 
     def within(self, seconds: float) -> None:
         """Begins after that time, at the latest."""
@@ -95,8 +108,9 @@ class Stopping:
     def _kill(self) -> None:
         """Forces them to end."""
         for rank in self._ranks.values():
-            rank.stopped = True
-            self._signal(rank, signal.SIGKILL)
+            if rank.ends_at is None:  # else it ends by itself, and is why the others are stopped
+                rank.stopped = True
+                self._signal(rank, signal.SIGKILL)
         self._kill_at = None
 
     def _signal(self, rank: RankProcess, number: int) -> None:
@@ -106,6 +120,7 @@ class Stopping:
     def _begin(self) -> None:
         self.begun = True
         self._asking.clear()
+        self.endings.close()
         self.on_begin()
 
     def a_rank_ends(self) -> bool:

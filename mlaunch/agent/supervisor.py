@@ -64,6 +64,8 @@ class Supervisor:
         """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
         due = None if left is None else self._clock() + left
         self._begin(OngoingCall(self._call.number + 1, deadline, due, details=details), call_fd=call_fd)
+        if not self._peers.awaited:  # they are told why we stop, which is known when the rank has ended
+            self._stopping.endings.watch_soon()
 
     def _begin(self, call: OngoingCall, data: bytes = b"", call_fd: int | None = None) -> None:
         self._call = call
@@ -77,7 +79,7 @@ class Supervisor:
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server(self._server)
-            self._stopping.asked.read(ready)
+            self._stopping.hear(ready)
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
             self._release()
@@ -94,10 +96,9 @@ class Supervisor:
     # What is waited for
 
     def _sources(self) -> list[int]:
+        ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._ranks, *self._listening]
         sentinel = [] if self._server is None else [self._server.sentinel]
-        visitors = [*self._peers.fds(), *(() if self._inspection is None else self._inspection.fds())]
-        ours = [self._results.queue.fileno(), *self._stopping.asked.fds(), *sentinel, *visitors]
-        return [*ours, *self._ranks, *self._listening]
+        return [*ours, *sentinel, *self._peers.fds(), *(() if self._inspection is None else self._inspection.fds())]
 
     def _timeout(self) -> float | None:
         """Returns the seconds until the next step is due, None if none is."""
@@ -147,6 +148,7 @@ class Supervisor:
         """Lets ranks go that have answered, once nobody is left who works with them."""
         if not self._call.released and not any(rank.working for rank in self._ranks.values()):
             self._call.released = True
+            self._stopping.endings.close()
             for rank in self._ranks.values():
                 rank.release()
 
@@ -179,7 +181,7 @@ class Supervisor:
             phase=self._results.board[rank.local_rank],
             answered=rank.answer is not None,
             stopped=rank.stopped,
-            at=self._clock(),
+            at=self._clock() if rank.ends_at is None else rank.ends_at,
             hints=() if rank.stopped else self._evidence.hints(exitcode, peak_memory),
             peak_memory=peak_memory,
         )
@@ -245,8 +247,7 @@ class Supervisor:
             self._peers.tell(self._first)
 
     def _hear_peers(self, ready: set[int]) -> None:
-        failure = self._peers.hear(ready, self._launcher)
-        if failure is not None:
+        if (failure := self._peers.hear(ready, self._launcher)) is not None:
             self._launcher.try_send(failure)
             self._stopping.within(CAUSE_DELAY if failure.consequence else 0.0)
 
@@ -256,5 +257,4 @@ class Supervisor:
         if self._stopping.begun and self._farewell_at is None:
             self._begin_stopping()
             self._farewell_at = self._clock() + FAREWELL_TIMEOUT
-        late = self._farewell_at is not None and self._clock() >= self._farewell_at
-        return self._peers.awaited and not late
+        return self._peers.awaited and not (self._farewell_at is not None and self._clock() >= self._farewell_at)

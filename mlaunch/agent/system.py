@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlaunch.agent import stack_requests
+from mlaunch.agent import stack_requests, threads
 from mlaunch.base import linux
 from mlaunch.protocol.messages import Phase
 
@@ -15,7 +15,8 @@ from mlaunch.protocol.messages import Phase
 class System:
     """``clock`` gives monotonic seconds. ``group`` signals a process group by its leader's pid; ``stray`` a process, by
     pid and pidfd, that has left its own. ``request`` asks for stacks by a signal; False: that rank cannot.
-    ``is_ending`` tells whether a rank, by pid, is about to end.
+    ``is_ending`` tells whether a rank, by pid, is about to end; ``is_failing``, whether it has begun to end by failure.
+    ``watch`` opens pidfds of two of its threads.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -23,3 +24,5 @@ class System:
     stray: Callable[[int, int, int], None] = linux.signal_if_not_leader
     request: Callable[[int, Phase, int], bool] = stack_requests.request
     is_ending: Callable[[int, Phase], bool] = stack_requests.is_ending
+    is_failing: Callable[[int], bool] = threads.is_failing
+    watch: Callable[[int], list[int]] = threads.watch

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent import supervisor as supervisor_module
+from mlaunch.agent import threads
 from mlaunch.agent.first_step import END_DELAY
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept import KeptSupervisor
@@ -72,6 +74,9 @@ class World:
     talkative: set[int] = field(default_factory=set)  # ranks that take a request for stacks
     deaf: set[int] = field(default_factory=set)  # ranks that ignore SIGTERM
     ending: set[int] = field(default_factory=set)  # ranks that are about to end
+    failing: set[int] = field(default_factory=set)  # ranks that have begun to end by failure
+    watched: bool = False  # the ends of threads are told
+    threads: dict[int, int] = field(default_factory=dict)  # a thread of each rank: it ends when this is closed
     steps: list[Callable[[], None]] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)  # the ranks' ends
     peers: Peers = field(default_factory=Peers)
@@ -103,11 +108,22 @@ class World:
                     stray=lambda _pid, _pidfd, _number: None,
                     request=lambda pid, _phase, _number: self.pids[pid] in self.talkative,
                     is_ending=lambda pid, _phase: self.pids[pid] in self.ending,
+                    is_failing=lambda pid: self.pids[pid] in self.failing,
+                    watch=self._watch,
                 ),
             )
         )
         if self.kind is Supervisor:  # else the caller says when
             self.supervisor.begin_call(None, self.deadline, self.deadline)
+        if not self.watched:
+            self.supervisor._stopping.endings.close()
+
+    def _watch(self, pid: int) -> list[int]:
+        thread, self.threads[self.pids[pid]] = os.pipe()
+        return [thread]
+
+    def end_thread(self, rank: int) -> None:
+        os.close(self.threads.pop(rank))
 
     def _rank(self, index: int) -> RankProcess:
         reader, writer = os.pipe()
@@ -185,7 +201,7 @@ class World:
         return told
 
     def _close(self) -> None:
-        for writer in (*self._writers.values(), *self._stacks.values()):
+        for writer in (*self._writers.values(), *self._stacks.values(), *self.threads.values()):
             os.close(writer)
         self.results.board.close()
         for end in (self.ours, self.parent, self.parent_end, *self.channels.values()):
@@ -438,6 +454,87 @@ def test_a_rank_that_is_about_to_end(execs: bool) -> None:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert is_ending(pid, Phase.STARTING)
         os.waitpid(pid, 0)
+
+
+def begin_to_fail(world: World, rank: int) -> None:
+    world.failing.add(rank)
+    world.end_thread(rank)
+
+
+def test_a_rank_that_begins_to_fail_is_the_cause_though_it_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may take long. The others are not left to see their connections close."""
+    world = World(monkeypatch, watched=True, deaf={0})
+
+    def nothing() -> None: ...
+
+    told = world.run(nothing, lambda: begin_to_fail(world, 1), nothing, lambda: world.end(1, 6))
+    ended = {record.rank: record for record in told if isinstance(record, messages.RankGone)}
+    assert (ended[1].stopped, ended[1].exitcode, ended[1].at) == (False, 6, 100.05)
+    assert [ended[0].stopped, ended[2].stopped] == [True, True]
+    assert world.signals == [(0, "SIGTERM", 100.05), (2, "SIGTERM", 100.05), (0, "SIGKILL", 105.05)]
+    assert {record.rank for record in told if isinstance(record, messages.RankStacks)} == {0, 2}
+
+
+def test_a_thread_that_ends_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, watched=True, size=1)
+    world.run(lambda: None, lambda: world.end_thread(0), lambda: world.answer(0), lambda: world.end(0))
+    assert world.signals == []
+
+
+def test_ranks_that_have_answered_are_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, watched=True, size=1)
+    endings, watched = world.supervisor._stopping.endings, list[int]()
+
+    def answer() -> None:
+        watched.extend(endings.fds())
+        world.answer(0)
+
+    def end() -> None:
+        assert not endings.fds()
+        world.end(0)
+
+    world.run(lambda: None, answer, end)
+    assert linux.identities(watched) == {watched[0]: None}
+
+
+@pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
+def test_what_the_ends_of_threads_tell_of_a_process(code: int) -> None:
+    pid, end = fork_with_a_thread()
+    assert not threads.is_failing(pid)
+    watched = threads.watch(pid)
+    if code < 0:
+        os.kill(pid, -code)
+    else:
+        os.write(end, bytes([code]))
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    ended = wait_readable(watched, 0.0)
+    assert threads.is_failing(pid) == bool(code)
+    os.waitpid(pid, 0)
+    for fd in (*watched, end):
+        os.close(fd)
+    if not watched:
+        pytest.skip("this kernel tells nothing of threads; Linux 6.9 does")
+    assert ended == watched
+    assert len(watched) == 2
+
+
+def fork_with_a_thread() -> tuple[int, int]:
+    """Returns the pid, and a pipe on which it awaits with which code to exit."""
+    (reader, writer), (is_ready, ready) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        os.write(ready, b"!")
+        os._exit(os.read(reader, 1)[0])
+    os.read(is_ready, 1)
+    for fd in (reader, is_ready, ready):
+        os.close(fd)
+    return pid, writer
+
+
+def test_nothing_is_told_of_threads_where_proc_numbers_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads.os, "readlink", lambda _: "1")
+    assert threads.watch(os.getpid()) == []
 
 
 def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:
