@@ -20,7 +20,7 @@ from mlaunch.base.text import last_bytes
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import Phase, RankStacks
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
 
 
 class Stopping:
@@ -97,11 +97,12 @@ class Stopping:
         self._terminate_at = None
         self.asked.clear()
         working = self._working()
-        for rank in working:
-            self._launcher.try_send(self.stacks_of(rank))
+        stacks = [self.stacks_of(rank) for rank in working]
         for rank in working:  # at one go: the end of one would be "Connection closed by peer" to the next
             rank.stopped = True
             self._signal(rank, self.number)
+        for record in stacks:
+            self._launcher.try_send(record)
         for rank in self._ranks.values():
             rank.release()
 
@@ -130,7 +131,8 @@ class Stopping:
     def stacks_of(self, rank: RankProcess) -> RankStacks:
         """Returns what it has told of them."""
         text = last_bytes(rank.stacks, TEXT_LIMIT)
-        return RankStacks(rank.rank, self._board[rank.local_rank], state_of(rank.pid), text)
+        state = "" if is_whole(text) else state_of(rank.pid)
+        return RankStacks(rank.rank, self._board[rank.local_rank], state, text)
 
     def _working(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]
