@@ -41,7 +41,8 @@ def run(rounds: int) -> list[Row]:
 
 
 def _second(measure: Callable[[], float]) -> float:
-    """Measures a call right after another one: nothing can have been prepared."""
+    """Measures a call right after another one: nothing can have been prepared, nor is beside it for another contestant."""
+    time.sleep(_PAUSE)
     measure()
     return measure()
 

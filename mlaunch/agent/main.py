@@ -48,6 +48,7 @@ class Order:
     parent: int  # the fork server's pid
     foreign: OwnedFds  # the fork server's own fds, and other launches'
     call: Call | None
+    rehearses: bool = False  # if it is to be prepared
 
 
 def run_agent(order: Order) -> NoReturn:
@@ -60,8 +61,7 @@ def run_agent(order: Order) -> NoReturn:
         linux.wake_with(order.parent)
         order.foreign.close_in_child()
         _take_over_streams(order)
-        spec = payload.read(order.spec_fd)
-        with error_file.with_directory(as_prepared(spec) if order.call_fd < 0 else spec) as spec:
+        with error_file.with_directory(_wanted(order)) as spec:
             _supervise(order, spec, launcher)
         code = 0
     except NoLaunchError:
@@ -72,6 +72,12 @@ def run_agent(order: Order) -> NoReturn:
         launcher.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
     finally:
         os._exit(code)
+
+
+def _wanted(order: Order) -> LaunchSpec:
+    """Returns the launch that is to be made."""
+    spec: LaunchSpec = payload.read(order.spec_fd)
+    return as_prepared(spec, rehearses=order.rehearses) if order.call_fd < 0 else spec
 
 
 def _take_over_streams(order: Order) -> None:
@@ -122,7 +128,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
 def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | None) -> Supervisor:
     """Returns the supervisor, which has begun the call if that is there already."""
     if spec.prepared:
-        return PreparedSupervisor(scene, priority)
+        return PreparedSupervisor(scene, priority, rehearses=spec.rehearses)
     if spec.stays:
         os.close(order.call_fd)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)

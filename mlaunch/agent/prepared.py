@@ -24,12 +24,12 @@ from mlaunch.protocol.prepared import BeginCall, CallBegun
 from mlaunch.protocol.spec import LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call
-_LOOK_DELAY = 10.0  # seconds between looks at the memory
-_STOP_DELAY = 0.25  # seconds between looks whether all ranks wait and may be stopped
+_LOOK_DELAY = 20.0  # seconds between looks at the memory
+_STOP_DELAY = 0.1  # seconds between looks whether all ranks wait and may be stopped
 _LOWEST = 19
 
 
-def as_prepared(spec: LaunchSpec) -> LaunchSpec:
+def as_prepared(spec: LaunchSpec, *, rehearses: bool) -> LaunchSpec:
     """Returns a launch like the last one, with what is its own."""
     return dataclasses.replace(
         spec,
@@ -40,6 +40,7 @@ def as_prepared(spec: LaunchSpec) -> LaunchSpec:
         time_left=None,
         seed=None,
         prepared=True,
+        rehearses=rehearses,
     )
 
 
@@ -54,11 +55,15 @@ def lower_priority() -> int | None:
 
 
 class PreparedSupervisor(Supervisor):
-    """Once it has passed the call on, it is as any other. ``priority``: what the ranks get then; None: they have it."""
+    """Once it has passed the call on, it is as any other.
 
-    def __init__(self, scene: Supervision, priority: int | None) -> None:
+    ``priority``: what the ranks get then; None: they have it. ``rehearses``: does its part of a call first.
+    """
+
+    def __init__(self, scene: Supervision, priority: int | None, *, rehearses: bool) -> None:
         super().__init__(scene)
-        rehearse()
+        if rehearses:
+            rehearse()
         self._priority = priority
         self._waits = True
         self._leave_at = self._clock() + WAIT_LIMIT

@@ -162,7 +162,7 @@ class _ForkServer:
             self._start(fds, caller)
         elif isinstance(record, Prepare):
             if fds[1:]:
-                self.next.remember(fds[1:])
+                self.next.remember(fds[1:], announced=True)
             self.next.want(fds[0])
         elif isinstance(record, CountDevices):
             self._count(fds)
@@ -184,18 +184,18 @@ class _ForkServer:
     def _prepare_next(self, caller: int) -> None:
         """Prepares the next launch. The lowest priority is its own business."""
         spec_fd, launcher_fd, out, err = self.next.take()
-        self._launch((spec_fd, -1, launcher_fd, out, err), caller)
+        rehearses = self.next.announced or self.launched > 1  # who has called once may never call again
+        self._launch((spec_fd, -1, launcher_fd, out, err), caller, rehearses=rehearses)
 
-    def _launch(self, fds: tuple[int, int, int, int, int], caller: int) -> None:
+    def _launch(self, fds: tuple[int, int, int, int, int], caller: int, *, rehearses: bool = False) -> None:
         """Forks the agent of a launch. Of the descriptors it keeps the socket alone."""
         from mlaunch.agent import main
 
-        spec_fd, call_fd, launcher_fd, out, err = fds
-        parent = os.getpid()
+        launcher_fd, parent = fds[2], os.getpid()
         pid = self._fork(launcher_fd)
         if pid == 0:
             foreign = self._owned(caller, spare=fds)
-            main.run_agent(main.Order(spec_fd, call_fd, launcher_fd, out, err, parent, foreign, self.call))
+            main.run_agent(main.Order(*fds, parent, foreign, self.call, rehearses))
         if pid is not None:
             self._keep(pid, launcher_fd, is_agent=True)
 
@@ -242,7 +242,7 @@ class _ForkServer:
             self.late.end(status)
             self.settled = False
             return
-        self.launched += 1
+        self.launched += child.is_agent
         if self.launched >= _SOON_ENOUGH and self.call is None and not self.retiring:
             self._improve(caller)
 

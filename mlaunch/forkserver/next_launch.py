@@ -14,6 +14,7 @@ class NextLaunch:
     def __init__(self) -> None:
         self._like: Sequence[int] = ()  # of the last launch: spec memfd, stdout, stderr
         self._socket = -1
+        self.announced = False  # somebody has said that its call will come
 
     @property
     def wanted(self) -> bool:
@@ -24,10 +25,10 @@ class NextLaunch:
         """Returns the descriptors, which are no other process's business."""
         return [*self._like, *([self._socket] if self.wanted else [])]
 
-    def remember(self, like: Sequence[int]) -> None:
-        """Takes what the last launch was made of."""
+    def remember(self, like: Sequence[int], *, announced: bool = False) -> None:
+        """Takes what the last launch was made of, or one that is ``announced``."""
         self.forget()
-        self._like = like
+        self._like, self.announced = like, announced
 
     def want(self, socket: int) -> None:
         """Takes the socket of the launch that is to be prepared; closes it if none can be."""

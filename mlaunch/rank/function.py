@@ -98,7 +98,8 @@ class FunctionRank(Rank):
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
         if spec.prepared and not self._is_early:
-            self._rehearse()
+            if spec.rehearses:
+                self._rehearse()
             self._expect_call()
 
     def _say_who(self) -> None:
