@@ -35,7 +35,7 @@ def victim(how: str) -> None:
 def run(rounds: int) -> list[Row]:
     rows = []
     for how, median, worst in (
-        ("is killed", "<= 60 ms", "< 250 ms"),
+        ("is killed", "<= 20 ms", "< 250 ms"),
         ("raises", "<= 60 ms", "< 250 ms"),
         ("raises, one ignores SIGTERM", f"grace_period={_GRACE}", "< 800 ms"),
     ):
