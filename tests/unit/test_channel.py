@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -10,8 +11,8 @@ import socket
 import pytest
 
 from mlaunch.base.text import first_bytes, last_bytes
-from mlaunch.protocol import payload
-from mlaunch.protocol.channel import RECORD_LIMIT, Channel
+from mlaunch.protocol import messages, payload
+from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
 
 
 def test_what_was_said_before_the_end_is_heard() -> None:
@@ -72,3 +73,11 @@ def test_what_is_put_into_memory_for_a_moment_is_gone_after_it(value: bytes) -> 
         assert payload.read(memfd) == value
     packed.close()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_classes_of_records_are_known_before_their_first_record() -> None:
+    """Else each forked process would change the class at its first record."""
+    kinds = {kind for kind in vars(messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    get_to_know(vars(messages).values())
+    assert kinds
+    assert all("__slotnames__" in vars(kind) for kind in kinds)
