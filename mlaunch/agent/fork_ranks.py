@@ -6,12 +6,12 @@ import contextlib
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.base import linux
-from mlaunch.base.fds import OwnedFds
+from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -20,6 +20,8 @@ from mlaunch.protocol.results import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import main as rank_main
 from mlaunch.rank.base import RankArgs
+
+_AT_ONCE = 16  # ranks whose descriptors are open at the same time
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,47 @@ class Nursery:
     owned: OwnedFds
 
 
+@dataclass(frozen=True)
+class _Cradle:
+    """A rank that is about to be forked: the agent's ends of what they share, and the rank's."""
+
+    args: RankArgs
+    channel: Channel
+    aside: Channel | None
+    stacks: int  # the pipe that its stacks come from
+    readers: Sequence[int]  # of its standard streams
+    writers: Mapping[int, int]  # by stream
+
+    def of_rank(self) -> list[int]:
+        """Returns the descriptors that the rank alone keeps."""
+        aside = [] if self.args.aside is None else [self.args.aside.fileno()]
+        return [self.args.channel.fileno(), *aside, self.args.stack_fd, *self.writers.values()]
+
+
 def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
     """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
-    forked = [_prepare_and_fork(nursery, local_rank) for local_rank in range(nursery.spec.local_world_size)]
-    for rank, started, readers in forked:
+    ranks: list[RankProcess] = []
+    for start in range(0, nursery.spec.local_world_size, _AT_ONCE):
+        some = range(start, min(start + _AT_ONCE, nursery.spec.local_world_size))
+        ranks += _fork_some([_prepare(nursery, local_rank) for local_rank in some], nursery, launcher)
+    return ranks
+
+
+def _fork_some(cradles: Sequence[_Cradle], nursery: Nursery, launcher: Channel) -> list[RankProcess]:
+    """Forks ranks with as little as can be between two forks: all that is written to after one is copied again."""
+    forked = [(_fork(cradle, cradles, nursery.owned), time.monotonic()) for cradle in cradles]
+    ranks = [_adopt(cradle, pid, nursery.owned) for cradle, (pid, _) in zip(cradles, forked, strict=True)]
+    for rank, cradle, (pid, at) in zip(ranks, cradles, forked, strict=True):
         if nursery.spec.stays:
             rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
-        launcher.try_send(started, [*([rank.channel.fileno()] if nursery.spec.stays else []), *readers])
-        nursery.owned.close(*readers)
-    return [rank for rank, _, _ in forked]
+        ends = [rank.channel.fileno()] if nursery.spec.stays else []
+        launcher.try_send(RankStarted(rank.rank, pid, at), [*ends, *cradle.readers])
+        nursery.owned.close(*cradle.readers)
+    return ranks
 
 
-def _prepare_and_fork(nursery: Nursery, local_rank: int) -> tuple[RankProcess, RankStarted, list[int]]:
-    """Returns also what the launcher is to be told, with the reading ends of the rank's streams."""
-    spec, owned = nursery.spec, nursery.owned
+def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
+    spec = nursery.spec
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel, theirs = Channel.pair()
@@ -63,30 +92,37 @@ def _prepare_and_fork(nursery: Nursery, local_rank: int) -> tuple[RankProcess, R
         inherited=nursery.inherited,
     )
     readers = [reader for reader, _ in streams.values()]
-    owned.add(stacks_in, channel.fileno(), *([aside.fileno()] if aside is not None else []), *readers)
-    pid = _fork(args, owned, {stream: writer for stream, (_, writer) in streams.items()})
-    started = RankStarted(spec.rank(local_rank), pid, time.monotonic())
-    theirs.close()
-    if theirs_aside is not None:
-        theirs_aside.close()
-    for fd in (stacks_out, *(writer for _, writer in streams.values())):
-        os.close(fd)
+    nursery.owned.add(stacks_in, channel.fileno(), *([aside.fileno()] if aside is not None else []), *readers)
+    return _Cradle(
+        args, channel, aside, stacks_in, readers, {stream: writer for stream, (_, writer) in streams.items()}
+    )
+
+
+def _adopt(cradle: _Cradle, pid: int, owned: OwnedFds) -> RankProcess:
+    """Returns a rank that was forked, whose ends are its own business now."""
+    args, spec = cradle.args, cradle.args.spec
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
+        os.setpgid(pid, pid)
+    args.channel.close()
+    if args.aside is not None:
+        args.aside.close()
+    close_all([args.stack_fd, *cradle.writers.values()])
     rank = RankProcess(
-        rank=spec.rank(local_rank),
-        local_rank=local_rank,
+        rank=spec.rank(args.local_rank),
+        local_rank=args.local_rank,
         pid=pid,
         pidfd=os.pidfd_open(pid),
-        channel=channel,
+        channel=cradle.channel,
         crash_fd=args.crash_fd,
-        stack_fd=stacks_in,
-        aside=aside,
-        error_file=error_file.path_of(spec, local_rank),
+        stack_fd=cradle.stacks,
+        aside=cradle.aside,
+        error_file=error_file.path_of(spec, args.local_rank),
     )
     owned.add(rank.pidfd, rank.crash_fd)
-    return rank, started, readers
+    return rank
 
 
-def _fork(args: RankArgs, owned: OwnedFds, streams: Mapping[int, int]) -> int:
+def _fork(cradle: _Cradle, all_of_them: Sequence[_Cradle], owned: OwnedFds) -> int:
     """Forks one rank; returns its pid."""
     parent = os.getpid()
     pid = os.fork()
@@ -95,14 +131,14 @@ def _fork(args: RankArgs, owned: OwnedFds, streams: Mapping[int, int]) -> int:
             linux.die_with(parent)
             os.setpgid(0, 0)
             owned.close_in_child()
-            for stream, writer in streams.items():
+            for other in all_of_them:
+                close_all([] if other is cradle else [other.args.crash_fd, *other.of_rank()])
+            for stream, writer in cradle.writers.items():
                 os.dup2(writer, stream)
                 os.close(writer)
-            args.results.queue.close_reader()
+            cradle.args.results.queue.close_reader()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        rank_main.run(args)
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
-        os.setpgid(pid, pid)
+        rank_main.run(cradle.args)
     return pid

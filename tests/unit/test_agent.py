@@ -36,7 +36,7 @@ from mlaunch.protocol import error_file, messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase, RankStarted
+from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase
 from mlaunch.protocol.results import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, step
@@ -693,7 +693,8 @@ def test_a_rank_that_can_be_called_has_where_to_write(monkeypatch: pytest.Monkey
     """Its launcher sends calls by itself, and the first may have a value that is too large for the queue."""
     channel, rank_end = Channel.pair()
     rank = RankProcess(0, 0, os.getpid(), os.pidfd_open(os.getpid()), channel, os.memfd_create("crash"), -1)
-    monkeypatch.setattr(fork_ranks_module, "_prepare_and_fork", lambda *_: (rank, RankStarted(0, rank.pid, 0.0), []))
+    for part, result in (("_prepare", SimpleNamespace(readers=[])), ("_fork", rank.pid), ("_adopt", rank)):
+        monkeypatch.setattr(fork_ranks_module, part, lambda *_, result=result: result)
     listener = Listener(rank_end)
     nursery = SimpleNamespace(spec=SimpleNamespace(local_world_size=1, stays=stays), owned=SimpleNamespace(close=print))
     fork_ranks_module.fork_ranks(cast(Any, nursery), cast(Any, listener))
