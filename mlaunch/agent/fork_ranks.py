@@ -46,10 +46,12 @@ class _Cradle:
     readers: Sequence[int]  # of its standard streams
     writers: Mapping[int, int]  # by stream
 
-    def of_rank(self) -> list[int]:
-        """Returns the descriptors that the rank alone keeps."""
-        aside = [] if self.args.aside is None else [self.args.aside.fileno()]
-        return [self.args.channel.fileno(), *aside, self.args.stack_fd, *self.writers.values()]
+    def leave_to_rank(self) -> None:
+        """Closes the rank's ends in another process: the agent, or another rank."""
+        self.args.channel.close()
+        if self.args.aside is not None:
+            self.args.aside.close()
+        close_all([self.args.stack_fd, *self.writers.values()])
 
 
 def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
@@ -93,20 +95,16 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
     )
     readers = [reader for reader, _ in streams.values()]
     nursery.owned.add(stacks_in, channel.fileno(), *([aside.fileno()] if aside is not None else []), *readers)
-    return _Cradle(
-        args, channel, aside, stacks_in, readers, {stream: writer for stream, (_, writer) in streams.items()}
-    )
+    writers = {stream: writer for stream, (_, writer) in streams.items()}
+    return _Cradle(args, channel, aside, stacks_in, readers, writers)
 
 
 def _adopt(cradle: _Cradle, pid: int, owned: OwnedFds) -> RankProcess:
-    """Returns a rank that was forked, whose ends are its own business now."""
+    """Returns a rank that was forked, as its supervisor knows it."""
     args, spec = cradle.args, cradle.args.spec
     with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
         os.setpgid(pid, pid)
-    args.channel.close()
-    if args.aside is not None:
-        args.aside.close()
-    close_all([args.stack_fd, *cradle.writers.values()])
+    cradle.leave_to_rank()
     rank = RankProcess(
         rank=spec.rank(args.local_rank),
         local_rank=args.local_rank,
@@ -132,7 +130,9 @@ def _fork(cradle: _Cradle, all_of_them: Sequence[_Cradle], owned: OwnedFds) -> i
             os.setpgid(0, 0)
             owned.close_in_child()
             for other in all_of_them:
-                close_all([] if other is cradle else [other.args.crash_fd, *other.of_rank()])
+                if other is not cradle:
+                    other.leave_to_rank()
+                    os.close(other.args.crash_fd)
             for stream, writer in cradle.writers.items():
                 os.dup2(writer, stream)
                 os.close(writer)

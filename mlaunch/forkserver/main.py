@@ -188,7 +188,7 @@ class _ForkServer:
         self._launch((spec_fd, -1, launcher_fd, out, err), caller, rehearses=rehearses)
 
     def _launch(self, fds: tuple[int, int, int, int, int], caller: int, *, rehearses: bool = False) -> None:
-        """Forks the agent of a launch. Of the descriptors it keeps the socket alone."""
+        """Forks the agent of a launch. ``fds``: as in its Order; of these it keeps the launcher's socket alone."""
         from mlaunch.agent import main
 
         launcher_fd, parent = fds[2], os.getpid()

@@ -40,9 +40,18 @@ def _is_of_another(message: str) -> bool:
 
 
 def _may_be_short(error: BaseException, message: str) -> bool:
-    """Tells whether the traceback of a consequence is its frames and nothing else."""
+    """Tells whether it is torch that lost a peer, and the traceback is its frames and nothing else.
+
+    A pipe that breaks in the user's own code looks like a consequence, too, but may be the cause.
+    """
     related = error.__cause__, error.__context__, getattr(error, "__notes__", None)
-    return _is_of_another(message) and isinstance(error, RuntimeError | OSError) and not any(related)
+    return _is_of_another(message) and isinstance(error, RuntimeError) and not any(related) and _is_torchs(error)
+
+
+def _is_torchs(error: BaseException) -> bool:
+    """Tells whether a function of torch's has raised it."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(modules) and modules[-1].startswith("torch.")
 
 
 def _in_short(error: BaseException, message: str) -> str:
@@ -52,13 +61,11 @@ def _in_short(error: BaseException, message: str) -> str:
     was just forked, the standard library's way takes 1.2 ms and copies 120 pages; this one takes 0.3 ms and copies 35.
     """
     lines = ["Traceback (most recent call last):\n"]
-    trace = error.__traceback__
-    while trace is not None:
-        code, number = trace.tb_frame.f_code, trace.tb_lineno
-        line = linecache.getline(code.co_filename, number, trace.tb_frame.f_globals).strip()
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        line = linecache.getline(code.co_filename, number, frame.f_globals).strip()
         lines.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}\n')
         lines += [f"    {line}\n"] if line else []
-        trace = trace.tb_next
     return "".join([*lines, f"{explain.type_name(error)}: {message}\n"])
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch.agent import fork_ranks
 from tests.contract import crashes
 from tests.processes import children, descendants, wait_gone
 
@@ -236,21 +238,31 @@ def test_a_program_that_a_rank_becomes_inherits_none_of_ours(capfd: pytest.Captu
     assert capfd.readouterr().out.split("[0] ")[1:] == ["0\n", "1\n", "2\n", "3\n"]  # 3: the directory that ls reads
 
 
+def held() -> list[str]:
+    """Returns the pipes, sockets and memory files of this process, except gloo's sockets; without their numbers."""
+    unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]}
+    files = [os.path.basename(os.path.realpath(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd")]
+    ours = [file for file in files if file in unix or file.startswith(("pipe:", "memfd:"))]
+    return sorted(re.sub(r"\d+", "", file) for file in ours)
+
+
 def test_no_rank_holds_another_ones_channels() -> None:
-    """Whose end would then not be seen."""
+    """Whose end would then not be seen. Each holds what a single one does."""
+    (alone,) = launcher(held, 1)()
+    assert launcher(held, 3)() == [alone] * 3
 
-    def held() -> int:
-        unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]}
-        files = [os.path.basename(os.path.realpath(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd")]
-        return sum(file in unix or file.startswith("pipe:") for file in files)
 
-    assert len(set(launcher(held, 3)())) == 1
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_nor_do_ranks_that_are_forked_in_several_goes(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_ranks, "_AT_ONCE", at_once)  # the agent of "fork" is a fork of this process
+    (alone,) = launcher(held, 1, start_method="fork")()
+    assert launcher(held, 3, start_method="fork")() == [alone] * 3
 
 
 def test_an_agent_holds_no_end_of_its_ranks_streams() -> None:
     """A rank that writes when nobody reads any more would wait for ever."""
 
-    def held() -> list[str]:
+    def found_there() -> list[str]:
         streams = {os.readlink(f"/proc/self/fd/{fd}") for fd in (1, 2)}
         agent, found = Path(f"/proc/{os.getppid()}/fd"), []
         for fd in agent.iterdir():
@@ -258,7 +270,7 @@ def test_an_agent_holds_no_end_of_its_ranks_streams() -> None:
                 found.append(os.readlink(fd))
         return [name for name in found if name in streams]
 
-    assert launcher(held, 2)() == [[], []]
+    assert launcher(found_there, 2)() == [[], []]
 
 
 def test_standard_input_is_empty() -> None:

@@ -196,6 +196,16 @@ def test_ranks_rehearse_for_who_has_called_twice() -> None:
     assert call() == [none + 1]
 
 
+def test_ranks_rehearse_for_a_call_that_was_announced() -> None:
+    (none,) = launcher(operations, 1, start_method="spawn")()  # which nothing is prepared for
+    server = warm_server.get(os.environ).pid
+    os.kill(server, signal.SIGKILL)
+    wait_gone([server])
+    mlaunch.warm_up(n_gpus=1)
+    prepared()
+    assert launcher(operations, 1)() == [none + 1]
+
+
 def test_a_rank_that_somebody_stopped_while_it_waits_runs_with_its_call() -> None:
     launcher(total, 2)()
     ranks = pids_of(prepared())

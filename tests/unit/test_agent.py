@@ -481,6 +481,19 @@ def test_a_thread_that_ends_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> No
     assert world.signals == []
 
 
+def test_threads_are_not_watched_where_other_machines_want_to_know_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hear of the first failure as the others are stopped, and it is known once the rank has ended."""
+    ours, theirs = Channel.pair()
+    link: Any = SimpleNamespace(channel=ours, pid=5)
+    world = World(monkeypatch, watched=True, peers=Peers(link, 60.0))
+    assert world.supervisor._stopping.endings.due is None
+    world.run(lambda: world.end(1, 3))
+    failure, _ = theirs.receive()
+    assert (failure.rank, failure.exitcode) == (1, 3)
+    for end in (ours, theirs):
+        end.close()
+
+
 def test_ranks_that_have_answered_are_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, watched=True, size=1)
     endings, watched = world.supervisor._stopping.endings, list[int]()
