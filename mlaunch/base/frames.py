@@ -9,6 +9,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
 _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function", "script"))
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))
 RUNPY = "<frozen runpy>"
 
 
@@ -18,8 +19,8 @@ def is_ours(file: str) -> bool:
 
 
 def is_ranks_own(file: str) -> bool:
-    """Tells whether the file has what a rank does before and after the user's function."""
-    return file.startswith(os.path.join(_PACKAGE, "rank", ""))
+    """Tells whether the file has what a rank does before and after the user's function, such as to wait for a call."""
+    return file.startswith(_RANKS_OWN)
 
 
 def is_bottom(file: str) -> bool:

@@ -29,7 +29,7 @@ from mlaunch.caller.options import Options
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.restarts import with_restarts
-from mlaunch.protocol import payload
+from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages import Kind, Phase, RankAnswered, RankGone, RankStacks, Ready, RemoteError
 from mlaunch.protocol.stack_dump import in_letters
 from mlaunch.rank import function as rank_function
@@ -431,16 +431,18 @@ def test_a_hang_in_an_import_is_in_the_line_that_imports() -> None:
 def test_what_is_not_running_is_told_by_its_phase() -> None:
     bare = f'Current thread 0x1 (most recent call first):\n  File "{rank_function.__file__}", line 8 in live\n'
     joining = bare.replace("\n", f'\n  File "{rank_group.__file__}", line 6 in _meet\n', 1)
+    waiting = bare.replace("\n", f'\n  File "{channel.__file__}", line 6 in _take\n', 1)
     dumps = [
         RankStacks(0, Phase.JOINING, "S", ""),
         RankStacks(1, Phase.RUNNING, "R", ""),
         RankStacks(2, Phase.RUNNING, "R", bare),
         RankStacks(3, Phase.RUNNING, "R", joining),
+        RankStacks(4, Phase.RUNNING, "R", waiting),
     ]
     assert summarise(dumps) == [
         "rank 0 was joining the process group",
         "rank 1 was running the function and did not show its stack",
-        "ranks 2-3 were running the function, at its very beginning or end",
+        "ranks 2-4 were running the function, at its very beginning or end",
     ]
 
 
