@@ -2,7 +2,8 @@
 
 A rank that comes back from a call early leaves the others in an operation that it never entered. From then on every
 operation would meet another one's partner. torch numbers the operations of each group, on each rank: where the numbers
-of all members agree, everybody has entered what the others have.
+of all members agree, everybody has entered what the others have. It counts the groups, too, and names the next one by
+that, so a rank that was called back while it made one would wait for the others under another name.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # By group: its members, and the operations since the call began; None where the backend does not number them.
 Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
+_GROUPS = "groups"  # among them, as if it were the name of one: the groups of the whole world that were begun
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def _number(group: dist.ProcessGroup) -> int | None:
 
 def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
-    _present.beginning = _Beginning(call, {name: _number(group) for name, group in _groups().items()})
+    numbers = {name: _number(group) for name, group in _groups().items()}
+    _present.beginning = _Beginning(call, {**numbers, _GROUPS: _world().group_count})
 
 
 def since_the_call(call: int | None = None) -> Numbers:
@@ -79,6 +82,9 @@ def since_the_call(call: int | None = None) -> Numbers:
     for name, group in _groups().items():
         now, before = _number(group), beginning.numbers.get(name) or 0
         found[name] = tuple(dist.get_process_group_ranks(group)), None if now is None else now - before
+    if dist.is_initialized():  # the user may have destroyed all groups
+        begun = _world().group_count - (beginning.numbers.get(_GROUPS) or 0)
+        found[_GROUPS] = tuple(range(dist.get_world_size())), begun
     return found
 
 

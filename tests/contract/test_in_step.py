@@ -195,6 +195,31 @@ def test_a_group_that_one_rank_waits_for(ranks: Ranks) -> None:
     assert ranks.submit(sum_in_a_new_group).result(LIMIT) == [2.0, 2.0]
 
 
+def test_a_rank_that_is_called_back_while_it_makes_a_group(ranks: Ranks) -> None:
+    """It has counted the group, which is all that is left of it."""
+
+    def work() -> None:
+        store = dist.distributed_c10d._get_default_store()
+
+        def never_there(*_: Any, **__: Any) -> None:
+            store.set("begun", "")
+            while True:
+                signal.pause()
+
+        if dist.get_rank() == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist.distributed_c10d, "_new_process_group_helper", never_there)
+                dist.new_group([0, 1])
+        store.wait(["begun"])
+        fail()
+
+    with lost(ranks):
+        error = caught(lambda: ranks.run(work))
+        assert isinstance(error, ValueError)
+        assert STAYED not in notes(error)
+    assert ranks.submit(sum_in_a_new_group).result(LIMIT) == [2.0, 2.0]
+
+
 def test_a_group_whose_member_never_came() -> None:
     def make() -> list[Any]:
         groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
