@@ -10,6 +10,7 @@ import traceback
 from dataclasses import dataclass
 from typing import NoReturn
 
+from mlaunch.agent import store
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept import KeptSupervisor
@@ -27,51 +28,90 @@ from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.machine_messages import Refused
 from mlaunch.protocol.messages import AgentFailed, Finished, RanksStarting
 from mlaunch.protocol.results import Results
+from mlaunch.protocol.server_messages import Free
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rendezvous import names
 from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.tcp_store import serve
 
-# The store, whose destructor would wait for its thread; the end of the process takes it anyway.
-_until_exit: list[object] = []
+_MOST_LAUNCHES = 1000  # of one agent, which has 10 KB more after each
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the fork server hands to an agent: the launch's file descriptors, and its own, which the agent closes."""
+    """The descriptors of a launch, as the fork server hands them to an agent, which owns them."""
 
     spec_fd: int
     call_fd: int  # -1: the launch is to be prepared
     launcher_fd: int
     stdout: int
     stderr: int
-    parent: int  # the fork server's pid
-    foreign: OwnedFds  # the fork server's own fds, and other launches'
-    call: Call | None
+    call: Call | None = None  # it is in memory
     rehearses: bool = False  # if it is to be prepared
 
 
-def run_agent(order: Order) -> NoReturn:
+@dataclass(frozen=True)
+class Home:
+    """Where an agent lives, whatever it serves."""
+
+    server: int  # the fork server's pid
+    foreign: OwnedFds  # the fork server's own descriptors, and other launches', which the agent closes
+    link: Channel | None  # to the fork server, which may have more launches
+
+
+def run_agent(order: Order, home: Home) -> NoReturn:
     """Lives an agent's life in a forked process."""
     code = 1
-    launcher = Channel.adopt(order.launcher_fd)
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         linux.adopt_orphans()
-        linux.wake_with(order.parent)
-        order.foreign.close_in_child()
+        linux.wake_with(home.server)
+        home.foreign.close_in_child()
+        _serve_all(order, home.link, os.pidfd_open(home.server))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _serve_all(order: Order, link: Channel | None, parent: int) -> None:
+    """Serves one launch after another, as long as each ends well and the fork server has more."""
+    for left in reversed(range(_MOST_LAUNCHES)):
+        if not _serve(order, link if left else None, parent) or link is None:
+            return
+        following = _rest(link, parent)
+        if following is None:
+            return
+        order = following
+
+
+def _serve(order: Order, link: Channel | None, parent: int) -> bool:
+    """Serves a launch; tells whether this process is free for another, as it has told the fork server on ``link``."""
+    launcher = Channel.adopt(order.launcher_fd)
+    try:
         _take_over_streams(order)
         with error_file.with_directory(_wanted(order)) as spec:
-            _supervise(order, spec, launcher)
-        code = 0
+            is_free = _supervise(order, spec, launcher, link, parent)
     except NoLaunchError:
         linux.kill_children()
         os._exit(0)  # while the error holds what was opened: a ResourceWarning would trouble the caller
     except BaseException as error:
         rlimits.name_limit(error)
         launcher.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
-    finally:
-        os._exit(code)
+        os._exit(1)
+    launcher.close()
+    return is_free
+
+
+def _rest(link: Channel, parent: int) -> Order | None:
+    """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
+    store.let_go()
+    _leave_streams()
+    if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
+        return None
+    try:
+        _, fds = link.receive()
+    except EOFError:
+        return None
+    spec_fd, call_fd, launcher_fd, out, err = fds
+    return Order(spec_fd, call_fd, launcher_fd, out, err)
 
 
 def _wanted(order: Order) -> LaunchSpec:
@@ -86,20 +126,27 @@ def _take_over_streams(order: Order) -> None:
         os.close(fd)
 
 
+def _leave_streams() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    for standard in (1, 2):
+        os.dup2(null, standard)
+    os.close(null)
+
+
 def _silence_input() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
 
 
-def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
+def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel | None, parent: int) -> bool:
+    """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
     os.close(order.spec_fd)
     priority = lower_priority() if spec.prepared else None
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()
-    parent = os.pidfd_open(order.parent)
     listener = _listen(spec, launcher)
-    owned = OwnedFds(parent, order.launcher_fd, *([] if spec.prepared else [order.call_fd]))
+    owned = _owned(order, link, parent)
     joined = Joined(spec, None, Peers())
     if spec.cluster is not None:
         joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
@@ -112,17 +159,28 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel) -> None:
     owned.add(listener.fileno())
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:
-        _host_store(listener)
+        store.host(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
     supervisor = _begin(order, spec, scene, priority)
     try:
-        supervisor.run()
+        went_well = supervisor.run()
     finally:
         inspection.close()
-    if _may_say_so(spec) and not linux.wait_readable([parent], 0.0):  # else the launcher has that to hear
-        launcher.try_send(Finished())
+    if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
+        return False
+    if went_well and link is not None:
+        link.try_send(Free())  # before the launcher can ask for another
+    launcher.try_send(Finished())
+    results.close()
+    return went_well
+
+
+def _owned(order: Order, link: Channel | None, parent: int) -> OwnedFds:
+    """Returns what the ranks must not hold."""
+    call = [] if order.call_fd < 0 else [order.call_fd]
+    return OwnedFds(parent, order.launcher_fd, *call, *([] if link is None else [link.fileno()]))
 
 
 def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | None) -> Supervisor:
@@ -141,16 +199,6 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | N
 def _may_say_so(spec: LaunchSpec) -> bool:
     """Tells whether nothing goes with this process that the next call may want: files, a port."""
     return spec.command is None and spec.cluster is None and spec.port == 0
-
-
-def _host_store(listener: socket.socket) -> None:
-    """Hosts the store of a launch on one machine in this process, which forks nothing any more.
-
-    The ranks can already connect, since the socket listens, and have work to do until they need it. In a launch over
-    several machines the gate's process has the store, since machines join before ranks are forked.
-    """
-    names.look_up_in_files_only()  # this process knows nobody but by address
-    _until_exit.append(serve(listener.dup()))
 
 
 def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:

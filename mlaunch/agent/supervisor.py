@@ -46,10 +46,8 @@ class Supervisor:
         self._server = scene.server
         self._launcher = scene.launcher
         self._listening = {scene.launcher.fileno(), scene.parent}
-        self._inspection = scene.inspection
-        self._peers = scene.peers
-        self._clock = scene.system.clock
-        self._signal_group = scene.system.group
+        self._inspection, self._peers = scene.inspection, scene.peers
+        self._clock, self._signal_group = scene.system.clock, scene.system.group
         self._evidence = Evidence()
         self._call = OngoingCall(-1, None, None)
         self._first: RankFailure | None = None  # our first failure, for the peers
@@ -73,7 +71,8 @@ class Supervisor:
         for rank in self._by_local_rank:
             rank.begin_call(record, [] if call_fd is None else [call_fd])
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
         while self._ranks or self._awaits_peers():
             ready = set(wait_readable(self._sources(), self._timeout()))
             self._drain()
@@ -92,6 +91,7 @@ class Supervisor:
         if self._server is not None:
             self._server.kill()
         linux.kill_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
+        return not self._stopping.begun
 
     # What is waited for
 

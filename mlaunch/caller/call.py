@@ -56,15 +56,20 @@ def call_on_ranks(
 
 
 def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
-    for _ in range(_TRIES):
-        ended = _try(options, call, name, number)
-        if ended is not None:
-            return ended
-    raise LaunchError(f"the fork server was killed before it could start {name}, and another one as well")
+    left = _TRIES if options.start_method == "forkserver" else 1
+    while True:
+        left -= 1
+        try:
+            return _try(options, call, name, number)
+        except ServerGoneError as error:
+            if options.start_method != "forkserver":
+                raise
+            if not left:
+                raise LaunchError(f"{error}; {_TRIES - 1} others before it met the same end") from error
 
 
-def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | None:
-    """Returns how one attempt ended; None if nothing was started: a warm server, or a prepared launch, was gone."""
+def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended:
+    """Returns how one attempt ended. ServerGoneError: nothing was started, since a process of ours was gone."""
     history = History()
     environ = {**os.environ, **(options.env or {})}
     server = server_for(options, call, environ)
@@ -76,10 +81,6 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended | No
             return handle.wait()
         finally:
             handle.close()
-    except ServerGoneError:
-        if options.start_method == "forkserver":
-            return None
-        raise
     finally:
         if options.start_method != "forkserver":
             server.close()

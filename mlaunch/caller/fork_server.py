@@ -17,9 +17,10 @@ from mlaunch.caller import interrupts
 from mlaunch.protocol import payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Cancel, CountDevices, DeviceCount, NotReady, Ready, Retire, StartLaunch
+from mlaunch.protocol.messages import Cancel, NotReady, Ready
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.prepared import Prepare
+from mlaunch.protocol.server_messages import CountDevices, DeviceCount, Retire, StartLaunch
 from mlaunch.protocol.spec import LaunchSpec
 
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
@@ -138,14 +139,17 @@ class ForkServer:
             raise LaunchError(f"counting the accelerators failed: {answer.error}")
         return answer.count
 
-    def launch(self, spec: LaunchSpec, call: Call | Payload | None, following: Channel | None = None) -> Channel:
+    def launch(
+        self, spec: LaunchSpec, call: Call | Payload | None, following: Channel | None = None, *, more: bool = False
+    ) -> Channel:
         """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
 
-        ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not.
+        ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
+        see StartLaunch.
         """
         with _standard_streams() as streams:
             beside = streams if following is None else [*streams, following.fileno()]
-            return self._ask(StartLaunch(), [("spec", spec), ("call", call)], beside)
+            return self._ask(StartLaunch(more), [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: Channel, *, like: LaunchSpec | None = None) -> None:
         """Has a launch prepared, as the last one was. OSError if the server is gone.

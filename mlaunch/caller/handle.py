@@ -63,7 +63,7 @@ class LaunchHandle:
     waiting: str = ""  # for other machines
     ending: bool = False  # it is being cancelled
     prepared: bool = False  # before the call
-    never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or a prepared agent
+    never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or the agent
 
     def __post_init__(self) -> None:
         self._has_begun = False
@@ -119,7 +119,7 @@ class LaunchHandle:
             self.outcome.interrupt = interrupt
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
-            raise ServerGoneError(f"{self.server.describe_end()} before it could start {self.spec.name}")
+            raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")
         with interrupts.allowed():  # values are unpickled by code of the user's
             return settle(self.outcome, self.report())
 
@@ -180,16 +180,20 @@ class LaunchHandle:
         if isinstance(record, AgentStarted):
             (self._limits.agent,) = fds
             self.relay.watch(fds[0])
-        self._has_begun = self._has_begun or isinstance(record, CallBegun if self.prepared else AgentStarted)
+        self._has_begun = self._has_begun or self._begins(record)
         self.history.take(record, fds)
         self.outcome.take(record, fds)
         if isinstance(record, Reaped) and record.exitcode != 0:
             self._tidy_up()
         if isinstance(record, (Finished, Reaped)):
-            self.never_began = self.prepared and not self._has_begun and not self.ending
+            self.never_began = not self._has_begun and not self.ending
             return False
         self._show(record, fds)
         return True
+
+    def _begins(self, record: object) -> bool:
+        """Tells whether something of the launch may have happened, so that it is too late for another attempt."""
+        return isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
 
     def _tidy_up(self) -> None:
         """Removes the files of an agent that was killed."""

@@ -47,7 +47,8 @@ def start_or_take(
     following = preparation.expect(server, spec)
     try:
         if agent is None:
-            return _handle(server, spec, send_launch(server, spec, call, following), output, history)
+            sent = send_launch(server, spec, call, following, more=spec.cluster is None)
+            return _handle(server, spec, sent, output, history)
         if following is not None:
             with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
                 server.prepare(following)
@@ -79,11 +80,13 @@ def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
     return dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
 
 
-def send_launch(server: ForkServer, spec: LaunchSpec, call: Call | None, following: Channel | None = None) -> Channel:
+def send_launch(
+    server: ForkServer, spec: LaunchSpec, call: Call | None, following: Channel | None = None, *, more: bool = False
+) -> Channel:
     """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
         with naming_culprits(spec, call):
-            return server.launch(spec, call, following)
+            return server.launch(spec, call, following, more=more)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
 

@@ -4,24 +4,80 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Reaped
+from mlaunch.protocol.messages import AgentStarted, Reaped
+from mlaunch.protocol.server_messages import ServeNext
 
 _STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
 
 
-@dataclass(frozen=True)
+@dataclass
 class Child:
-    """An agent, or a process that counts devices: both answer on a channel whose last word is ours. Or a trial."""
+    """An agent, or a process that counts devices: both answer on a channel whose last word is ours. Or a trial.
+
+    ``link``: to an agent that may serve one launch after another. The channel is its latest launch's.
+    """
 
     pid: int
     pidfd: int
     channel: Channel | None
     is_agent: bool = False
+    link: Channel | None = None
+    rests: bool = False  # between two launches, or after its last
+
+    @property
+    def is_trial(self) -> bool:
+        """It tries an import."""
+        return self.channel is None
+
+    def fds(self) -> list[int]:
+        """Returns the descriptors, which are no other process's business."""
+        channels = [channel for channel in (self.channel, self.link) if channel is not None]
+        return [self.pidfd, *(channel.fileno() for channel in channels)]
+
+    def hears_free(self) -> bool:
+        """Takes in that an agent is free; False if it has ended instead."""
+        if self.link is None:
+            return False
+        try:
+            self.link.receive()
+        except EOFError:
+            self.dismiss()
+            return False
+        self.rests = True
+        return True
+
+    def serves(self, fds: Sequence[int]) -> bool:
+        """Has an agent that rests serve one more launch; False if it cannot. ``fds``: as for ServeNext."""
+        if not self.rests or self.link is None or linux.is_stopped(self.pid):
+            return False
+        try:
+            self.link.send(ServeNext(), fds)
+        except OSError:  # it has been killed
+            return False
+        self.rests = False
+        return True
+
+    def begin(self, channel: Channel) -> None:
+        """Takes the channel of a launch that an agent now serves, and tells the launcher of the agent."""
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = channel
+        channel.try_send(AgentStarted(self.pid), [self.pidfd])
+
+    def dismiss(self) -> None:
+        """Has an agent end that rests, or else after its launch."""
+        if self.link is None:
+            return
+        self.link.close()
+        self.link = None
+        if self.rests and linux.is_stopped(self.pid):  # then it would stay
+            os.kill(self.pid, signal.SIGKILL)
 
     def say_last(self, code: int) -> None:
         """Says how it ended; nobody hears of it any more."""
@@ -30,9 +86,10 @@ class Child:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Closes its channel."""
+        """Closes its channels."""
         if self.channel is not None:
             self.channel.close()
+        self.dismiss()
 
     def wait_for_agent(self) -> None:
         """Waits until an agent has ended, which its grace period bounds; wakes one that somebody has stopped."""
@@ -42,3 +99,62 @@ class Child:
                 os.kill(self.pid, number)
                 number = signal.SIGKILL
         os.waitpid(self.pid, 0)
+
+
+class Children:
+    """All that a fork server has now."""
+
+    def __init__(self) -> None:
+        self._by_pidfd: dict[int, Child] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_pidfd)
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(list(self._by_pidfd.values()))
+
+    def add(self, child: Child) -> None:
+        self._by_pidfd[child.pidfd] = child
+
+    def fds(self) -> set[int]:
+        """Returns the descriptors of all."""
+        return {fd for child in self for fd in child.fds()}
+
+    def sources(self) -> list[int]:
+        """Returns what can be read when one has ended, or is free."""
+        links = [child.link.fileno() for child in self if child.link is not None and not child.rests]
+        return [*self._by_pidfd, *links]
+
+    def remove(self, child: Child) -> None:
+        del self._by_pidfd[child.pidfd]
+
+    def ended(self, ready: Collection[int]) -> list[Child]:
+        """Returns those that have ended; each is to be removed as it is reaped."""
+        return [child for pidfd, child in self._by_pidfd.items() if pidfd in ready]
+
+    def hear_free(self, ready: Collection[int]) -> list[Child]:
+        """Takes in which agents are free. One of them can rest at most; others are dismissed."""
+        free = []
+        for child in self:
+            if not child.rests and child.link is not None and child.link.fileno() in ready:
+                another = self.resting
+                if child.hears_free():
+                    free.append(child)
+                    if another is not None:
+                        child.dismiss()
+        return free
+
+    @property
+    def busy(self) -> bool:
+        """Whether any has something to do."""
+        return any(not child.rests for child in self)
+
+    @property
+    def resting(self) -> Child | None:
+        """The agent that can serve a launch at once."""
+        return next((child for child in self if child.rests and child.link is not None), None)
+
+    def dismiss(self) -> None:
+        """Has that agent end."""
+        if (child := self.resting) is not None:
+            child.dismiss()

@@ -9,7 +9,7 @@ from mlaunch.base import linux
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import DeviceCount
+from mlaunch.protocol.server_messages import DeviceCount
 
 
 def count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:

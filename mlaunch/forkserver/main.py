@@ -19,15 +19,17 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import last_bytes
-from mlaunch.forkserver.children import Child
+from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.late import LateImports
+from mlaunch.forkserver.launching import Launch, begin, fork
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.forkserver.settling import settle
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import AgentFailed, AgentStarted, CountDevices, NotReady, Reaped, Retire, StartLaunch
+from mlaunch.protocol.messages import NotReady
 from mlaunch.protocol.prepared import Prepare
+from mlaunch.protocol.server_messages import CountDevices, Retire, StartLaunch
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = (
@@ -75,7 +77,7 @@ class _ForkServer:
     caller: int
     call: Call | None
     preload: Sequence[str] = ()
-    children: dict[int, Child] = field(default_factory=dict)  # by pidfd
+    children: Children = field(default_factory=Children)
     retiring: bool = False
     launched: int = 0  # launches that have ended
     settled: bool = False
@@ -90,11 +92,16 @@ class _ForkServer:
         if not self._prepare():
             return
         while self.children or not self.retiring:
-            ready = set(linux.wait_readable([caller, self.control.fileno(), *self.children], self._timeout()))
+            sources = [caller, self.control.fileno(), *self.children.sources()]
+            ready = set(linux.wait_readable(sources, self._timeout()))
             if not ready:
                 self._use_pause(caller)
-            for pidfd in ready & set(self.children):
-                self._finish(pidfd, caller)
+            for child in self.children.ended(ready):
+                self._finish(child, caller)
+            for _ in self.children.hear_free(ready):
+                self._count_launch(caller)
+            if self.retiring:
+                self.children.dismiss()
             if caller in ready:
                 break
             if self.control.fileno() in ready and not self._obey(caller):
@@ -130,13 +137,14 @@ class _ForkServer:
         return True
 
     def _timeout(self) -> float | None:
-        """Seconds until we may settle, or prepare a launch; None once that is done, or nothing was launched yet."""
-        idle = (self.launched > 0 or self.next.wanted) and not self.children
-        busy = not self.settled or self.next.wanted or self.late.wanted()
-        return _IDLE if idle and busy and self.call is None else None
+        """Seconds until it is a pause; None while there is nothing to do in one, or nothing was launched yet."""
+        idle = (self.launched > 0 or self.next.wanted) and not self.children.busy
+        wanted = not self.settled or self.next.wanted or self.late.wanted()
+        return _IDLE if self.children.resting or (idle and wanted and self.call is None) else None
 
     def _use_pause(self, caller: int) -> None:
-        if not self._improve(caller):
+        self.children.dismiss()
+        if not self.children.busy and not self._improve(caller) and self.next.wanted:
             self._prepare_next(caller)
 
     def _improve(self, caller: int) -> bool:
@@ -144,11 +152,12 @@ class _ForkServer:
         if self.late.wanted():
             child = self.late.begin(self._owned(caller))
             if child is not None:
-                self.children[child.pidfd] = child
+                self.children.add(child)
             return True
         if not self.settled:
             settle()
             self.settled = True
+            self.children.dismiss()  # the next agent has what we have by now
             return True
         return False
 
@@ -159,7 +168,7 @@ class _ForkServer:
         except EOFError:
             return False
         if isinstance(record, StartLaunch):
-            self._start(fds, caller)
+            self._start(fds, caller, more=record.more)
         elif isinstance(record, Prepare):
             if fds[1:]:
                 self.next.remember(fds[1:], announced=True)
@@ -170,10 +179,10 @@ class _ForkServer:
             self.retiring = True
         return True
 
-    def _start(self, fds: list[int], caller: int) -> None:
+    def _start(self, fds: list[int], caller: int, *, more: bool) -> None:
         spec_fd, call_fd, launcher_fd, out, err, *wanted = fds
         self.next.forget()
-        self._launch((spec_fd, call_fd, launcher_fd, out, err), caller)
+        self._launch(Launch((spec_fd, call_fd, launcher_fd, out, err), self.call, more=more), caller)
         os.close(call_fd)
         self.next.remember((spec_fd, out, err))
         if wanted:
@@ -185,72 +194,49 @@ class _ForkServer:
         """Prepares the next launch. The lowest priority is its own business."""
         spec_fd, launcher_fd, out, err = self.next.take()
         rehearses = self.next.announced or self.launched > 1  # who has called once may never call again
-        self._launch((spec_fd, -1, launcher_fd, out, err), caller, rehearses=rehearses)
+        self._launch(Launch((spec_fd, -1, launcher_fd, out, err), more=True, rehearses=rehearses), caller)
 
-    def _launch(self, fds: tuple[int, int, int, int, int], caller: int, *, rehearses: bool = False) -> None:
-        """Forks the agent of a launch. ``fds``: as in its Order; of these it keeps the launcher's socket alone."""
-        from mlaunch.agent import main
-
-        launcher_fd, parent = fds[2], os.getpid()
-        pid = self._fork(launcher_fd)
-        if pid == 0:
-            foreign = self._owned(caller, spare=fds)
-            main.run_agent(main.Order(*fds, parent, foreign, self.call, rehearses))
-        if pid is not None:
-            self._keep(pid, launcher_fd, is_agent=True)
+    def _launch(self, launch: Launch, caller: int) -> None:
+        begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds))
 
     def _count(self, fds: list[int]) -> None:
         environ_fd, answer_fd = fds
         parent = os.getpid()
-        pid = self._fork(answer_fd)
+        pid = fork(answer_fd)
         if pid == 0:
             count_devices(environ_fd, answer_fd, parent)
         if pid is not None:
-            self._keep(pid, answer_fd, is_agent=False)
+            self.children.add(Child(pid, os.pidfd_open(pid), Channel.adopt(answer_fd)))
         os.close(environ_fd)
 
-    def _fork(self, channel_fd: int) -> int | None:
-        """Forks as os.fork; None if the system refuses, which is said on the channel: other launches go on."""
-        try:
-            return os.fork()
-        except OSError:
-            channel = Channel.adopt(channel_fd)
-            channel.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
-            channel.try_send(Reaped(1))
-            channel.close()
-            return None
-
-    def _keep(self, pid: int, channel_fd: int, *, is_agent: bool) -> None:
-        pidfd, channel = os.pidfd_open(pid), Channel.adopt(channel_fd)
-        self.children[pidfd] = Child(pid, pidfd, channel, is_agent)
-        if is_agent:
-            channel.try_send(AgentStarted(pid), [pidfd])
-
     def _owned(self, caller: int, spare: Sequence[int] = ()) -> OwnedFds:
-        channels = [self.control, *(child.channel for child in self.children.values() if child.channel)]
-        ours = {caller, *self.children, *self.next.fds(), *(channel.fileno() for channel in channels)}
+        ours = {caller, self.control.fileno(), *self.next.fds()} | self.children.fds()
         return OwnedFds(*ours - set(spare))
 
-    def _finish(self, pidfd: int, caller: int) -> None:
+    def _finish(self, child: Child, caller: int) -> None:
         """Reaps a child and whatever it left, then says its last word."""
-        child = self.children.pop(pidfd)
-        os.close(pidfd)
+        self.children.remove(child)
+        os.close(child.pidfd)
         _, status = os.waitpid(child.pid, 0)
-        linux.kill_children(spare={other.pid for other in self.children.values()})
+        linux.kill_children(spare={other.pid for other in self.children})
         child.say_last(os.waitstatus_to_exitcode(status))
-        if child.channel is None:
+        if child.is_trial:
             self.late.end(status)
             self.settled = False
-            return
-        self.launched += child.is_agent
+            self.children.dismiss()
+        elif child.is_agent and not child.rests:
+            self._count_launch(caller)
+
+    def _count_launch(self, caller: int) -> None:
+        self.launched += 1
         if self.launched >= _SOON_ENOUGH and self.call is None and not self.retiring:
             self._improve(caller)
 
     def _outlive_agents(self) -> None:
         """Waits for the agents of a caller that is gone; their channels tell them so, once we hold them no longer."""
-        for child in self.children.values():
+        for child in self.children:
             child.hang_up()
-        for child in self.children.values():
+        for child in self.children:
             if child.is_agent:
                 child.wait_for_agent()
 

@@ -1,6 +1,6 @@
 """The records that cross process boundaries, each written once.
 
-launcher -> fork server   CountDevices, StartLaunch, Retire     (a seqpacket socket, with file descriptors)
+launcher -> fork server   see server_messages.py
 fork server -> launcher   Ready or NotReady
 launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
 launcher and agent        see kept_messages.py                  (ranks that stay between calls)
@@ -41,33 +41,10 @@ class NotReady:
 
 
 @dataclass(frozen=True)
-class CountDevices:
-    """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket."""
-
-
-@dataclass(frozen=True)
-class DeviceCount:
-    """``error`` is empty unless the driver could not be asked."""
-
-    count: int
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class StartLaunch:
-    """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare."""
-
-
-@dataclass(frozen=True)
 class AgentStarted:
     """The launch's agent was forked. Attached: its pidfd, with which the launcher can end it if it does not answer."""
 
     pid: int
-
-
-@dataclass(frozen=True)
-class Retire:
-    """Asks the fork server to end once its running launches have."""
 
 
 @dataclass(frozen=True)

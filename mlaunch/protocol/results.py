@@ -91,6 +91,11 @@ class ResultQueue(SimpleQueue[R]):
         """Leaves the reading to the one process that does it; called in a writer."""
         self._reader.close()
 
+    def close(self) -> None:
+        """Closes both ends, where it was made."""
+        self._reader.close()
+        self._writer.close()
+
 
 class Results:
     """The queues and the board of one launch; made by its agent before the ranks are forked.
@@ -136,3 +141,8 @@ class Results:
         """Leaves that end to the launcher."""
         if self.to_launcher is not None:
             self.to_launcher.close_reader()
+
+    def close(self) -> None:
+        """Lets go of the queue and the board of ranks that do not stay."""
+        self.queue.close()
+        self.board.close()

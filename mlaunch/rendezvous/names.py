@@ -19,6 +19,11 @@ def look_up_in_files_only() -> bool:
     return _look_up_in(b"files")
 
 
+def look_up_as_chosen() -> None:
+    """Has this process look names up as the administrator chose."""
+    _look_up_in(_chosen_services())
+
+
 @contextlib.contextmanager
 def from_files_only() -> Iterator[None]:
     """Does the same for a while. For a process whose other threads look no names up meanwhile."""
@@ -27,7 +32,7 @@ def from_files_only() -> Iterator[None]:
         yield
     finally:
         if changed:
-            _look_up_in(_chosen_services())
+            look_up_as_chosen()
 
 
 def _look_up_in(services: bytes) -> bool:

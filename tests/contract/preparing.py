@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlaunch import launcher
@@ -17,11 +17,22 @@ from mlaunch.protocol.messages import Phase
 from tests.processes import children, session_of, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
+TRIES = 50  # calls: the fork server may just have made later launches faster, for which it takes a new agent
 PREPARED = "(prepared for the next call)"
 
 
 def agents() -> list[int]:
     return children(warm_server.get(os.environ).pid)
+
+
+def until_kept(call: Callable[[], int]) -> int:
+    """Calls until two calls in a row had the same agent, whose pid they return; returns that."""
+    before = call()
+    for _ in range(TRIES):
+        if (now := call()) == before:
+            return now
+        before = now
+    raise AssertionError("no agent has served two launches")
 
 
 def prepared() -> dict[str, Any]:

@@ -23,7 +23,8 @@ from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
 from mlaunch.protocol import error_file
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import DeviceCount, Reaped
+from mlaunch.protocol.messages import Reaped
+from mlaunch.protocol.server_messages import DeviceCount
 from mlaunch.rendezvous import values, wire
 
 

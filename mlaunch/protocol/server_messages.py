@@ -1,0 +1,49 @@
+"""What a fork server is asked for, and what it asks of an agent that has served a launch.
+
+launcher -> fork server   CountDevices, StartLaunch, Retire     (a seqpacket socket, with file descriptors)
+launcher -> fork server   Prepare                               (see prepared.py)
+agent -> fork server      Free                                  (a channel for each agent)
+fork server -> agent      ServeNext                             (the end of that channel means: leave)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CountDevices:
+    """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket."""
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """``error`` is empty unless the driver could not be asked."""
+
+    count: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class StartLaunch:
+    """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare.
+
+    ``more``: others like it may follow, for which its agent can stay.
+    """
+
+    more: bool = False
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Asks the fork server to end once its running launches have."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """The agent's launch is over, all went well, and nothing of it is left in the agent."""
+
+
+@dataclass(frozen=True)
+class ServeNext:
+    """Has a free agent serve one more launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""

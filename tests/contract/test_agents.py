@@ -1,0 +1,211 @@
+"""Agents that serve one launch after another: which do, what they leave to the next, and what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaunch import LaunchError, launcher
+from mlaunch.agent.stack_requests import state_of
+from mlaunch.caller import start
+from mlaunch.caller.warm import warm_server
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages import AgentStarted, Reaped
+from tests.conftest import ROOT
+from tests.contract.functions import total
+from tests.contract.preparing import LIMIT, TRIES, agents, until_kept
+from tests.processes import alive, wait_gone
+
+
+def agent_and_rank() -> tuple[int, int]:
+    return os.getppid(), os.getpid()
+
+
+def agent_of(n_gpus: int = 1) -> int:
+    """Returns the agent that has just served a launch."""
+    return launcher(os.getppid, n_gpus)()[0]
+
+
+def test_calls_in_a_row_share_an_agent_and_no_rank() -> None:
+    seen: list[int] = []
+
+    def call() -> int:
+        found = launcher(agent_and_rank, 2)()
+        seen.extend(rank for _, rank in found)
+        return found[0][0]
+
+    until_kept(call)
+    assert len(set(seen)) == len(seen)
+
+
+def test_other_shapes_and_functions_share_it() -> None:
+    sizes = iter([1, 2, 3] * TRIES)
+    until_kept(lambda: agent_of(next(sizes)))
+    assert launcher(total, 2)() == [2, 2]
+
+
+def test_it_leaves_in_a_pause() -> None:
+    agent = agent_of()
+    wait_gone([agent], LIMIT)
+    assert agent_of() != agent
+
+
+def fail() -> None:
+    raise ValueError("no such luck")
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how", [fail, leave])
+def test_after_a_failure_it_serves_no_other(how: Callable[[], None]) -> None:
+    """It ends in its own time, since it has to see to what is left."""
+    agent = until_kept(agent_of)
+    with pytest.raises((LaunchError, ValueError)):
+        launcher(how, 1)()
+    assert agent_of() != agent
+    wait_gone([agent], LIMIT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_somebody_ends_or_stops_is_not_missed(number: signal.Signals) -> None:
+    agent = until_kept(agent_of)
+    with contextlib.suppress(ProcessLookupError):  # it may have left in the meantime
+        os.kill(agent, number)
+        while alive(agent) and state_of(agent) != "T":  # it would be stopped during the next launch
+            os.sched_yield()
+    assert launcher(total, 2)() == [2, 2]
+    wait_gone([agent], LIMIT)
+
+
+def held_by_agent() -> tuple[int, list[str]]:
+    agent = os.getppid()
+    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{agent}/fd")]
+    return agent, sorted(link.partition(":")[0] for link in links)
+
+
+def test_it_holds_nothing_of_the_launches_before() -> None:
+    """Descriptors, children, threads."""
+    first: dict[int, list[str]] = {}
+    served: dict[int, int] = {}
+    while max(served.values(), default=0) < 5:
+        ((agent, held),) = launcher(held_by_agent, 1)()
+        assert first.setdefault(agent, held) == held
+        served[agent] = served.get(agent, 0) + 1
+
+
+def leave_a_daemon(path: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(path).write_text(str(os.getpid()))
+            signal.pause()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    while not Path(path).exists() or not Path(path).read_text():
+        os.sched_yield()
+    return os.getppid()
+
+
+def test_it_keeps_no_daemon_of_a_rank(tmp_path: Path) -> None:
+    paths = (str(tmp_path / str(i)) for i in range(TRIES))
+
+    def call() -> int:
+        path = next(paths)
+        (agent,) = launcher(leave_a_daemon, 1)(path)
+        wait_gone([int(Path(path).read_text())], LIMIT)
+        return agent
+
+    until_kept(call)
+
+
+def test_what_ranks_print_goes_where_it_goes_now(tmp_path: Path) -> None:
+    """The agent has the streams of its latest launch."""
+    files = [tmp_path / name for name in ("first", "second")]
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "from mlaunch import launcher\n"
+        "def train(text):\n"
+        "    os.write(1, text.encode())\n"
+        "    return os.getppid()\n"
+        "agents = []\n"
+        "for path in sys.argv[1:] * 30:\n"
+        "    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)\n"
+        "    os.dup2(fd, 1)\n"
+        "    os.close(fd)\n"
+        "    agents += launcher(train, 1, output='raw')(os.path.basename(path) + '\\n')\n"
+        "sys.exit(not any(one == other for one, other in zip(agents, agents[1:])))\n"
+    )
+    subprocess.run(
+        [sys.executable, str(script), *map(str, files)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert [file.read_text() for file in files] == [f"{file.name}\n" * 30 for file in files]
+
+
+def test_launches_of_many_threads() -> None:
+    """Of the agents that are free at the same time one stays."""
+    found: list[list[int]] = []
+
+    def call() -> None:
+        for _ in range(5):
+            found.append(launcher(total, 2)())
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert found == [[2, 2]] * 20
+    wait_gone(agents(), LIMIT)
+
+
+@pytest.mark.parametrize("how", ["retired", "killed"])
+def test_it_ends_with_its_fork_server(how: str) -> None:
+    agent = until_kept(agent_of)
+    server = warm_server.get(os.environ)
+    if how == "killed":
+        os.kill(server.pid, signal.SIGKILL)
+    else:
+        server.retire()
+    wait_gone([server.pid, agent], LIMIT)
+    assert launcher(total, 2)() == [2, 2]
+
+
+@pytest.mark.parametrize("killed", [2, 3])
+def test_one_that_is_killed_before_it_has_begun_anything_is_replaced(
+    killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one may be that rests, a moment before its next launch."""
+    sends: Callable[..., Channel] = start.send_launch
+    begun: list[int] = []
+
+    def send(*args: Any, **options: Any) -> Channel:
+        begun.append(1)
+        if len(begun) > killed:
+            return sends(*args, **options)
+        ours, theirs = Channel.pair()
+        with open(os.pidfd_open(os.getpid()), "rb") as pidfd:
+            theirs.send(AgentStarted(os.getpid()), [pidfd.fileno()])
+        theirs.send(Reaped(-signal.SIGKILL))
+        theirs.close()
+        return ours
+
+    monkeypatch.setattr(start, "send_launch", send)
+    if killed == 2:
+        assert launcher(total, 2)() == [2, 2]
+        return
+    words = r"the agent was killed by SIGKILL before it could start .*total\(\); 2 others before it met the same end"
+    with pytest.raises(LaunchError, match=words):
+        launcher(total, 2)()
