@@ -32,8 +32,6 @@ from mlaunch.protocol.server_messages import Free
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous.address import listen
 
-_MOST_LAUNCHES = 1000  # of one agent, which has 10 KB more after each
-
 
 @dataclass(frozen=True)
 class Order:
@@ -73,13 +71,10 @@ def run_agent(order: Order, home: Home) -> NoReturn:
 
 def _serve_all(order: Order, link: Channel | None, parent: int) -> None:
     """Serves one launch after another, as long as each ends well and the fork server has more."""
-    for left in reversed(range(_MOST_LAUNCHES)):
-        if not _serve(order, link if left else None, parent) or link is None:
-            return
-        following = _rest(link, parent)
-        if following is None:
-            return
-        order = following
+    wanted: Order | None = order
+    while wanted is not None:
+        is_free = _serve(wanted, link, parent)
+        wanted = _rest(link, parent) if is_free and link is not None else None
 
 
 def _serve(order: Order, link: Channel | None, parent: int) -> bool:

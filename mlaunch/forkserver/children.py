@@ -13,6 +13,7 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentStarted, Reaped
 from mlaunch.protocol.server_messages import ServeNext
 
+_MOST_LAUNCHES = 1000  # of one agent, which has 10 KB more after each
 _STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
 
 
@@ -29,6 +30,7 @@ class Child:
     is_agent: bool = False
     link: Channel | None = None
     rests: bool = False  # between two launches, or after its last
+    launches: int = 0
 
     @property
     def is_trial(self) -> bool:
@@ -68,6 +70,7 @@ class Child:
         if self.channel is not None:
             self.channel.close()
         self.channel = channel
+        self.launches += 1
         channel.try_send(AgentStarted(self.pid), [self.pidfd])
 
     def dismiss(self) -> None:
@@ -140,7 +143,7 @@ class Children:
                 another = self.resting
                 if child.hears_free():
                     free.append(child)
-                    if another is not None:
+                    if another is not None or child.launches >= _MOST_LAUNCHES:
                         child.dismiss()
         return free
 

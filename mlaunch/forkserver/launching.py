@@ -61,6 +61,8 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
         child = Child(pid, os.pidfd_open(pid), None, is_agent=True, link=link)
         children.add(child)
         child.begin(Channel.adopt(launch.socket))
+    elif link is not None:
+        link.close()
 
 
 def fork(channel_fd: int) -> int | None:

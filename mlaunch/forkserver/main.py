@@ -117,12 +117,12 @@ class _ForkServer:
             for module in (*_PRELOAD, *self.preload):
                 __import__(module)
             from mlaunch.agent.evidence import Evidence
-            from mlaunch.protocol import channel, messages
+            from mlaunch.protocol import channel, messages, server_messages
             from mlaunch.rendezvous import tcp_store
 
             asked = tcp_store.ask_for_libuv()
             Evidence()  # which looks for the cgroup's files once
-            channel.get_to_know(vars(messages).values())
+            channel.get_to_know([*vars(messages).values(), *vars(server_messages).values()])
             self.control.try_send(device.offered())
         except device.TooOldError as error:
             self.control.try_send(NotReady(str(error)))

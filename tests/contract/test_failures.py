@@ -19,7 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.forkserver import main
+from mlaunch.base.fds import OwnedFds
+from mlaunch.forkserver.children import Children
+from mlaunch.forkserver.launching import Launch, begin
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
 from tests.conftest import OURS
@@ -467,9 +469,12 @@ def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     ours, theirs = Channel.pair()
-    server = main._ForkServer(theirs, os.getpid(), None)
+    before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", refused)
-    assert server._fork(os.dup(theirs.fileno())) is None
+    children, fds = Children(), (-1, -1, os.dup(theirs.fileno()), -1, -1)
+    begin(Launch(fds, more=True), children, OwnedFds)
+    assert not children
+    assert len(os.listdir("/proc/self/fd")) == before
     failed, _ = ours.receive()
     assert "BlockingIOError: [Errno 11] Resource temporarily unavailable" in failed.traceback
     assert ours.receive()[0] == Reaped(1)
