@@ -19,7 +19,8 @@ from mlaunch.protocol.messages import AgentFailed, Reaped
 class Launch:
     """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
 
-    ``call``: what it runs, if this process has it in memory. ``more``, ``rehearses``: as in the agent's Order.
+    ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``: see the agent's
+    Order.
     """
 
     fds: tuple[int, int, int, int, int]

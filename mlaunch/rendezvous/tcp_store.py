@@ -27,8 +27,8 @@ lacks_libuv = False  # as far as this process has looked
 def serve(listener: socket.socket) -> dist.TCPStore:
     """Serves a store on ``listener`` for as long as the process lives and holds the result.
 
-    This process must never fork: a fork beside the store's thread can leave the resolver's lock taken for ever in the
-    child.
+    Meanwhile this process must not fork: a fork beside the store's thread can leave the resolver's lock taken for ever
+    in the child.
     """
     address, port = listener.getsockname()[:2]
     return _make(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
