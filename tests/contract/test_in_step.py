@@ -71,6 +71,13 @@ def lost(ranks: Ranks) -> Iterator[None]:
     assert ranks.run(total) == [2.0, 2.0]
 
 
+def fails_and_is_lost(ranks: Ranks, work: Callable[[], object]) -> None:
+    with lost(ranks):
+        error = caught(lambda: ranks.run(work))
+        assert isinstance(error, ValueError)
+        assert STAYED not in notes(error)
+
+
 def interrupt(caller: int) -> None:
     """In a rank."""
     if dist.get_rank() == 0:
@@ -147,10 +154,7 @@ def test_operations_that_one_rank_alone_has_begun(ranks: Ranks) -> None:
         store.wait(["begun"])
         fail()
 
-    with lost(ranks):
-        error = caught(lambda: ranks.run(work))
-        assert isinstance(error, ValueError)
-        assert STAYED not in notes(error)
+    fails_and_is_lost(ranks, work)
 
 
 def test_a_message_that_nobody_has_received(ranks: Ranks) -> None:
@@ -213,10 +217,7 @@ def test_a_rank_that_is_called_back_while_it_makes_a_group(ranks: Ranks) -> None
         store.wait(["begun"])
         fail()
 
-    with lost(ranks):
-        error = caught(lambda: ranks.run(work))
-        assert isinstance(error, ValueError)
-        assert STAYED not in notes(error)
+    fails_and_is_lost(ranks, work)
     assert ranks.submit(sum_in_a_new_group).result(LIMIT) == [2.0, 2.0]
 
 
