@@ -56,16 +56,19 @@ def call_on_ranks(
 
 
 def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
-    left = _TRIES if options.start_method == "forkserver" else 1
+    left = _TRIES
     while True:
         left -= 1
         try:
             return _try(options, call, name, number)
         except ServerGoneError as error:
-            if options.start_method != "forkserver":
+            if options.start_method != "forkserver":  # then the server was this call's own
                 raise
             if not left:
-                raise LaunchError(f"{error}; {_TRIES - 1} others before it met the same end") from error
+                raise LaunchError(
+                    f"{error}; {_TRIES - 1} others before it met the same end. Look for what kills them: the kernel, for "
+                    f"want of memory (dmesg), or a limit of this machine"
+                ) from error
 
 
 def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended:

@@ -92,6 +92,8 @@ class _ForkServer:
         if not self._prepare():
             return
         while self.children or not self.retiring:
+            if self.retiring:
+                self.children.dismiss()
             sources = [caller, self.control.fileno(), *self.children.sources()]
             ready = set(linux.wait_readable(sources, self._timeout()))
             if not ready:
@@ -100,8 +102,6 @@ class _ForkServer:
                 self._finish(child, caller)
             for _ in self.children.hear_free(ready):
                 self._count_launch(caller)
-            if self.retiring:
-                self.children.dismiss()
             if caller in ready:
                 break
             if self.control.fileno() in ready and not self._obey(caller):
@@ -138,7 +138,7 @@ class _ForkServer:
 
     def _timeout(self) -> float | None:
         """Seconds until it is a pause; None while there is nothing to do in one, or nothing was launched yet."""
-        idle = (self.launched > 0 or self.next.wanted) and not self.children.busy
+        idle = (self.launched > 0 or self.next.wanted) and not self.children.busy and not self.retiring
         wanted = not self.settled or self.next.wanted or self.late.wanted()
         return _IDLE if self.children.resting or (idle and wanted and self.call is None) else None
 
