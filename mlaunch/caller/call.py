@@ -66,8 +66,8 @@ def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
                 raise
             if not left:
                 raise LaunchError(
-                    f"{error}; {_TRIES - 1} others before it met the same end. Look for what kills them: the kernel, for "
-                    f"want of memory (dmesg), or a limit of this machine"
+                    f"{error}; {_TRIES - 1} others before it met the same end. Look for what kills them: the kernel, "
+                    f"for want of memory (dmesg), or a limit of this machine"
                 ) from error
 
 
