@@ -363,7 +363,7 @@ except LaunchError as error:
 
 def test_a_real_death_by_memory(run_script: Any) -> None:
     """In a memory cgroup of our own; the launch's own processes need some 300 MiB of the GiB."""
-    group = Path("/sys/fs/cgroup/memory/mlaunch-test")
+    group = Path(f"/sys/fs/cgroup/memory/mlaunch-test-{os.getpid()}")
     try:
         group.mkdir()
     except OSError as error:
@@ -375,7 +375,9 @@ def test_a_real_death_by_memory(run_script: Any) -> None:
     finally:
         group.rmdir()
     assert "rank 0 of greedy() was killed by SIGKILL" in done.stdout, done.stderr
-    assert "memory.oom_control) rose by 1 while this rank ran: it was probably killed for lack of memory" in done.stdout
+    # The kernel may kill another one, too, before the memory of the first is free.
+    words = r"memory\.oom_control\) rose by \d+ while this rank ran: it was probably killed for lack of memory"
+    assert re.search(words, done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
