@@ -56,7 +56,7 @@ class Child:
 
     def serves(self, fds: Sequence[int]) -> bool:
         """Has an agent that rests serve one more launch; False if it cannot. ``fds``: as for ServeNext."""
-        if not self.rests or self.link is None or linux.is_stopped(self.pid):
+        if not self.rests or self.link is None or self._is_stopped():
             return False
         try:
             self.link.send(ServeNext(), fds)
@@ -79,8 +79,16 @@ class Child:
             return
         self.link.close()
         self.link = None
-        if self.rests and linux.is_stopped(self.pid):  # then it would stay
+        self.end_stopped()
+
+    def end_stopped(self) -> None:
+        """Ends an agent that has been told to leave, but was stopped and so would stay."""
+        if self.rests and self.link is None and self._is_stopped():
             os.kill(self.pid, signal.SIGKILL)
+
+    def _is_stopped(self) -> bool:
+        # The kernel tells a parent of it only when the last thread has stopped, and its store's may be on the way.
+        return state_of(self.pid) in {"T", "t"}
 
     def say_last(self, code: int) -> None:
         """Says how it ended; nobody hears of it any more."""

@@ -35,6 +35,8 @@ class Launch:
 
 def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
     """Begins a launch; of its descriptors the socket stays here. ``owned``: what is none of its agent's business."""
+    for child in children:
+        child.end_stopped()
     rested = children.resting if launch.more else None
     if rested is None:
         _begin_anew(launch, children, owned)
