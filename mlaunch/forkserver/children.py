@@ -106,7 +106,7 @@ class Child:
         """Waits until an agent has ended, which its grace period bounds; wakes one that somebody has stopped."""
         number = signal.SIGCONT  # it ends its launch, and tidies up
         while not linux.wait_readable([self.pidfd], _STOPPED_TIMEOUT):
-            if linux.is_stopped(self.pid) or state_of(self.pid) == "t":
+            if self._is_stopped():
                 os.kill(self.pid, number)
                 number = signal.SIGKILL
         os.waitpid(self.pid, 0)

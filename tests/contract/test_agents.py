@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from mlaunch import LaunchError, launcher
 from mlaunch.agent.reception import STATUS
 from mlaunch.agent.stack_requests import state_of
+from mlaunch.base import linux
 from mlaunch.caller import start
 from mlaunch.caller.prepared import preparation
 from mlaunch.caller.warm import warm_server
@@ -26,6 +27,7 @@ from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentStarted, Reaped
 from mlaunch.protocol.server_messages import Free
+from tests import processes
 from tests.conftest import ROOT
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, TRIES, agents, until_kept
@@ -224,6 +226,61 @@ def test_one_that_is_killed_before_it_has_begun_anything_is_replaced(
     words = r"the agent was killed by SIGKILL before it could start .*total\(\); 2 others before it met the same end"
     with pytest.raises(LaunchError, match=words):
         launcher(total, 2)()
+
+
+STOPS_IN_PART = """
+import os, signal, sys, threading
+opens = [(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)]
+threading.Thread(target=os.posix_spawnp, args=("true", ["true"], os.environ), kwargs={"file_actions": opens}).start()
+signal.pause()
+"""
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while state_of(pid) != "T":
+        os.sched_yield()
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_one_that_is_about_to_be_stopped_serves_no_launch(tmp_path: Path) -> None:
+    """One thread is in vfork, where it cannot stop, until the file has a writer: the kernel tells of no stop yet."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ours, theirs = Channel.pair()
+    process = subprocess.Popen([sys.executable, "-c", STOPS_IN_PART, str(fifo)])
+    with ended(process), contextlib.closing(ours), contextlib.closing(theirs):
+        while not processes.children(process.pid):
+            os.sched_yield()
+        try:
+            stop(process.pid)
+            assert not linux.is_stopped(process.pid)
+            assert not Child(process.pid, -1, None, is_agent=True, link=ours, rests=True).serves([])
+        finally:
+            fifo.write_bytes(b"")
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_one_that_is_stopped_as_it_leaves_is_ended(order: str) -> None:
+    ours, theirs = Channel.pair()
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    with ended(process), contextlib.closing(theirs):
+        child = Child(process.pid, -1, None, is_agent=True, link=ours, rests=True)
+        if order == "before":
+            stop(process.pid)
+        child.dismiss()
+        if order == "after":
+            stop(process.pid)
+            child.end_stopped()
+        assert process.wait(LIMIT) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("launches", "rest"), [([1], 1), ([MOST], 0), ([1, 1], 1), ([MOST, 1], 1)])
