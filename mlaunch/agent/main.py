@@ -21,6 +21,7 @@ from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds
+from mlaunch.base.process_name import name_process
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
@@ -137,6 +138,7 @@ def _silence_input() -> None:
 def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel | None, parent: int) -> bool:
     """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
     os.close(order.spec_fd)
+    name_process("agent", spec.name)
     priority = lower_priority() if spec.prepared else None
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()

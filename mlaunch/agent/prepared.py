@@ -19,6 +19,7 @@ from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
+from mlaunch.base.process_name import name_process
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.prepared import BeginCall, CallBegun
 from mlaunch.protocol.spec import LaunchSpec, new_launch_id
@@ -90,6 +91,7 @@ class PreparedSupervisor(Supervisor):
         self._launcher.try_send(CallBegun())
         left = record.details.deadline if record.details.time_left is None else record.details.time_left
         self.begin_call(call_fd, record.details.deadline, left, record.details)
+        name_process("agent", record.details.name)
         if self._inspection is not None:
             self._inspection.learn(record.details)
 

@@ -6,6 +6,7 @@ import os
 from typing import NoReturn
 
 from mlaunch.base import linux
+from mlaunch.base.process_name import name_process
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
@@ -16,6 +17,7 @@ def count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:
     """Answers on the channel and ends: counting may wake a driver, after which no fork could use it."""
     try:
         linux.die_with(parent)
+        name_process("device count")
         os.environ.clear()
         os.environ.update(payload.read(environ_fd))
         answer = DeviceCount(_count())

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
+from mlaunch.base.process_name import name_process
 from mlaunch.forkserver.children import Child
 from mlaunch.protocol import late_imports
 
@@ -45,6 +46,7 @@ class LateImports:
         code = 1
         try:
             linux.die_with(parent)
+            name_process("trial import")
             owned.close_in_child()
             with contextlib.suppress(OSError):
                 os.nice(_NICE)

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
+from mlaunch.base.process_name import name_process
 from mlaunch.base.text import last_bytes
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import count_devices
@@ -53,6 +54,7 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
     """
     code = 1
     try:
+        name_process("fork server", str(caller))
         # A scheduler sends it to all processes of a job; ours tidy up, and end with the caller. Ranks unblock it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from mlaunch.base import linux
+from mlaunch.base.process_name import name_process
 from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -52,13 +53,19 @@ class Rank:
         self._args = args
         self._spec = args.spec
         self._pid = os.getpid()
-        self._who = f"rank {args.spec.rank(args.local_rank)} of {args.spec.name}"
+        self._who = self._named()
         self._device = args.spec.device_type
         self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
         self._kept = linux.identities([args.channel.fileno(), *args.results.ways()])  # what it answers on
         os.register_at_fork(after_in_child=self._disown)
+
+    def _named(self) -> str:
+        """Names this process after its launch; returns what messages call it."""
+        role = f"rank {self._spec.rank(self._args.local_rank)}"
+        name_process(role, self._spec.name)
+        return f"{role} of {self._spec.name}"
 
     def live(self) -> int:
         """Lives a rank's life; returns the exit code."""
@@ -113,7 +120,7 @@ class Rank:
     def _learn(self, details: Details) -> None:
         """Takes in, as a rank that was prepared, what its launch is about."""
         self._spec = with_details(self._spec, details)
-        self._who = f"rank {self._spec.rank(self._args.local_rank)} of {self._spec.name}"
+        self._who = self._named()
         sys.argv[:] = details.argv
 
     def _hear(self) -> tuple[object, list[int]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from mlaunch.base import linux, rlimits
+from mlaunch.base.process_name import name_process
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Cluster
 from mlaunch.rendezvous.membership import Join
@@ -37,6 +38,7 @@ def _run(
 ) -> NoReturn:
     try:
         linux.die_with(parent)
+        name_process("link")
         for fd in close:
             os.close(fd)
         rlimits.allow_files()

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlaunch.base import linux, rlimits
+from mlaunch.base.process_name import name_process
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class StoreProcess:
 def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
     try:
         linux.die_with(parent)
+        name_process("gate", gate.launch_id)
         for fd in close:
             os.close(fd)
         rlimits.allow_files()

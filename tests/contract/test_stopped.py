@@ -130,7 +130,8 @@ def fork_servers() -> list[int]:
     found = []
     for pid in children(os.getpid()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += [pid] * (b"mlaunch-fork-server" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found += [pid] * any(name in command for name in (b"mlaunch-fork-server", b"mlaunch: fork server"))
     return found
 
 
