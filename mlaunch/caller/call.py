@@ -16,7 +16,9 @@ from mlaunch.caller import interrupts, start_server
 from mlaunch.caller.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.handle import LaunchHandle
 from mlaunch.caller.options import Options
-from mlaunch.caller.output.options import new_directory, output_plan
+from mlaunch.caller.output.options import new_directory, output_plan, place_of
+from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.caller.output.starting import StartingLine
 from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.restarts import with_restarts
@@ -77,9 +79,13 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended:
     environ = {**os.environ, **(options.env or {})}
     server = server_for(options, call, environ)
     try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-        spec = planned(options, Machine(server.ready(number.time_left), server.count_devices), name, environ, number)
+        place = place_of(options)
+        with StartingLine(name, place) as line:
+            ready = server.ready(number.time_left, line.show)
+        spec = planned(options, Machine(ready, server.count_devices), name, environ, number)
         history.ready = time.monotonic()
-        handle = _start(options, server, spec, call, history)
+        sent, output = _as_sent(options, call), output_plan(options, spec, place)
+        handle = _start(options, server, spec, sent, output, history)
         try:
             return handle.wait()
         finally:
@@ -89,8 +95,9 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended:
             server.close()
 
 
-def _start(options: Options, server: ForkServer, spec: LaunchSpec, call: Call, history: History) -> LaunchHandle:
-    sent, output = _as_sent(options, call), output_plan(options, spec)
+def _start(
+    options: Options, server: ForkServer, spec: LaunchSpec, sent: Call | None, output: OutputPlan, history: History
+) -> LaunchHandle:
     if options.start_method == "forkserver" and sent is not None:
         return start_or_take(server, spec, sent, output, history)
     return start_launch(server, spec, sent, output, history)

@@ -23,6 +23,7 @@ from mlaunch.protocol.prepared import Prepare
 from mlaunch.protocol.server_messages import CountDevices, DeviceCount, Retire, StartLaunch
 from mlaunch.protocol.spec import LaunchSpec
 
+_QUIET_TIME = 0.5  # seconds in which nobody wonders
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -46,8 +47,8 @@ class ForkServer:
         self._launches: weakref.WeakSet[Channel] = weakref.WeakSet()
         _open_channels.add(control)
 
-    def ready(self, deadline: float | None = None) -> Ready:
-        """Tells what its torch offers; waits for the import.
+    def ready(self, deadline: float | None = None, on_wait: Callable[[], None] | None = None) -> Ready:
+        """Tells what its torch offers; waits for the import. ``on_wait`` is called if that takes half a second.
 
         Raises:
             LaunchTimeout: It was stopped when ``deadline`` seconds had passed, or took a minute more. It is killed.
@@ -62,13 +63,17 @@ class ForkServer:
             if self._ready is None:
                 self._waiting = True
                 try:
-                    self._ready = self._hear(deadline)
+                    self._ready = self._hear(deadline, on_wait)
                 finally:
                     self._waiting = False
             return self._ready
 
-    def _hear(self, deadline: float | None) -> Ready:
+    def _hear(self, deadline: float | None, on_wait: Callable[[], None] | None) -> Ready:
         try:
+            quiet = _QUIET_TIME if deadline is None else min(deadline, _QUIET_TIME)
+            if on_wait is not None and not interrupts.wait_readable([self._control.fileno()], quiet):
+                on_wait()
+                deadline = None if deadline is None else deadline - quiet
             self._await_word(deadline)
             record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
         except (EOFError, ConnectionResetError):

@@ -23,7 +23,7 @@ from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options import Options
 from mlaunch.protocol import error_file
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Reaped
+from mlaunch.protocol.messages import Ready, Reaped
 from mlaunch.protocol.server_messages import DeviceCount
 from mlaunch.rendezvous import values, wire
 
@@ -41,6 +41,22 @@ def test_a_fork_server_that_dies_early() -> None:
     with pytest.raises(LaunchError, match=r"the fork server \(pid 4242\) was killed by SIGKILL before it was ready"):
         server.ready()
     server.close()
+
+
+@pytest.mark.parametrize("deadline", [None, 600.0])
+def test_a_slow_fork_server_is_told_of_once(deadline: float | None) -> None:
+    ours, theirs = Channel.pair()
+    server = ForkServer(ours, 4242, lambda _seconds: None)
+    ready, told = Ready("2.13.0", None, ()), []
+
+    def on_wait() -> None:
+        told.append(1)
+        theirs.send(ready)
+
+    assert server.ready(deadline, on_wait) == server.ready(deadline, on_wait) == ready
+    assert told == [1]
+    theirs.close()
+    server._control.close()
 
 
 def test_a_fork_server_that_says_something_else() -> None:

@@ -650,3 +650,17 @@ def test_progress_is_the_calls_own(ranks: Ranks) -> None:
 
     assert ranks.run(loop) == [10, 10]
     assert ranks.run(loop) == [10, 10]
+
+
+@builds.silent
+def test_calls_are_numbered_only_beside_others_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not beside ranks that wait for their next call."""
+    train = launcher(print, n_gpus=1)
+    with Ranks(n_gpus=1) as ranks:
+        ranks.run(print, "on ranks that stay")
+        train("on its own")
+        ranks.run(print, "again")
+        train("again")
+    assert capsys.readouterr().out.splitlines() == [
+        "[0] on ranks that stay", "[0] on its own", "[0] again", "[0] again"
+    ]  # fmt: skip

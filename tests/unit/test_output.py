@@ -22,6 +22,7 @@ from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.output.starting import StartingLine
 from mlaunch.caller.output.tails import Tails
 from mlaunch.caller.output.times import Times
 from mlaunch.protocol.board import Board, Loop
@@ -217,6 +218,34 @@ def test_who_prints_makes_room_where_another_launch_draws() -> None:
     assert second.make_room() == "hidden after ['line']"
     first.close([])
     assert second.make_room() == ""
+
+
+def test_the_starting_line_makes_way_for_the_launch() -> None:
+    place = Place()
+    with StartingLine("train()", place) as line:
+        line.show()
+    assert place.left == []
+    launch = Display(place, 0.0)
+    launch.draw(["train()  0:02  running"], 2.0)
+    launch.close([])
+    assert place.shown == ["train()  starting: importing torch", "train()  0:02  running"]
+
+
+def test_the_starting_line_says_so_if_nothing_started() -> None:
+    place = Place()
+    line = StartingLine("train()", place)
+    line.show()
+    line.__exit__(KeyboardInterrupt)
+    assert place.left == ["train()  failed"]
+
+
+def test_a_fast_start_shows_nothing() -> None:
+    place = Place()
+    with StartingLine("train()", place):
+        pass
+    with StartingLine("train()", None) as line:
+        line.show()
+    assert (place.shown, place.left) == ([], None)
 
 
 def test_a_place_that_breaks_is_free_again() -> None:

@@ -83,6 +83,7 @@ class KeptHandle(LaunchHandle):
             self._finish_output()
             ended, stale = settle(self.outcome, self.report()), self.outcome.stale
             self.outcome.close()
+            self.relay.output.stand_aside()  # else other calls would be numbered beside ranks that do nothing
         self._is_settled = True
         return ended, stale
 

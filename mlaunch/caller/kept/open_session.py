@@ -12,8 +12,9 @@ from mlaunch.caller.call import planned, server_for
 from mlaunch.caller.kept.handle import KeptHandle
 from mlaunch.caller.kept.session import Session
 from mlaunch.caller.options import Options
-from mlaunch.caller.output.options import output_plan
+from mlaunch.caller.output.options import output_plan, place_of
 from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.output.starting import StartingLine
 from mlaunch.caller.plan import Attempt, Machine
 from mlaunch.caller.report.history import History
 from mlaunch.caller.start import send_launch, with_pipes
@@ -38,11 +39,13 @@ def open_session(options: Options, idle_timeout: float | None) -> Session:
         server = server_for(options, Call(int, (), {}), environ)
         owned = options.start_method != "forkserver"
         try:
-            machine = Machine(server.ready(), server.count_devices)
+            place = place_of(options)
+            with StartingLine("Ranks", place) as line:
+                machine = Machine(server.ready(None, line.show), server.count_devices)
             spec = planned(options, machine, "Ranks", environ, Attempt(0, None))
             spec = dataclasses.replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
             history.ready = time.monotonic()
-            plan = output_plan(options.replaced({"log_dir": None}), spec)
+            plan = output_plan(options.replaced({"log_dir": None}), spec, place)
             spec = with_pipes(spec, plan)
             agent = send_launch(server, spec, None)
             handle = KeptHandle(spec, server, agent, Relay(plan, spec.local_world_size, 0), history)

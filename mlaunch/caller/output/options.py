@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from mlaunch.base.text import ranges
 from mlaunch.caller.options import Options
 from mlaunch.caller.output import files
-from mlaunch.caller.output.display import area
+from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.plan import STREAMS, OutputPlan, Policy
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -23,8 +23,16 @@ def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | No
         raise OSError(error.errno, f"log_dir={log_dir!r}: {error.strerror}") from None
 
 
-def output_plan(options: Options, spec: LaunchSpec) -> OutputPlan:
-    """Makes the plan; ``log_dir`` of the options is this call's own directory."""
+def place_of(options: Options) -> Area | None:
+    """Returns where lines change, if the options want any that do."""
+    return area() if options.progress else None
+
+
+def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None) -> OutputPlan:
+    """Makes the plan; ``log_dir`` of the options is this call's own directory.
+
+    ``place``: for lines that change, if there is one already.
+    """
     output, policies = options.output, {}
     directory = None if options.log_dir is None else os.fspath(options.log_dir)
     for local_rank in range(spec.local_world_size if output != "raw" else 0):
@@ -32,7 +40,7 @@ def output_plan(options: Options, spec: LaunchSpec) -> OutputPlan:
         for stream in STREAMS:
             policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
     name = spec.name.rpartition(".")[2].removesuffix("()")
-    bars = area() if options.progress else None
+    bars = place or place_of(options)
     return OutputPlan(policies, _prefix(spec), directory, area=bars, name=name, remember=output != "raw")
 
 
