@@ -1,4 +1,4 @@
-"""Answers to those who ask a running launch what it is doing (``mlaunch ps``, ``mlaunch stacks``).
+"""Answers to those who ask a running launch what it is doing, or to end (``mlaunch ps``, ``stacks``, ``stop``).
 
 Stacks come from signals to the ranks, which go on.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.reception import ALL_STACKS, STATUS, Reception, answer
+from mlaunch.agent.reception import ALL_STACKS, STATUS, STOP, Reception, answer, pid_of
 from mlaunch.agent.stack_requests import StackRequests, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
@@ -40,6 +40,8 @@ class Inspection:
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         self._curious: list[socket.socket] = []  # those who wait for stacks
+        self._stoppers: list[socket.socket] = []  # those who wait for the end
+        self.asked_to_stop: int | None = None  # the process that wants the launch to end
         self._answer_at: float | None = None  # when they get what there is
         self._listen_at: float | None = self._start + _LISTEN_DELAY
 
@@ -67,11 +69,17 @@ class Inspection:
         self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:
+        for visitor in self._stoppers:
+            answer(visitor, self._status(with_stacks=False))
         self._reception.close()
 
     def _hear(self, visitor: socket.socket, word: bytes, requests: StackRequests) -> None:
         if word == STATUS:
             answer(visitor, self._status(with_stacks=False))
+            return
+        if word == STOP:
+            self.asked_to_stop = pid_of(visitor)
+            self._stoppers.append(visitor)
             return
         for rank in self._ranks:
             if rank.alive:

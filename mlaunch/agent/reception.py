@@ -6,13 +6,15 @@ import contextlib
 import json
 import os
 import socket
+import struct
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from mlaunch.protocol import registry
 
-STATUS, STACKS, ALL_STACKS = b"status", b"stacks", b"all stacks"
+STATUS, STACKS, ALL_STACKS, STOP = b"status", b"stacks", b"all stacks", b"stop"
 _WORD_LIMIT = 64
+_MOST_VISITORS = 32  # who have said nothing yet
 
 
 class Reception:
@@ -59,16 +61,36 @@ class Reception:
         return [(visitor, word) for visitor, word in heard if word]
 
     def _welcome(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        """Accepts a visitor. Too many that say nothing make way, the oldest first: the listener would stay readable."""
+        try:
             visitor, _ = listener.accept()
-            self._visitors[visitor.fileno()] = visitor
+        except BlockingIOError:  # who came has left
+            return
+        except OSError:  # no descriptor is free
+            self._dismiss_oldest()
+            return
+        if len(self._visitors) >= _MOST_VISITORS:
+            self._dismiss_oldest()
+        self._visitors[visitor.fileno()] = visitor
+
+    def _dismiss_oldest(self) -> None:
+        if self._visitors:
+            self._visitors.pop(next(iter(self._visitors))).close()
+        else:  # nobody can be heard from now on
+            self.close()
 
 
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        return word if word in {STATUS, STACKS, ALL_STACKS} else b""
+        return word if word in {STATUS, STACKS, ALL_STACKS, STOP} else b""
     return b""
+
+
+def pid_of(visitor: socket.socket) -> int:
+    """Returns the process that has connected; 0 if it is of another namespace."""
+    pid, _, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
 
 
 def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:

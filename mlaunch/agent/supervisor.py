@@ -110,9 +110,16 @@ class Supervisor:
     # What happens
 
     def _serve(self, ready: set[int]) -> None:
-        """Answers those who have come to look."""
-        if self._inspection is not None:
-            self._inspection.serve(ready, self._stopping.asked)
+        """Answers those who have come to look, or to end the launch."""
+        if self._inspection is None:
+            return
+        self._inspection.serve(ready, self._stopping.asked)
+        pid, self._inspection.asked_to_stop = self._inspection.asked_to_stop, None
+        if pid is not None and not self._stopping.begun:
+            failure = failures.from_stop(pid)
+            self._launcher.try_send(failure)
+            self._remember(lambda: failure)
+            self._stopping.within(0.0)
 
     def _take_steps(self) -> None:
         self._stopping.take_steps()

@@ -1,4 +1,4 @@
-"""``mlaunch ps`` and ``mlaunch stacks``: what this user's running launches are doing."""
+"""``mlaunch ps``, ``stacks`` and ``stop``: what this user's running launches are doing, and how to end one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.reception import ALL_STACKS, STACKS, STATUS
+from mlaunch.agent.reception import ALL_STACKS, STACKS, STATUS, STOP
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.failure_text import in_words
 from mlaunch.protocol import registry
@@ -23,6 +23,10 @@ _ANSWER_TIMEOUT = 5.0  # seconds for it to answer
 _ID_SHOWN = 8
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
+_STOP = """\
+Ends a running launch as a failure does: its ranks are asked to end (SIGTERM), and forced after the grace period. Its
+caller gets a LaunchError that says so. Returns when the ranks are gone.
+"""
 
 
 def add_commands(commands: Commands) -> None:
@@ -39,6 +43,9 @@ def add_commands(commands: Commands) -> None:
     stacks.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
     stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
     stacks.set_defaults(run=_stacks)
+    stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
+    stop.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)")
+    stop.set_defaults(run=_stop)
 
 
 def _ps(args: argparse.Namespace) -> int:
@@ -65,17 +72,32 @@ def _stacks(args: argparse.Namespace) -> int:
     return 0
 
 
-def ask(word: bytes, start: str = "") -> list[dict[str, Any]]:
-    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out."""
-    answers = []
+def _stop(args: argparse.Namespace) -> int:
+    found = ask(STATUS, args.id)
+    if len(found) != 1:
+        others = "; ".join(_title(launch) for launch in found or ask(STATUS))
+        which = f"has an ID that starts with {args.id!r}" if args.id else "is the only one"
+        raise LookupError(f"no running launch {which}; running: {others}" if others else _nothing())
+    (launch,) = found
+    print(f"ending {_title(launch)}", flush=True)
+    ask(STOP, launch["id"], patient=True)
+    return 0
+
+
+def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str, Any]]:
+    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out.
+
+    ``patient``: waits for each as long as it takes.
+    """
+    answers, timeout = [], None if patient else _ANSWER_TIMEOUT
     for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
         with connection:
-            answers.append(_answer(connection, word) if launch_id.startswith(start) else None)
+            answers.append(_answer(connection, word, timeout) if launch_id.startswith(start) else None)
     return [answer for answer in answers if answer is not None]
 
 
-def _answer(connection: socket.socket, word: bytes) -> dict[str, Any] | None:
-    connection.settimeout(_ANSWER_TIMEOUT)
+def _answer(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
+    connection.settimeout(timeout)
     with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
         connection.send(word)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)

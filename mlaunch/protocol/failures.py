@@ -61,6 +61,11 @@ def from_deadline(seconds: float | None) -> RankFailure:
     return _of_host("the call", f"passed its deadline of {seconds:g} s", final=True)
 
 
+def from_stop(pid: int) -> RankFailure:
+    """Describes that somebody ended the launch from elsewhere; ``pid``: whose ``mlaunch stop`` it was."""
+    return RankFailure(None, 0, f"was ended by mlaunch stop (pid {pid})", host=_host(), subject="the run", final=True)
+
+
 def _of_host(who: str, what: str, *, final: bool) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}", final=final)
 

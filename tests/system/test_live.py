@@ -1,8 +1,9 @@
-"""``mlaunch ps`` and ``mlaunch stacks``, on launches that run meanwhile."""
+"""``mlaunch ps``, ``stacks`` and ``stop``, on launches that run meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -14,13 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, launcher
-from mlaunch.agent.reception import STATUS, answer
+from mlaunch import LaunchError, Ranks, RanksLost, launcher
+from mlaunch.agent.reception import STATUS, Reception, answer
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
 from mlaunch.cli import inspect, main
@@ -264,6 +266,97 @@ def test_a_strangers_directory_elsewhere_hides_nothing(monkeypatch: pytest.Monke
     monkeypatch.setattr(registry, "candidates", lambda _environ: [own[0], strange, *own[1:]])
     with running(tmp_path) as seen:
         assert [status["id"] for status in inspect.ask(b"status")] == [seen["status"]["id"]]
+
+
+def wait_for_ever() -> None:
+    while True:
+        signal.pause()
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Ends the launch that the block makes, once it runs."""
+
+    def stop() -> int:
+        while not inspect.ask(STATUS):
+            os.sched_yield()
+        return main(["stop"])
+
+    with ThreadPoolExecutor(1) as thread:
+        stopped = thread.submit(stop)
+        yield
+        assert stopped.result(LIMIT) == 0
+
+
+def test_stop_ends_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its caller hears of it; it is not started again."""
+    told = rf"^the run of wait_for_ever\(\) was ended by mlaunch stop \(pid {os.getpid()}\)"
+    with stopping(), pytest.raises(LaunchError, match=told):
+        launcher(wait_for_ever, 2, max_restarts=3)()
+    assert re.match(r"ending [0-9a-f]{8}  wait_for_ever\(\)  2 ranks", capsys.readouterr().out)
+    assert main(["ps"]) == 0
+
+
+def test_stop_ends_ranks_that_stay() -> None:
+    with Ranks(n_gpus=2, restart=False) as ranks:
+        assert ranks.run(int) == [0, 0]
+        with stopping(), pytest.raises(LaunchError, match=r"the run of wait_for_ever\(\) was ended by mlaunch stop"):
+            ranks.run(wait_for_ever)
+        with pytest.raises(RanksLost, match=r"was ended by mlaunch stop"):
+            ranks.run(int)
+
+
+def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop"]) == 1
+    assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here")
+    with running(tmp_path) as seen, Ranks(n_gpus=1) as ranks:
+        ranks.run(int)
+        while len(inspect.ask(STATUS)) < 2:
+            os.sched_yield()
+        for words, told in ((["stop", "zz"], "has an ID that starts with 'zz'"), (["stop"], "is the only one")):
+            assert main(words) == 1
+            error = capsys.readouterr().err
+            assert error.startswith(f"mlaunch: no running launch {told}; running: ")
+            assert seen["status"]["id"][:8] in error
+
+
+def test_silent_visitors_make_way() -> None:
+    """Nor do they take the descriptors of those who speak: the oldest leave."""
+    environ = {"XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    reception = Reception(environ, "crowded")
+    reception.open()
+    silent = []
+    for _ in range(100):
+        silent.append(registry.connect(environ, "crowded"))
+        assert reception.take(reception.fds()[:1]) == []
+    assert len(reception.fds()) < 40
+    silent[-1].send(STATUS)
+    ((visitor, word),) = reception.take(linux.wait_readable(reception.fds(), LIMIT))
+    assert word == STATUS
+    answer(visitor, {})
+    for one in silent:
+        one.close()
+    reception.close()
+
+
+def test_no_descriptor_for_a_visitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener would stay readable, and the agent would spin."""
+    environ = {"XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    reception = Reception(environ, "poor")
+    reception.open()
+    with registry.connect(environ, "poor"):
+        listener = reception.fds()
+        refusing = SimpleNamespace(
+            accept=raise_emfile, fileno=reception._listener.fileno, close=reception._listener.close
+        )
+        monkeypatch.setattr(reception, "_listener", refusing)
+        assert reception.take(listener) == []
+        assert reception.fds() == []
+    assert registry.connect(environ, "poor") is None
+
+
+def raise_emfile() -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def test_visitors_that_misbehave(tmp_path: Path) -> None:
