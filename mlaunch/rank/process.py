@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from mlaunch.base import linux
+from mlaunch.rank.whole_lines import Text, WholeLines
 
 _INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
@@ -64,7 +65,7 @@ def set_environ(wanted: dict[str, str]) -> None:
 
 def _by_lines(file: io.FileIO) -> TextIO:
     # By lines, so that lines of several ranks do not mix and a killed rank's last ones are not lost.
-    return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    return Text(WholeLines(file), encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def flush() -> None:

@@ -30,6 +30,7 @@ from mlaunch.protocol.spec import Command
 from mlaunch.rank import device, environment, process
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
+from mlaunch.rank.whole_lines import Text, WholeLines
 
 _STREAMS = ("stdin", "stdout", "stderr")
 
@@ -198,13 +199,13 @@ def _stream(fd: int, like: TextIO | None) -> TextIO:
     mode = "r" if fd == 0 else "w"
     raw = io.FileIO(fd, mode, closefd=False)
     raw.name = f"<{_STREAMS[fd]}>"  # as the interpreter's own
-    stream = io.TextIOWrapper(
-        io.BufferedReader(raw) if fd == 0 else io.BufferedWriter(raw),
-        encoding=encoding,
-        errors=errors,
-        line_buffering=fd != 0,  # by lines, so that lines of several ranks do not mix
-        write_through=fd != 0 and bool(os.environ.get("PYTHONUNBUFFERED")),
-    )
+    stream: io.TextIOWrapper
+    if fd == 0:
+        stream = io.TextIOWrapper(io.BufferedReader(raw), encoding=encoding, errors=errors)
+    elif os.environ.get("PYTHONUNBUFFERED"):
+        stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, write_through=True)
+    else:
+        stream = Text(WholeLines(raw), encoding=encoding, errors=errors, write_through=True)
     stream.mode = mode  # type: ignore[misc]
     return stream
 

@@ -220,6 +220,41 @@ raise KeyError("x")
     assert (done.returncode, done.stdout) == (1, "hook: KeyError 'x' 5\nexit handler\n")
 
 
+def test_lines_are_written_whole(tmp_path: Path) -> None:
+    """Each write into this kind of pipe is a packet."""
+    write(tmp_path, "import sys; sys.stdout.reconfigure(line_buffering=True); print('a\\nb'); print('c\\nd', 'e')")
+    packets = _packets([*MLAUNCH, *PAIR, "train.py"], tmp_path)
+    assert sorted(packets) == sorted([b"a\n", b"b\n", b"c\n", b"d e\n"] * 2)
+
+
+def test_lines_are_written_whole_by_functions_on_the_callers_streams(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "from mlaunch import launcher; launcher(lambda: print('a\\nb'), 2, device_type='cpu', output='raw')()",
+    )
+    assert sorted(_packets([IMPORTED, "train.py"], tmp_path)) == sorted([b"a\n", b"b\n"] * 2)
+
+
+def test_unbuffered_streams_are_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, "print('a', end='', flush=False); print('b')")
+    packets = _packets([*MLAUNCH, "train.py"], tmp_path, PYTHONUNBUFFERED="1")
+    assert packets == [b"a", b"b", b"\n"]
+
+
+def _packets(command: list[str], cwd: Path, **environ: str) -> list[bytes]:
+    """Returns what was written to the standard output of a command, write by write."""
+    reading, writing = os.pipe2(os.O_DIRECT)
+    surroundings = environment(**environ)
+    if not environ:
+        surroundings.pop("PYTHONUNBUFFERED", None)
+    try:
+        subprocess.run(command, cwd=cwd, env=surroundings, stdout=writing, timeout=120, check=True)
+    finally:
+        os.close(writing)
+    with open(reading, "rb", buffering=0) as packets:
+        return list(iter(lambda: packets.read(65536), b""))
+
+
 def test_input_reaches_the_ranks(tmp_path: Path) -> None:
     assert run(tmp_path, write(tmp_path, "print(input()[::-1])"), stdin="abc\n").stdout == "cba\n"
 
