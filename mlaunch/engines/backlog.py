@@ -15,11 +15,15 @@ class _Pipe:
     fd: int  # the writing end
     waiting: bytearray = field(default_factory=bytearray)
     written: int = 0  # bytes
+    dropped: int = 0  # bytes, since it took some last
     ended: bool = False  # nothing more comes
 
 
 class Backlog:
-    """The pipes by rank and stream. ``limit``: bytes that may wait in all before ``full``; None: there is none."""
+    """The pipes by rank and stream. ``limit``: bytes that may wait in all before ``full``; None: it never is.
+
+    Nobody waits then, and what comes above the limit is dropped: a line says so in its place, and how many bytes.
+    """
 
     def __init__(self) -> None:
         self.limit: int | None = _LIMIT
@@ -28,7 +32,10 @@ class Backlog:
     @property
     def full(self) -> bool:
         """Whether machines must wait until people have read more."""
-        return self.limit is not None and sum(len(pipe.waiting) for pipe in self._pipes.values()) > self.limit
+        return self.limit is not None and self._holds_more_than(self.limit)
+
+    def _holds_more_than(self, size: int) -> bool:
+        return sum(len(pipe.waiting) for pipe in self._pipes.values()) > size
 
     def open(self, rank: int, streams: Iterable[int]) -> list[int]:
         """Makes pipes for a rank's streams; returns their reading ends, which the receiver owns."""
@@ -45,9 +52,20 @@ class Backlog:
         pipe = self._pipes.get((rank, stream))
         if pipe is None:  # nobody reads it any more
             return
+        if data and self.limit is None and self._holds_more_than(_LIMIT):
+            pipe.dropped += len(data)
+            return
+        if pipe.dropped:
+            pipe.waiting += f"\nmlaunch: {pipe.dropped} bytes that were printed here are lost: nobody read\n".encode()
+            pipe.dropped = 0
         pipe.waiting += data
         pipe.ended = not data
         self._write(rank, stream)
+
+    def end_all(self) -> None:
+        """Notes that nobody will print more."""
+        for rank, stream in list(self._pipes):
+            self.add(rank, stream, b"")
 
     def end(self, rank: int) -> None:
         """Notes that a rank will print no more."""

@@ -69,7 +69,7 @@ class _RanksLaunch(MachinesLaunch):
         merged = self._merged(KeptAgents, spec, Times(spec.grace_period + END_TIMEOUT, None))
         plan = self.output(spec, history.hosts)
         servers = _Servers(self.placed, merged, after)
-        handle = _Handle(spec, servers, merged.channel, Relay(plan, spec.world_size, 0), history)
+        handle = _Handle(spec, servers, merged.channel, Relay(plan, spec.world_size, 0, ends_come=True), history)
         merged.start()
         return handle
 

@@ -94,7 +94,7 @@ class MachinesLaunch:
         """Runs it to its end; see ``call_on_machines``."""
         spec, history = self._begin()
         merged = self._merged(MergedAgent, spec, Times(spec.grace_period + END_TIMEOUT, spec.seconds))
-        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count)
+        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count, ends_come=True)
         servers = AllServers(self.placed, merged)
         handle = _Handle(spec, servers, merged.channel, relay, history)
         handle.outcome.hosts = history.hosts

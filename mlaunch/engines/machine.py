@@ -14,6 +14,7 @@ from mlaunch.engines.stream import Stream
 
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
+_WORDS = 3  # lines that are shown of it
 
 
 class Machine:
@@ -100,3 +101,11 @@ class Machine:
         self.stream.close()
         if self.stderr >= 0:
             os.close(self.stderr)
+
+
+def last_lines(words: str) -> list[str]:
+    """Returns the last lines, the last one of ours among them: an engine says of an end later, and less."""
+    lines = words.splitlines()
+    ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
+    before = [lines[number] for number in ours if number < len(lines) - _WORDS]
+    return [*before, *lines[len(before) - _WORDS :]]

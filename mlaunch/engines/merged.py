@@ -19,7 +19,7 @@ from mlaunch.base.errors import RankFailure, describe_exit
 from mlaunch.base.fds import close_all
 from mlaunch.engines.backlog import Backlog
 from mlaunch.engines.lookout import Lookout
-from mlaunch.engines.machine import Machine
+from mlaunch.engines.machine import Machine, last_lines
 from mlaunch.engines.messages import FromAgent, Over, Printed, Rows, Seen
 from mlaunch.engines.times import Times
 from mlaunch.protocol.board import Board
@@ -37,7 +37,6 @@ from mlaunch.protocol.messages import (
 )
 
 _STREAMS = (1, 2)
-_WORDS = 3  # lines of what a member wrote last
 
 
 class MergedAgent:
@@ -87,14 +86,27 @@ class MergedAgent:
         finally:
             for machine in self._open.values():
                 machine.lost = True
-            self._backlog.close()
             self._lookout.close()
             if self._hearsay is not None and not self._lost:
                 self._tell(self._hearsay)
             self._tell(Finished())
+            self._end_output()
             self._theirs.close()
             self._board.close()
             os.close(self._nothing)
+
+    def _end_output(self) -> None:
+        """Passes on what ranks printed last, to whose end the handle reads once it has heard of the launch's."""
+        self._backlog.end_all()
+        while self._backlog.blocked() and not self._hopeless:
+            poll = select.poll()
+            poll.register(self._theirs.fileno(), select.POLLIN)
+            for fd in self._backlog.blocked():
+                poll.register(fd, select.POLLOUT)
+            if self._theirs.fileno() in {fd for fd, _ in poll.poll()}:
+                self._hear_handle()
+            self._backlog.flush()
+        self._backlog.close()
 
     def _step(self) -> None:
         ready = self._wait()
@@ -245,11 +257,3 @@ class MergedAgent:
 
     def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)
-
-
-def last_lines(words: str) -> list[str]:
-    """Returns the last lines, the last one of ours among them: an engine says of an end later, and less."""
-    lines = words.splitlines()
-    ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
-    before = [lines[number] for number in ours if number < len(lines) - _WORDS]
-    return [*before, *lines[len(before) - _WORDS :]]

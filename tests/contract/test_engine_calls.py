@@ -33,10 +33,11 @@ from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.looks import Looks
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.machine_launch import MachineLaunch
+from mlaunch.engines.merged import MergedAgent
 from mlaunch.engines.messages import MARK, Look, Over, Seen
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages import RanksStarting
+from mlaunch.protocol.messages import Finished, RanksStarting
 from tests import builds
 
 LIMIT = 60.0
@@ -115,6 +116,59 @@ def test_values_output_and_report(engine: Threads, capfd: pytest.CaptureFixture[
     ]  # fmt: skip
     assert report.title.startswith("test_values_output_and_report.<locals>.work()  3 ranks on m0, m1, ")
     assert "host" in str(report).splitlines()[1]
+
+
+@contextlib.contextmanager
+def reader_that_begins_late(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearray]:
+    """Gives what is printed, of which nothing is read until the machines have said their last word."""
+    said, tell, found = threading.Event(), MergedAgent._tell, bytearray()
+
+    def note(merged: MergedAgent, record: object, *beside: Any) -> None:
+        tell(merged, record, *beside)
+        if isinstance(record, Finished):
+            said.set()
+
+    def read(end: int) -> None:
+        assert said.wait(LIMIT)
+        while data := os.read(end, 1 << 16):
+            found.extend(data)
+
+    monkeypatch.setattr(MergedAgent, "_tell", note)
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=read, args=(reader,), daemon=True)
+    thread.start()
+    with open(writer, "w") as file, contextlib.redirect_stdout(file):
+        yield found
+    thread.join(LIMIT)
+    os.close(reader)
+
+
+@pytest.mark.parametrize("end", ["returns", "raises"])
+def test_all_that_ranks_print_last_is_shown(engine: Threads, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """However their launch ends, and though it waits for nobody who does not read any more."""
+
+    def work() -> None:
+        sys.stdout.write("x" * (1 << 21) + f"\nlast line of rank {dist.get_rank()}\n")
+        sys.stdout.flush()
+        dist.barrier()
+        if end == "raises" and dist.get_rank() == 0:
+            raise ValueError("at its end")
+
+    raised = pytest.raises(ValueError, match="at its end") if end == "raises" else contextlib.nullcontext()
+    with reader_that_begins_late(monkeypatch) as found, raised:
+        launcher(work, 1, engine=engine, output="all")()
+    assert found.count(b"x") == 1 << 22
+    assert found.count(b"last line of rank") == 2
+
+
+def test_all_that_ranks_print_last_is_kept(engine: Threads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def work() -> None:
+        sys.stdout.write("x" * (1 << 22) + "\n")
+
+    with reader_that_begins_late(monkeypatch):
+        launcher(work, 1, engine=engine, log_dir=tmp_path)()
+    kept = [file.stat().st_size for file in tmp_path.rglob("*.out")]
+    assert kept == [(1 << 22) + 1] * 2
 
 
 @pytest.mark.slow

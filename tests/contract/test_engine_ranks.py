@@ -99,6 +99,23 @@ def test_all_that_they_print_is_there_with_the_values(ranks: Ranks, capfd: pytes
         assert [line.split()[2:5] for line in lines] == [[str(call), "line", str(line)] for line in range(5000)]
 
 
+def test_all_that_they_print_in_a_call_that_fails_is_there_at_their_end(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        sys.stdout.write("xyz"[dist.get_rank()] * (1 << 21) + "\nlast line\n")
+        sys.stdout.flush()
+        dist.barrier()  # else one that still prints is called back
+        raise ValueError("no such luck")
+
+    with pytest.raises(ValueError, match="no such luck"):
+        ranks.run(work)
+    ranks.close()
+    found = capfd.readouterr().out
+    assert [found.count(letter) for letter in "xyz"] == [1 << 21] * 3
+    assert "last line" in found
+
+
 def test_an_exception_on_one_machine_leaves_them_in_step(ranks: Ranks) -> None:
     """The others have returned already, or are about to."""
     held = ranks.hold(list)

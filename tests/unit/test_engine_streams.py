@@ -15,7 +15,7 @@ import pytest
 
 from mlaunch.engines.backlog import Backlog
 from mlaunch.engines.lease import Term
-from mlaunch.engines.merged import last_lines
+from mlaunch.engines.machine import last_lines
 from mlaunch.engines.messages import Lease
 from mlaunch.engines.mux import Mux
 from mlaunch.engines.stream import Stream
@@ -235,6 +235,25 @@ def test_what_ranks_print_waits_for_who_reads_it() -> None:
     [reader] = backlog.open(4, [1])
     os.close(reader)
     backlog.add(4, 1, b"to nobody")
+    backlog.close()
+
+
+def test_what_nobody_reads_is_dropped_once_nobody_waits_and_its_size_is_told() -> None:
+    backlog = Backlog()
+    [reader] = backlog.open(3, [1])
+    backlog.limit = None
+    for _ in range(6):
+        backlog.add(3, 1, b"x" * (1 << 20))
+    found = bytearray()
+    backlog.end_all()
+    while data := os.read(reader, 1 << 20):
+        found += data
+        backlog.flush()
+    kept, _, words = found.partition(b"\n")
+    lost = 6 * (1 << 20) - len(kept)
+    assert 0 < lost <= 2 << 20
+    assert words.decode() == f"mlaunch: {lost} bytes that were printed here are lost: nobody read\n"
+    os.close(reader)
     backlog.close()
 
 

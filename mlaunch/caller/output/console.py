@@ -30,10 +30,13 @@ class Console:
         self._waiting: deque[tuple[int, memoryview]] = deque()
         self._outlets: dict[int, Outlet] = {}  # by stream
         self._lost: set[int] = set()
+        self._unread: dict[int, int] = {}  # bytes that were given up, by stream
         self._interrupt: BaseException | None = None
 
     def write(self, stream: int, data: bytes) -> None:
         """Writes it, after what waits."""
+        if stream in self._unread:
+            self._unread[stream] += len(data)
         if stream in self._lost or not data:
             return
         self._waiting.append((stream, memoryview(data)))
@@ -73,6 +76,14 @@ class Console:
             if not ready:
                 self._leave_unread(self._waiting[0][0])
         self.raise_interrupt()
+
+    def finish(self, until: float = math.inf) -> None:
+        """Waits as ``wait``, after the last that is written, and says how much of it nobody has read."""
+        self.wait(until)
+        size = self._unread.pop(1, 0)
+        if size:
+            self.say(f"nobody reads stdout; the last {size} bytes of what ranks printed there are not shown")
+            self.wait(until)
 
     def raise_interrupt(self) -> None:
         """Raises what came while a stream object was busy: Ctrl-C, or what another handler raised."""
@@ -127,6 +138,5 @@ class Console:
 
     def _leave_unread(self, stream: int) -> None:
         self._lost.add(stream)
+        self._unread[stream] = sum(len(data) for number, data in self._waiting if number == stream)
         self._waiting = deque(item for item in self._waiting if item[0] != stream)
-        if stream == 1:
-            self.say("nobody reads stdout; the last of what ranks printed there is not shown")

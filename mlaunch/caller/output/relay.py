@@ -16,6 +16,7 @@ import termios
 import time
 from collections.abc import Callable, Sequence
 
+from mlaunch.caller import interrupts
 from mlaunch.caller.output.call_output import CallOutput, Stream
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.protocol.board import Board
@@ -25,10 +26,23 @@ _LOOKS = 5
 
 
 class Relay:
-    """The pipes of a launch's ranks. ``size``: ranks of this machine; ``clock`` gives monotonic seconds."""
+    """The pipes of a launch's ranks. ``size``: ranks of this machine; ``clock`` gives monotonic seconds.
 
-    def __init__(self, plan: OutputPlan, size: int, attempt: int, clock: Callable[[], float] = time.monotonic) -> None:
+    ``ends_come``: a thread of this process alone holds the other ends, and more may come by them than a pipe holds; so
+    ``finish`` reads until all have been closed.
+    """
+
+    def __init__(
+        self,
+        plan: OutputPlan,
+        size: int,
+        attempt: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        ends_come: bool = False,
+    ) -> None:
         self._clock = clock
+        self._ends_come = ends_come
         self.output = CallOutput(plan, size, attempt, clock)
         self._streams: dict[int, Stream] = {}  # by file descriptor
         self._watched: set[int] = set()
@@ -85,12 +99,16 @@ class Relay:
         """Carries what ranks left that are all gone; after ``until`` no longer for people who do not read."""
         self.output.console.wait(until)
         self._await(None)
-        while self._read_round(set(self._streams)):
+        while self._read_round(set(self._streams)) or self._more_comes():
             self.output.console.wait(until)
         for fd in list(self._streams):  # somebody who outlived the launch holds the other end
             self._close(fd)
         self.output.finish()
-        self.output.console.wait(until)
+        self.output.console.finish(until)
+
+    def _more_comes(self) -> bool:
+        """Waits for more, or an end, where all ends come; False if there is nothing to wait for."""
+        return self._ends_come and bool(self._streams) and bool(interrupts.wait_readable(list(self._streams), None))
 
     def finish_call(self, until: float = math.inf) -> None:
         """Carries what ranks that stay have printed until now; after ``until`` not for people who do not read."""
@@ -102,7 +120,7 @@ class Relay:
         for stream in self._streams.values():
             self.output.end_stream(stream)
         self.output.finish()
-        self.output.console.wait(until)
+        self.output.console.finish(until)
 
     def turn_to(self, plan: OutputPlan, size: int, board: Board | None) -> None:
         """Begins another call's output."""
