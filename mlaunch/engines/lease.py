@@ -18,6 +18,7 @@ from mlaunch.engines.messages import Lease
 from mlaunch.engines.stream import Stream
 
 _PARTS = 5  # signs in the time of a lease
+_FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # how often they are given back, and seconds between; a controller may be away
 _OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too, before all are given back
 
 
@@ -82,4 +83,8 @@ class Term:
         self.tell()
         if self.lease is not None and self.lease.farewell:
             time.sleep(_OTHERS_DELAY)
-            subprocess.run(self.lease.farewell, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+            for _ in range(_FAREWELLS):
+                done = subprocess.run(self.lease.farewell, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+                if done.returncode == 0:
+                    return
+                time.sleep(_FAREWELL_DELAY)

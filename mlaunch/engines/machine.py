@@ -98,9 +98,11 @@ class Machine:
         return self.hear_stderr() and (len(self._tail), self._line) != before
 
     def close(self) -> None:
+        """May be called again."""
         self.stream.close()
-        if self.stderr >= 0:
-            os.close(self.stderr)
+        stderr, self.stderr = self.stderr, -1
+        if stderr >= 0:
+            os.close(stderr)
 
 
 def last_lines(words: str) -> list[str]:

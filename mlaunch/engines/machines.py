@@ -40,6 +40,7 @@ class Machines:
         self._lease = lease
         self._renewal: Renewal | None = None
         self._placement: Placement | None = None
+        self._leaving = False  # they are being given back, which may have been interrupted
         self._asked = 0  # calls for which machines were
         self.machines: list[Machine] = []
 
@@ -57,6 +58,7 @@ class Machines:
         Raises:
             LaunchError: They do not come, or mlaunch cannot run there.
         """
+        self.renew()
         if self.machines:
             return
         atexit.register(self.close)
@@ -176,29 +178,30 @@ class Machines:
 
     def renew(self) -> None:
         """Gives the machines back if one of them is lost, so that ``open`` gets others."""
-        if any(machine.lost for machine in self.machines):
+        if self._leaving or any(machine.lost for machine in self.machines):
             self._give_back()
 
     def kill(self) -> None:
         """Ends all that runs on them."""
-        placement, self._placement = self._placement, None
-        if placement is not None:
-            placement.cancel()
+        if self._placement is not None:
+            self._placement.cancel()
+        self._placement = None
 
     def close(self) -> None:
-        """Gives them back. May be called again; ``open`` gets others."""
+        """Gives them back. May be called again, also after it was interrupted; ``open`` gets others."""
         self._give_back()
 
     def _give_back(self) -> None:
-        machines, self.machines = self.machines, []
-        placement, self._placement = self._placement, None
-        renewal, self._renewal = self._renewal, None
-        if renewal is not None:
-            renewal.close()
-        for machine in machines:
+        """Forgets each only when that is done, lest an interrupt leave it with nobody."""
+        self._leaving = True
+        if self._renewal is not None:
+            self._renewal.close()
+        for machine in self.machines:
             machine.close()
-        if placement is not None:
-            placement.cancel()
+        if self._placement is not None:
+            self._placement.cancel()
+        self.machines, self._placement, self._renewal = [], None, None
+        self._leaving = False
         atexit.unregister(self.close)
 
 

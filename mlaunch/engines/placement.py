@@ -46,4 +46,4 @@ class Placement(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ends all processes and gives the machines back. Called once, in every case; does not wait for long."""
+        """Ends all processes and gives the machines back. Called in every case, and again if it was interrupted."""

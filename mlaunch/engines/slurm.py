@@ -1,4 +1,4 @@
-"""Machines that Slurm allocates, through its commands: ``salloc``, ``srun``, ``squeue``, ``scancel``."""
+"""Machines that Slurm allocates, through its commands: ``sbatch``, ``srun``, ``squeue``, ``scancel``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from mlaunch.engines.processes import Processes
 from mlaunch.engines.slurm_allocation import Allocation, Existing
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes")
-# Those of an outer job steer what an inner srun does: one that binds tasks to cores makes ranks slow.
-_OUTER = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMIX_", "PMI_")
-_NEEDED = {"SLURM_CONF"}
+# Variables of an outer job steer what an inner srun does: one that binds tasks to cores makes ranks slow. What a user
+# sets for Slurm's commands is of use to ours: where jobs go, who pays, how the controller is reached.
+_OUTER = ("SLURM_", "SRUN_", "PMIX_", "PMI_")
+_USERS = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET", "SLURM_DEBUG"}
+_HARMFUL = {"SBATCH_WAIT", "SBATCH_ARRAY_INX"}  # sbatch would answer too late, or ask for many jobs
 _COMMAND_TIMEOUT = 20.0  # seconds for a command that asks
 _LOOK_DELAY = 1.0  # seconds between questions to the controller
 
 
 class Slurm(Engine):
-    """Asks for an allocation, with the options of ``salloc`` as keywords; inside a job it uses that job's.
+    """Asks for an allocation, with the options of ``sbatch`` as keywords; inside a job it uses that job's.
 
     Args:
         host: A login node, reached by ``ssh``, where Slurm's commands are; None: here.
@@ -35,7 +37,7 @@ class Slurm(Engine):
 
     def __init__(self, *, host: str | None = None, python: str | None = None, **options: str | int | bool) -> None:
         super().__init__(python)
-        for name in ("nodes", "ntasks", "no_shell", "job_name"):
+        for name in ("nodes", "ntasks", "job_name", "wrap", "array", "wait"):
             if name in options:
                 raise TypeError(f"Slurm: {name}= is the launcher's to say; machines= is the number of nodes")
         self._shell = Shell(host)
@@ -48,7 +50,7 @@ class Slurm(Engine):
             return _OnNodes(self._shell, Existing(self._shell, job, machines), command, self._per_task)
         count = machines or 1
         flags = [f"--nodes={count}", "--ntasks-per-node=1", *self._options]
-        return _OnNodes(self._shell, Allocation(self._shell, flags, count), command, self._per_task)
+        return _OnNodes(self._shell, Allocation(self._shell, flags, count, self.lease), command, self._per_task)
 
     def __repr__(self) -> str:
         return f"Slurm({' '.join(self._options)})"
@@ -66,8 +68,11 @@ class Shell:
         self.host = host
 
     def environ(self) -> Mapping[str, str]:
-        """Returns this process's environment without an outer job's variables."""
-        return {name: value for name, value in os.environ.items() if name in _NEEDED or not name.startswith(_OUTER)}
+        """Returns this process's environment without an outer job's variables. What is meant for salloc holds, too."""
+        kept = {name: value for name, value in os.environ.items() if name in _USERS or not name.startswith(_OUTER)}
+        for name in [name for name in kept if name.startswith("SALLOC_")]:
+            kept.setdefault(f"SBATCH_{name.removeprefix('SALLOC_')}", kept[name])
+        return {name: value for name, value in kept.items() if name not in _HARMFUL}
 
     def command(self, args: Sequence[str]) -> list[str]:
         """Returns what runs this command there."""
@@ -75,6 +80,10 @@ class Shell:
 
     def ask(self, *args: str) -> str:
         """Returns what a command prints; "" if it fails or does not answer."""
+        return self.answer(*args) or ""
+
+    def answer(self, *args: str) -> str | None:
+        """Returns what a command prints; None if it fails or does not answer."""
         try:
             done = subprocess.run(
                 self.command(args),
@@ -86,8 +95,8 @@ class Shell:
                 timeout=_COMMAND_TIMEOUT,
             )
         except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
 
 
 class _OnNodes(Placement):
@@ -126,6 +135,6 @@ class _OnNodes(Placement):
         return self._allocation.fate(node) or ended
 
     def cancel(self) -> None:
+        self._allocation.release()  # first, since the rest may be interrupted; the job ends after its members
         self._processes.end()
-        self._allocation.release()
         self._allocation.wait()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import shlex
 import subprocess
 import time
 import uuid
@@ -14,28 +16,52 @@ from typing import Protocol
 from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
 from mlaunch.engines.forks import close_in_forks
+from mlaunch.engines.machines import say
 
-# It asks, says how that ended, and gives the allocation back when its standard input ends: with the caller, however
-# that ends, and also while the job still waits. Members end with the caller, too, and tidy up, for which they have ten
-# seconds. $0 is the job's name, which nobody else has.
-_GUARD = """
-exec 3<&0
-salloc --no-shell --job-name="$0" "$@" </dev/null &
-asking=$!
-{ cat <&3 >/dev/null; kill $asking 2>/dev/null; } &
-caller=$!
-wait $asking
-echo "asked $?"
-wait $caller
+# Ends the job of this name, after its members, which end with the caller, too, and tidy up: they have ten seconds. Asks
+# again until Slurm says that there is none. $0 is the name, which nobody else has.
+_GIVE_BACK = """
+exec 2>/dev/null
 job=$(squeue --noheader --name="$0" --format=%i)
 turn=0
 while [ -n "$job" ] && [ $turn -lt 50 ] && squeue --noheader --steps --jobs="$job" --format=%i | grep -q '[.][0-9]'; do
     sleep 0.2
     turn=$((turn + 1))
 done
-exec scancel --quiet --name="$0"
+turn=0
+while :; do
+    scancel --quiet --name="$0"
+    if left=$(squeue --noheader --name="$0" --states=PENDING,CONFIGURING,RUNNING,SUSPENDED --format=%i); then
+        [ -n "$left" ] || exit 0
+    fi
+    turn=$((turn + 1))
+    [ $turn -lt 120 ] || exit 1
+    [ $turn -lt 10 ] && sleep 1 || sleep 5
+done
 """
-_JOB = re.compile(r"allocation (\d+)")
+# Asks, says how that ended, and gives the job back when its standard input ends: with the caller, however that ends,
+# and also while the job still waits. The number is the last line that is one; a site may have more to say. "127": there
+# is no such program, nor one to give back with.
+_GUARD = (
+    """
+exec 3<&0
+said=$(sbatch --parsable --job-name="$0" --no-requeue --output=/dev/null "$@" </dev/null)
+code=$?
+echo "$0 asked $code $(echo "$said" | sed -n 's/;.*//; s/^\\([0-9][0-9]*\\)$/\\1/p' | tail -n 1)"
+[ $code = 127 ] && exit 0
+cat <&3 >/dev/null
+"""
+    + _GIVE_BACK
+)
+# What the job itself runs: it ends when no member has been there for a lease. The caller may be asleep, or gone without
+# a word, before it has started one. A controller that does not answer is asked again.
+_LEASE = """
+while sleep %d; do
+    steps=$(squeue --noheader --steps --jobs=$SLURM_JOB_ID --format=%%i) || continue
+    case "$steps" in *.[0-9]*) ;; *) exit 0 ;; esac
+done
+"""
+_LEAST_LEASE = 10  # seconds for a caller to see that the job has begun, and to start members
 _BAD = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
 _END_TIMEOUT = 10.0  # seconds for Slurm to take an allocation back
 _COMPLETING_TIMEOUT = 5.0  # seconds for Slurm to say why a job has ended
@@ -52,83 +78,115 @@ class Asking(Protocol):
 
     def ask(self, *args: str) -> str: ...
 
+    def answer(self, *args: str) -> str | None: ...
+
 
 class Allocation:
-    """Asks for it. ``flags``: of salloc; ``count``: of nodes. ``job`` and ``nodes`` are there once it is."""
+    """Asks for it. ``flags``: of sbatch; ``count``: of nodes. ``job`` and ``nodes`` are there once it is.
 
-    def __init__(self, shell: Asking, flags: Sequence[str], count: int) -> None:
+    ``lease``: seconds for which the job stays though nobody is there; None: until its time is over.
+    """
+
+    def __init__(self, shell: Asking, flags: Sequence[str], count: int, lease: float | None) -> None:
         self._shell = shell
         self.count = count
         self.job = ""
         self.nodes: list[str] = []
         self._said = ""
-        name = f"mlaunch-{uuid.uuid4().hex[:12]}"
-        self.farewell: Sequence[str] = ["scancel", "--quiet", f"--name={name}"]
-        command = ["sh", "-c", _GUARD, name, *flags]
+        self._name = f"mlaunch-{uuid.uuid4().hex[:12]}"
+        self.farewell: Sequence[str] = ["scancel", "--quiet", f"--name={self._name}"]
+        runs = "exec sleep infinity" if lease is None else _LEASE % max(_LEAST_LEASE, math.ceil(lease))
         try:
-            self._guard = subprocess.Popen(
-                shell.command(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=shell.environ(),
-                start_new_session=True,
-            )
+            self._guard = self._start(_GUARD, *flags, f"--wrap={runs}")
         except OSError as error:
             raise LaunchError(f"Slurm cannot be asked: {error}") from error
-        if self._guard.stdin is not None:
-            close_in_forks(self._guard.stdin)
+
+    def _start(self, script: str, *args: str) -> subprocess.Popen[bytes]:
+        guard = subprocess.Popen(
+            self._shell.command(["sh", "-c", script, self._name, *args]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._shell.environ(),
+            start_new_session=True,
+        )
+        if guard.stdin is not None:
+            close_in_forks(guard.stdin)
+        return guard
 
     def state(self) -> str:
         """Says what the job waits for; "" once the nodes are there. LaunchError, in Slurm's words: there are none."""
-        over = self._hear()
-        job = _JOB.search(self._said)
-        if over is None and job is None:
+        asked = self._hear()
+        if asked is None:
             return "asks Slurm for an allocation"
-        if over is None and job is not None:
-            known = self._shell.ask("squeue", "--noheader", f"--jobs={job[1]}", "--format=%T %r")
-            state, _, reason = known.partition(" ")
-            if state in {"", "PENDING"}:
-                return f"job {job[1]} is queued by Slurm ({reason or 'no reason given'})"
-            return f"job {job[1]} is {state.lower()}"
-        if over != "0" or job is None:
+        code, self.job = asked
+        if code != "0" or not self.job:
             raise LaunchError("\n".join(["Slurm gives no allocation:", *(f"  {line}" for line in self._words())]))
-        self.job, self.nodes = job[1], nodes_of(self._shell, job[1])
+        known = self._shell.answer("squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%T %r")
+        if known is None:
+            return f"job {self.job} waits, and Slurm does not say for what: its controller does not answer"
+        state, _, reason = known.partition(" ")
+        if state == "PENDING":
+            return f"job {self.job} is queued by Slurm ({reason or 'no reason given'})"
+        if state in {"CONFIGURING", "SUSPENDED"}:
+            return f"job {self.job} is {state.lower()}"
+        if state != "RUNNING":
+            raise LaunchError(f"Slurm has ended job {self.job} before it was used: {known or 'it knows it no more'}")
+        self.nodes = nodes_of(self._shell, self.job)
         return ""
 
-    def _hear(self) -> str | None:
-        """Takes in what it has said; returns salloc's exit status once that is known."""
+    def _hear(self) -> tuple[str, str] | None:
+        """Takes in what has been said; returns the exit status and the job's number once they are known."""
         pipe = self._guard.stdout
         while pipe is not None and linux.wait_readable([pipe.fileno()], 0.0):
             data = os.read(pipe.fileno(), _READ)
             if not data:
-                return self._asked() or "255"
+                return self._asked() or ("255", "")
             self._said += data.decode(errors="replace")
         return self._asked()
 
-    def _asked(self) -> str | None:
-        found = re.search(r"^asked (\d+)$", self._said, re.MULTILINE)
-        return found[1] if found else None
+    def _asked(self) -> tuple[str, str] | None:
+        found = re.search(rf"^{self._name} asked (\d+) (\d*)$", self._said, re.MULTILINE)
+        return (found[1], found[2]) if found else None
 
     def _words(self) -> list[str]:
-        return [line for line in self._said.splitlines() if line and not line.startswith("asked ")]
+        return [line for line in self._said.splitlines() if line and not line.startswith(self._name)]
 
     def fate(self, node: str) -> str:
         """Says what has become of the job, or of a node; "" if nothing has."""
         return fate_of(self._shell, self.job, node)
 
     def release(self) -> None:
-        """Gives it back, without waiting."""
+        """Gives it back, without waiting. May be called again."""
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             with contextlib.suppress(OSError):
                 self._guard.stdin.close()
 
     def wait(self) -> None:
-        """Waits a while until that is done."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(_END_TIMEOUT)
-        if self._guard.stdout is not None:
-            self._guard.stdout.close()
+        """Waits a while until that is confirmed; what is not is told. May be called again if it was interrupted."""
+        if self._confirms() is False:  # somebody has killed it
+            _let_go(self._guard)
+            self._guard = self._start(_GIVE_BACK)
+            self.release()
+        if not self._confirms():
+            what = f"job {self.job}" if self.job else "the job that was asked for"
+            say(
+                f"Slurm has not confirmed that {what} is over, and is asked again for some minutes (does its "
+                f"controller answer?); if it stays: {shlex.join(self.farewell)}"
+            )
+        _let_go(self._guard)
+
+    def _confirms(self) -> bool | None:
+        """Tells whether it was given back; None: that is still being tried."""
+        try:
+            return self._guard.wait(_END_TIMEOUT) == 0
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _let_go(guard: subprocess.Popen[bytes]) -> None:
+    if guard.stdout is not None:
+        guard.stdout.close()
 
 
 class Existing:

@@ -129,7 +129,7 @@ def reader_that_begins_late(monkeypatch: pytest.MonkeyPatch) -> Iterator[bytearr
             said.set()
 
     def read(end: int) -> None:
-        assert said.wait(LIMIT)
+        said.wait(LIMIT)
         while data := os.read(end, 1 << 16):
             found.extend(data)
 
@@ -148,7 +148,7 @@ def test_all_that_ranks_print_last_is_shown(engine: Threads, monkeypatch: pytest
     """However their launch ends, and though it waits for nobody who does not read any more."""
 
     def work() -> None:
-        sys.stdout.write("x" * (1 << 21) + f"\nlast line of rank {dist.get_rank()}\n")
+        sys.stdout.write("xy"[dist.get_rank()] * (1 << 21) + f"\nlast line of rank {dist.get_rank()}\n")
         sys.stdout.flush()
         dist.barrier()
         if end == "raises" and dist.get_rank() == 0:
@@ -157,18 +157,18 @@ def test_all_that_ranks_print_last_is_shown(engine: Threads, monkeypatch: pytest
     raised = pytest.raises(ValueError, match="at its end") if end == "raises" else contextlib.nullcontext()
     with reader_that_begins_late(monkeypatch) as found, raised:
         launcher(work, 1, engine=engine, output="all")()
-    assert found.count(b"x") == 1 << 22
+    assert [found.count(letter) for letter in (b"x", b"y")] == [1 << 21] * 2
     assert found.count(b"last line of rank") == 2
 
 
 def test_all_that_ranks_print_last_is_kept(engine: Threads, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def work() -> None:
-        sys.stdout.write("x" * (1 << 22) + "\n")
+        sys.stdout.write("x" * (1 << 20) + "\n")
 
     with reader_that_begins_late(monkeypatch):
         launcher(work, 1, engine=engine, log_dir=tmp_path)()
-    kept = [file.stat().st_size for file in tmp_path.rglob("*.out")]
-    assert kept == [(1 << 22) + 1] * 2
+    kept = [file.stat().st_size for file in tmp_path.rglob("stdout.log")]
+    assert kept == [(1 << 20) + 1] * 2
 
 
 @pytest.mark.slow
@@ -369,6 +369,32 @@ def test_machines_that_are_held(engine: Threads) -> None:
     assert repr(held) == "<no machines any more>"
     with pytest.raises(LaunchError, match=r"was given back \(close\(\) was called\); hold\(\) another one"):
         launcher(rank, engine=held)()
+
+
+@pytest.mark.parametrize("failing", ["cancel", "close"])
+def test_an_interrupt_while_machines_are_given_back_loses_none(
+    engine: Threads, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """They are given back by the next attempt, be that of a close() or of a call."""
+    kind = {"cancel": Placed, "close": Machine}[failing]
+    original, interrupted = getattr(kind, failing), list[object]()
+
+    def interrupt(*args: Any) -> None:
+        if not interrupted:
+            interrupted.append(args)
+            raise KeyboardInterrupt
+        original(*args)
+
+    held = engine.hold(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, failing, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            held.close()
+        assert (
+            any(thread.is_alive() for placed in engine.placements for thread in placed.threads) or failing == "cancel"
+        )
+        held.close()
+    assert held.hosts == []
 
 
 def test_a_fork_of_the_caller_does_not_keep_machines(engine: Threads) -> None:

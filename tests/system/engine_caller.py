@@ -155,6 +155,7 @@ def queued(engine: Any) -> Any:
 
 def waiting(engine: Any) -> Any:
     """Tells when it waits for machines."""
+    engine.lease = 1.0
     with contextlib.redirect_stderr(Straight("is queued by Slurm", '{"waits": true}\n')):
         return launcher(wait_for_ever, engine=engine)()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from mlaunch.agent.reception import STATUS
 from mlaunch.cli.inspect import ask
-from tests.processes import wait_gone
+from tests.processes import descendants, wait_gone
 from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between
 from tests.system.network import Namespaces, why_no_namespaces
 
@@ -146,10 +147,48 @@ def test_a_queue(rig: Rig) -> None:
     other.close()
     wait_for_jobs(rig, 1)
     found = rig.ask("nowhere")
-    assert found["text"].startswith("Slurm gives no allocation:\n  salloc: error: invalid partition specified: nope")
+    assert found["text"].startswith("Slurm gives no allocation:\n  sbatch: error: invalid partition specified: nope")
     rig.ask("close")
     wait_for_jobs(rig, 0)
     assert rig.ask("inside")["value"] == [[0, 1, 2, 3], True]
+    wait_for_jobs(rig, 0)
+
+
+@pytest.mark.parametrize("rig", ["slurm"], indirect=True)
+def test_a_job_that_begins_after_its_caller_fell_silent(rig: Rig) -> None:
+    """No member has brought the lease there; the job has it from its beginning."""
+    rig.ask("hold")
+    other = Rig(rig.engine, rig.environ)
+    other.say("waiting")
+    assert other.hear() == {"waits": True}
+    other.process.send_signal(signal.SIGSTOP)
+    rig.ask("close")
+    wait_for_jobs(rig, 0)
+    other.kill()
+    other.close()
+
+
+@pytest.mark.parametrize("rig", ["slurm"], indirect=True)
+def test_a_job_whose_guard_was_killed(rig: Rig) -> None:
+    rig.ask("hold")
+    [guard] = [pid for pid in descendants(rig.process.pid) if b"sbatch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(guard, signal.SIGKILL)
+    rig.ask("close")
+    wait_for_jobs(rig, 0)
+
+
+@pytest.mark.parametrize("rig", ["slurm"], indirect=True)
+def test_a_controller_that_is_away_when_a_job_is_given_back(rig: Rig) -> None:
+    rig.ask("hold")
+    controller = int((Path(rig.environ["SLURM_CONF"]).parent / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        rig.ask("close")
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    wait_for_jobs(rig, 0)
+    assert rig.ask("hold")
+    rig.ask("close")
     wait_for_jobs(rig, 0)
 
 

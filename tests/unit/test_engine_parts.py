@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Listener
@@ -12,32 +14,40 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.errors import LaunchError
-from mlaunch.engines import joined
+from mlaunch.engines import joined, slurm_allocation
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.machines import Machines
 from mlaunch.engines.meeting import Where
 from mlaunch.engines.placement import Ends
 from mlaunch.engines.processes import Processes
 from mlaunch.engines.ray import Pump
+from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
 from tests.processes import wait_gone
 
 
 class FakeShell:
-    """Answers as Slurm's commands would. ``salloc``: what is run in its place."""
+    """Answers as Slurm's commands would. ``sbatch``, ``scancel``, ``left``: what a guard runs for these, and squeue.
 
-    def __init__(self, salloc: str, **answers: str) -> None:
-        self.salloc, self.answers = salloc, answers
+    ``answers``: what others are told, by the command; ``states``: of the job that was asked for.
+    """
+
+    def __init__(self, sbatch: str, scancel: str = ":", left: str = ":", **answers: str) -> None:
+        self.answers: dict[str, str | None] = {**answers}
+        self.commands = {"sbatch": sbatch, "scancel": scancel, "squeue": left, "sleep": ":"}
 
     def command(self, args: Sequence[str]) -> list[str]:
-        script = f'salloc() {{ {self.salloc}; }}; squeue() {{ :; }}; scancel() {{ echo "gone $*"; }}\n'
-        return [*args[:2], script + args[2].replace("exec scancel", "scancel"), *args[3:]]
+        functions = "; ".join(f"{name}() {{ {text}; }}" for name, text in self.commands.items())
+        return [*args[:2], f"{functions}\n{args[2]}", *args[3:]]
 
     def environ(self) -> Mapping[str, str]:
         return os.environ
 
     def ask(self, *args: str) -> str:
-        return self.answers.get(args[0], "")
+        return self.answer(*args) or ""
+
+    def answer(self, *args: str) -> str | None:
+        return self.answers.get("states" if "--format=%T %r" in args else args[0], "")
 
 
 def granted(allocation: Allocation) -> None:
@@ -45,29 +55,96 @@ def granted(allocation: Allocation) -> None:
         pass
 
 
-def test_an_allocation_that_waits_and_comes(tmp_path: Path) -> None:
-    said = 'echo "salloc: Pending job allocation 7"; read x < "$2"; echo "salloc: Granted job allocation 7"'
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    shell = FakeShell(f"set -- {gate} {gate}; {said}", squeue="PENDING Priority", scontrol="n1\nn2")
-    allocation = Allocation(shell, ["--nodes=2"], 2)
+def given_back(allocation: Allocation) -> None:
+    allocation.release()
+    allocation.wait()
+
+
+def test_an_allocation_that_waits_and_comes() -> None:
+    """What a site says beside it is no number of a job."""
+    said = "echo 'charged to allocation 20231'; echo 99 problems; echo '7;cluster'; echo 20232 >&2"
+    shell = FakeShell(said, states="PENDING Priority", scontrol="n1\nn2", squeue="n[1-2]")
+    allocation = Allocation(shell, ["--nodes=2"], 2, None)
     while (state := allocation.state()) == "asks Slurm for an allocation":
         pass
     assert state == "job 7 is queued by Slurm (Priority)"
-    with open(gate, "w") as pipe:
-        print("go", file=pipe)
+    shell.answers["states"] = None
+    assert "its controller does not answer" in allocation.state()
+    shell.answers["states"] = "CONFIGURING None"
+    assert allocation.state() == "job 7 is configuring"
+    shell.answers["states"] = "RUNNING None"
     granted(allocation)
     assert (allocation.job, allocation.nodes) == ("7", ["n1", "n2"])
-    allocation.release()
-    allocation.wait()
+    given_back(allocation)
 
 
 def test_an_allocation_that_does_not_come() -> None:
-    allocation = Allocation(FakeShell('echo "salloc: error: Invalid partition" >&2; false'), [], 1)
-    with pytest.raises(LaunchError, match="Slurm gives no allocation:\n  salloc: error: Invalid partition"):
+    allocation = Allocation(FakeShell('echo "sbatch: error: Invalid partition" >&2; false'), [], 1, 300.0)
+    with pytest.raises(LaunchError, match="Slurm gives no allocation:\n  sbatch: error: Invalid partition"):
         granted(allocation)
-    allocation.release()
-    allocation.wait()
+    given_back(allocation)
+    allocation = Allocation(FakeShell("echo 7", states="CANCELLED None"), [], 1, 300.0)
+    with pytest.raises(LaunchError, match="Slurm has ended job 7 before it was used: CANCELLED None"):
+        granted(allocation)
+    given_back(allocation)
+
+
+def test_an_allocation_is_given_back_until_that_is_confirmed(tmp_path: Path) -> None:
+    """The controller is away for some attempts, and then knows the job for some more."""
+    asked = f"echo >> {tmp_path}/asked; set -- $(wc -l < {tmp_path}/asked)"
+    left = f"{asked}; [ $1 -gt 3 ] || return 1; [ $1 -gt 6 ] || echo 7"
+    allocation = Allocation(FakeShell("echo 7", f"echo >> {tmp_path}/gone", left), [], 1, None)
+    given_back(allocation)
+    assert (tmp_path / "gone").stat().st_size >= 3
+    given_back(allocation)  # which does nothing any more
+
+
+def test_an_allocation_that_is_not_given_back_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the command that does it."""
+    monkeypatch.setattr("mlaunch.engines.slurm_allocation._END_TIMEOUT", 0.0)
+    allocation = Allocation(FakeShell("echo 7", left="echo 7"), [], 1, None)
+    while allocation.job != "7":
+        with contextlib.suppress(LaunchError):
+            allocation.state()
+    given_back(allocation)
+    said = capsys.readouterr().err
+    assert "Slurm has not confirmed that job 7 is over" in said
+    assert "; if it stays: scancel --quiet --name=mlaunch-" in said
+    allocation._guard.wait(60)
+
+
+def test_an_allocation_whose_guard_was_killed_is_given_back(tmp_path: Path) -> None:
+    shell = FakeShell("echo 7", f"echo >> {tmp_path}/gone", states="RUNNING None", scontrol="n1", squeue="n1")
+    allocation = Allocation(shell, [], 1, None)
+    granted(allocation)
+    allocation._guard.kill()
+    given_back(allocation)
+    assert (tmp_path / "gone").exists()
+
+
+def test_a_job_in_which_no_member_is_ends(tmp_path: Path) -> None:
+    """A controller that does not answer has not said so."""
+    answers = "1) return 1 ;; 2) echo 7.batch; echo 7.0 ;; 3) echo 7.batch; echo 7.extern ;;"
+    squeue = f"squeue() {{ echo >> {tmp_path}/asked; case $(wc -l < {tmp_path}/asked) in {answers} esac; }}"
+    script = f"sleep() {{ :; }}; {squeue}\n{slurm_allocation._LEASE % 10}"
+    assert subprocess.run(["sh", "-c", script], check=False, timeout=60).returncode == 0
+    assert (tmp_path / "asked").read_text() == "\n" * 3
+
+
+def test_the_variables_of_an_outer_job_are_left_out_and_those_of_a_user_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SLURM_CPU_BIND", "SLURM_NTASKS", "PMIX_RANK", "SBATCH_WAIT"):
+        monkeypatch.setenv(name, "outer")
+    for name in ("SALLOC_PARTITION", "SBATCH_ACCOUNT", "SLURM_CLUSTERS", "SLURM_JWT"):
+        monkeypatch.setenv(name, "user")
+    found = Shell(None).environ()
+    assert {name for name, value in found.items() if value == "user"} == {
+        "SALLOC_PARTITION", "SBATCH_PARTITION", "SBATCH_ACCOUNT", "SLURM_CLUSTERS", "SLURM_JWT",
+    }  # fmt: skip
+    assert "outer" not in found.values()
 
 
 def test_who_is_lost_first_has_the_words_of_the_program_that_writes_for_all() -> None:
