@@ -41,6 +41,7 @@ class KeptRank(FunctionRank):
     def _become_rank(self) -> None:
         super()._become_rank()
         held.table.owner = self._spec.launch_id
+        step.watch_messages()
         stale.begin()
         signal.signal(signal.SIGINT, self._call_back)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable

@@ -4,12 +4,15 @@ A rank that comes back from a call early leaves the others in an operation that 
 operation would meet another one's partner. torch numbers the operations of each group, on each rank: where the numbers
 of all members agree, everybody has entered what the others have. It counts the groups, too, and names the next one by
 that, so a rank that was called back while it made one would wait for the others under another name.
+
+Messages are another matter. As many sent here as there says nothing of who has received them: one that is left would be
+taken for the next. So a call that fails after it has begun to send or receive leaves its ranks out of step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +20,11 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# By group: its members, and the operations since the call began; None where the backend does not number them.
+# By group and backend: its members, and the operations since the call began; None where nobody can tell.
 Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
-_GROUPS = "groups"  # among them, as if it were the name of one: the groups of the whole world that were begun
+# Among them, as if these were the names of some, and all ranks their members:
+_GROUPS = "groups"  # those of the whole world that were begun
+_MESSAGES = "messages"  # None once one was begun
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,10 @@ class _Beginning:
 
 @dataclass
 class _Present:
-    """Exchanged as one, since a thread reads it."""
+    """``beginning`` is exchanged as one, since a thread reads it."""
 
     beginning: _Beginning = field(default_factory=_Beginning)
+    has_messages: bool = False  # the call has begun to send or receive one
 
 
 _present = _Present()
@@ -55,21 +61,42 @@ def _groups() -> dict[str, dist.ProcessGroup]:
     return {names[group]: group for group in list(world.pg_map)}
 
 
-def _number(group: dist.ProcessGroup) -> int | None:
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # the stubs lack it
-    except RuntimeError:
-        return None
+def _numbers(name: str, group: Any) -> Iterator[tuple[str, int | None]]:
+    """Yields what each backend of a group has numbered; the group itself knows the number of one of them."""
+    for device in group._device_types:
+        try:
+            yield f"{name} {device.type}", int(group._get_backend(device)._get_sequence_number_for_group())
+        except RuntimeError:
+            yield f"{name} {device.type}", None
+
+
+def watch_messages() -> None:
+    """Has this process note from now on that a message was begun; of these no backend tells."""
+    from torch._C._distributed_c10d import Backend, ProcessGroup
+
+    for kind in (ProcessGroup, Backend):
+        for name in ("send", "recv", "recv_anysource"):
+            setattr(kind, name, _noted(getattr(kind, name)))
+
+
+def _noted(begin: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(begin)
+    def begin_message(*args: Any, **kwargs: Any) -> Any:
+        _present.has_messages = True
+        return begin(*args, **kwargs)
+
+    return begin_message
 
 
 def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
-    numbers = {name: _number(group) for name, group in _groups().items()}
+    numbers = {part: number for name, group in _groups().items() for part, number in _numbers(name, group)}
     _present.beginning = _Beginning(call, {**numbers, _GROUPS: _world().group_count})
+    _present.has_messages = False
 
 
 def since_the_call(call: int | None = None) -> Numbers:
-    """Tells what this rank has entered since then. Point-to-point operations count for those who take part.
+    """Tells what this rank has entered since then.
 
     ``call``: which call is meant; a rank that has not come to it yet has entered nothing. None: the present one.
     """
@@ -80,11 +107,13 @@ def since_the_call(call: int | None = None) -> Numbers:
     if call not in {None, beginning.call}:
         return found
     for name, group in _groups().items():
-        now, before = _number(group), beginning.numbers.get(name) or 0
-        found[name] = tuple(dist.get_process_group_ranks(group)), None if now is None else now - before
+        members = tuple(dist.get_process_group_ranks(group))
+        for part, now in _numbers(name, group):
+            found[part] = members, None if now is None else now - (beginning.numbers.get(part) or 0)
     if dist.is_initialized():  # the user may have destroyed all groups
-        begun = _world().group_count - (beginning.numbers.get(_GROUPS) or 0)
-        found[_GROUPS] = tuple(range(dist.get_world_size())), begun
+        everyone = tuple(range(dist.get_world_size()))
+        found[_GROUPS] = everyone, _world().group_count - (beginning.numbers.get(_GROUPS) or 0)
+        found[_MESSAGES] = everyone, None if _present.has_messages else 0
     return found
 
 
@@ -95,10 +124,11 @@ def agree(told: Sequence[Numbers]) -> bool:
 
 
 def _same(name: str, told: Sequence[Numbers]) -> bool:
-    """Tells whether all members know this group alike, as no other rank does."""
+    """Tells whether all members know this group alike, as no other rank does; one alone cannot be out of step."""
     found = {rank: numbers[name] for rank, numbers in enumerate(told) if name in numbers}
-    members, _ = next(iter(found.values()))
-    return sorted(members) == sorted(found) and len(set(found.values())) == 1
+    members, number = next(iter(found.values()))
+    alike = sorted(members) == sorted(found) and len(set(found.values())) == 1
+    return alike and (number is not None or len(members) == 1)
 
 
 def is_lost(told: Mapping[int, Numbers], back: Collection[int]) -> bool:

@@ -157,24 +157,84 @@ def test_operations_that_one_rank_alone_has_begun(ranks: Ranks) -> None:
     fails_and_is_lost(ranks, work)
 
 
-def test_a_message_that_nobody_has_received(ranks: Ranks) -> None:
-    """The other end would take it for the next one."""
+def messages_to_one() -> list[Any]:
+    return [dist.isend(torch.ones(3), 1)] if dist.get_rank() == 0 else []
 
-    def work() -> None:
-        if dist.get_rank() == 0:
-            sys.left_here = dist.isend(torch.ones(3), 1)  # type: ignore[attr-defined]
+
+def messages_both_ways() -> list[Any]:
+    """As many on each rank."""
+    return [dist.isend(torch.ones(3), 1 - dist.get_rank())]
+
+
+def messages_that_are_awaited() -> list[Any]:
+    return [dist.irecv(torch.ones(3), 1 - dist.get_rank())]
+
+
+def messages_of_anybody() -> list[Any]:
+    return [dist.irecv(torch.ones(3))]
+
+
+def messages_at_once() -> list[Any]:
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), 1 - dist.get_rank())])
+
+
+def messages_below_torchs_functions() -> list[Any]:
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return [backend.send([torch.ones(3)], 1 - dist.get_rank(), 0)]
+
+
+def messages_of_another_group() -> list[Any]:
+    return [dist.isend(torch.ones(3), 1 - dist.get_rank(), group=dist.new_group([0, 1]))]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        messages_to_one,
+        messages_both_ways,
+        messages_that_are_awaited,
+        messages_of_anybody,
+        messages_at_once,
+        messages_below_torchs_functions,
+        messages_of_another_group,
+    ],
+)
+def test_messages_that_a_failed_call_has_begun(ranks: Ranks, begin: Callable[[], list[Any]]) -> None:
+    """The other end would take one for the next, or wait for it; equal numbers do not tell."""
+
+    def work(begin: Callable[[], list[Any]]) -> None:
+        sys.left_here = begin()  # type: ignore[attr-defined]
+        dist.barrier()
         fail()
 
     def next_message() -> float:
-        found = torch.full((3,), 5.0)
-        if dist.get_rank() == 0:
-            dist.send(found, 1)
-        else:
-            dist.recv(found.zero_(), 0)
+        sent, found = torch.full((3,), 5.0), torch.zeros(3)
+        begun = dist.isend(sent, 1 - dist.get_rank())
+        dist.recv(found, 1 - dist.get_rank())
+        begun.wait()
         return found.mean().item()
 
-    assert isinstance(caught(lambda: ranks.run(work)), ValueError)
-    assert ranks.run(next_message) == [5.0, 5.0]
+    with lost(ranks):
+        assert STAYED not in notes(caught(lambda: ranks.run(work, begin)))
+    assert ranks.submit(next_message).result(LIMIT) == [5.0, 5.0]
+
+
+def test_messages_of_calls_before_are_no_reason(ranks: Ranks) -> None:
+    """One that is on its way as a call begins is so when it has failed."""
+
+    def begin() -> list[Any]:
+        return [dist.isend(torch.ones(3), 1 - dist.get_rank())]
+
+    def end(begun: list[Any]) -> float:
+        found = torch.zeros(3)
+        dist.recv(found, 1 - dist.get_rank())
+        begun[0].wait()
+        return found.mean().item()
+
+    with intact(ranks):
+        begun = ranks.hold(begin)
+        assert STAYED in notes(caught(lambda: ranks.run(fail)))
+        assert ranks.submit(end, begun).result(LIMIT) == [1.0, 1.0]
 
 
 def test_a_group_that_one_rank_alone_has_made(ranks: Ranks) -> None:

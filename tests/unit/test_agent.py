@@ -809,11 +809,30 @@ def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
         ([{"g": ((0, 1), 3)}, {"g": ((0, 1), 4)}], False),
         ([{"g": ((0, 1), 0)}, {}], False),  # which one of its members has not made
         ([{"g": ((0,), 5)}, {}], True),
-        ([{"g": ((0, 1), None)}, {"g": ((0, 1), None)}], True),  # of a backend that does not number
+        ([{"g": ((0, 1), None)}, {"g": ((0, 1), None)}], False),  # of a backend that does not number
+        ([{"g": ((0,), None)}, {"h": ((1,), None)}], True),  # where nobody else could be elsewhere
     ],
 )
 def test_who_is_in_step(told: list[Numbers], agree: bool) -> None:
     assert step.agree(told) is agree
+
+
+def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group itself knows that of one."""
+    numbers = {"cpu": 1, "cuda": 1}
+
+    def backend_of(device: Any) -> Any:
+        return SimpleNamespace(_get_sequence_number_for_group=lambda: numbers[device.type])
+
+    kinds = [SimpleNamespace(type=kind) for kind in numbers]
+    group: Any = SimpleNamespace(_device_types=kinds, _get_backend=backend_of, _get_sequence_number_for_group=lambda: 1)
+    monkeypatch.setattr(step, "_groups", lambda: {"g": group})
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0, 1])
+    step.begin_call(1)
+    before = step.since_the_call()
+    assert step.agree([before, before])
+    numbers["cpu"] += 1
+    assert not step.agree([before, step.since_the_call()])
 
 
 def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(tmp_path: Path) -> None:
