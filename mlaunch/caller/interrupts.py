@@ -163,29 +163,44 @@ def wait_readable(fds: Sequence[int], timeout: float | None = None) -> list[int]
 class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CPython has it be subclassed
     """Does what a future needs of a condition, and is never left locked by a signal handler that raises.
 
-    That of ``threading`` enters and leaves in Python, where a KeyboardInterrupt may come after the lock was taken and
-    before the ``with`` block, or before it is released: whoever wants it next, in another thread, waits for ever.
+    With that of ``threading`` a KeyboardInterrupt may come after the lock was taken and before the ``with`` block, or
+    before it is released: whoever wants it next, in another thread, waits for ever. From Python 3.14 on that is so of
+    every lock. So signals are deferred from before it is taken until after it is released.
     """
 
     def __init__(self) -> None:
         self._waiters: list[threading.Lock] = []
+        self._inside: list[deferred] = []  # of whoever holds the lock, once for each time
+
+    def __enter__(self) -> bool:  # type: ignore[override]  # which may be called with what acquire takes
+        signals = deferred()
+        signals.__enter__()
+        self.acquire()
+        self._inside.append(signals)
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        signals = self._inside.pop()
+        self.release()
+        signals.__exit__(kind, *error)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Gives the lock away until notified, for ``timeout`` seconds at most (None: no limit); False if it was not.
 
-        Called under the lock, taken once. Can be interrupted.
+        Called in its ``with`` block, entered once. Can be interrupted.
         """
         waiter = threading.Lock()
         waiter.acquire()
-        with deferred():
-            self._waiters.append(waiter)
-            self.release()
-            try:
-                with allowed():
-                    return waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
-            finally:
-                self.acquire()
-                self._waiters.remove(waiter)
+        self._waiters.append(waiter)
+        signals = self._inside.pop()
+        self.release()
+        try:
+            with allowed():
+                return waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            self.acquire()
+            self._inside.append(signals)
+            self._waiters.remove(waiter)
 
     def notify_all(self) -> None:
         """Lets all who wait go on; called under the lock."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import signal
 import sys
 import threading
@@ -63,7 +64,7 @@ def interrupted_at(number: int, sent: signal.Signals, done: list[str]) -> None:
 
 LINES = 100  # more than run
 LIMIT = 60.0
-MOMENTS = 100  # more than there are in any method of a future
+MOMENTS = 300  # more than there are in any method of a future
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGALRM])
@@ -161,6 +162,42 @@ def test_an_interrupt_at_any_moment_of_a_future(use: Callable[[RanksFuture], obj
         assert others_can(future.done), moment
         assert future.cancelled() or finished or others_can(lambda told=future: told.set_result([]))  # type: ignore[misc]
     assert KeyboardInterrupt in seen
+
+
+def test_signals_are_deferred_while_the_lock_of_a_future_is_taken() -> None:
+    """Also just after it was taken: Python 3.14 handles signals there."""
+    condition, done = interrupts.Condition(), []
+
+    def take() -> None:
+        with condition:
+            signal.raise_signal(signal.SIGINT)
+            done.append("deferred")
+            with condition:
+                done.append("twice")
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        take()
+    assert done == ["deferred", "twice"]
+    assert others_can(lambda: condition.acquire() and condition.release())
+    assert interrupts._deferrals == []
+
+
+def test_an_interrupt_of_whoever_waits_for_a_future() -> None:
+    future, me = RanksFuture(), threading.get_ident()
+
+    def interrupt() -> None:
+        while not future._condition._waiters:
+            os.sched_yield()
+        signal.pthread_kill(me, signal.SIGINT)
+
+    other = threading.Thread(target=interrupt, daemon=True)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.result(LIMIT)
+    other.join(LIMIT)
+    assert others_can(lambda: future.set_result([]))
+    assert future.result() == []
 
 
 def test_a_future_is_waited_for_by_many() -> None:
