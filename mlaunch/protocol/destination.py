@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Ranks that stay. ``owner``: their launch; ``name``: for people; ``world_size``: how many they are."""
+    """Ranks that stay. ``owner``: their launch; ``name``: for people; ``world_size``: how many they are.
+
+    ``used``: what was pickled that means something to these alone.
+    """
 
     owner: str
     name: str
     world_size: int
+    used: list[int] = field(default_factory=list)
 
 
 class _Present(threading.local):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -152,11 +153,48 @@ def test_a_handle_of_other_ranks(ranks: Ranks) -> None:
     assert repr(held).endswith("freed, or its ranks are gone>")
 
 
+@dataclasses.dataclass
+class Setup:
+    model: Any
+    lr: float
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda setup: dataclasses.asdict(setup)["model"],
+        lambda setup: dataclasses.replace(setup).model,
+        lambda setup: copy.deepcopy([setup])[0].model,
+        lambda setup: copy.copy(setup.model),
+    ],
+)
+def test_a_copy_of_a_handle_is_the_handle(ranks: Ranks, copied: Callable[[Setup], Any]) -> None:
+    """It stands for the same objects, which are freed once."""
+    held = ranks.hold(make, 1)
+    first = ranks.run(id, held)
+    assert ranks.run(id, copied(Setup(held, 0.1))) == first
+    assert ranks.run(lambda setup: id(setup["model"]), dataclasses.asdict(Setup(held, 0.1))) == first
+
+
+class Plain:
+    """Travels as the dictionary of what it holds."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return dict, (dataclasses.asdict(Setup(self.model, 0.1)),)
+
+
+def test_a_handle_may_be_copied_while_arguments_are_pickled(ranks: Ranks) -> None:
+    held = ranks.hold(make, 1)
+    assert ranks.run(lambda setup: id(setup["model"]), Plain(held)) == ranks.run(id, held)
+
+
 def test_it_travels_to_its_ranks_alone(ranks: Ranks) -> None:
     held = ranks.hold(make, 1)
-    for use in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="stands for objects in its ranks and travels to them alone"):
-            use(held)
+    with pytest.raises(TypeError, match="stands for objects in its ranks and travels to them alone"):
+        pickle.dumps(held)
     with pytest.raises(TypeError, match=r"travels to them alone|cannot be pickled"):
         launcher(lambda x: x, 1)(held)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,14 +341,58 @@ def test_without_restart() -> None:
         wait_gone(pids)
 
 
-def test_calls_that_wait_for_lost_ranks(ranks: Ranks) -> None:
+def test_calls_that_wait_for_lost_ranks_run_on_fresh_ones(ranks: Ranks) -> None:
+    """In their order, and before those that are made later; but not where they mean what the lost ones held."""
+    held, seen = ranks.hold(list), []
     first = ranks.submit(one_fails_and_the_other_waits_for_it)
-    second = ranks.submit(total)
-    assert isinstance(first.exception(LIMIT), ValueError)
-    error = second.exception(LIMIT)
-    assert isinstance(error, RanksLost)
-    assert "total() was not run, since its ranks are gone" in str(error)
+    queued = [ranks.submit(lambda x: x, number) for number in range(3)]
+    meant_for_these = ranks.submit(len, held)
+    for number, future in enumerate(queued):
+        future.add_done_callback(lambda _, number=number: seen.append(number))  # type: ignore[misc]
     assert ranks.run(total) == [2.0, 2.0]
+    assert seen == [0, 1, 2]
+    assert [future.result(LIMIT) for future in queued] == [[0, 0], [1, 1], [2, 2]]
+    assert isinstance(first.exception(LIMIT), ValueError)
+    error = meant_for_these.exception(LIMIT)
+    assert isinstance(error, RanksLost)
+    assert "len() was not run, since its ranks are gone" in str(error)
+
+
+def test_a_call_that_waits_for_ranks_that_die_runs_though_nobody_calls(ranks: Ranks) -> None:
+    ranks.submit(os._exit, 3)
+    assert ranks.submit(total).result(LIMIT) == [2.0, 2.0]
+
+
+def test_calls_that_wait_for_lost_ranks_that_nobody_restarts() -> None:
+    with Ranks(n_gpus=2, restart=False) as ranks:
+        first, second = ranks.submit(os._exit, 3), ranks.submit(total)
+        assert isinstance(first.exception(LIMIT), LaunchError)
+        error = second.exception(LIMIT)
+        assert isinstance(error, RanksLost)
+        assert "total() was not run, since its ranks are gone" in str(error)
+
+
+def test_calls_that_wait_for_lost_ranks_which_are_closed(tmp_path: Path) -> None:
+    """One was cancelled, and nobody begins it."""
+    ranks, gate = Ranks(n_gpus=2), str(tmp_path / "gate")
+    first = ranks.submit(end_once, gate)
+    second, third = ranks.submit(total), ranks.submit(total)
+    assert second.cancel()
+    closing = threading.Thread(target=ranks.close)
+    closing.start()
+    while not ranks._set.closed:
+        os.sched_yield()
+    Path(gate).touch()
+    closing.join(LIMIT)
+    assert not closing.is_alive()
+    assert isinstance(first.exception(LIMIT), LaunchError)
+    assert isinstance(third.exception(LIMIT), RanksLost)
+
+
+def end_once(path: str) -> None:
+    while not os.path.exists(path):
+        os.sched_yield()
+    os._exit(3)
 
 
 # What cannot travel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,57 @@ def test_a_changed_directory_replaces_them(tmp_path: Path, monkeypatch: pytest.M
     assert launcher(os.getcwd, n_gpus=2, keep=600)() == [str(tmp_path)] * 2
     assert not set(train()) & set(first)
     assert not any(map(alive, first))
+
+
+def wait_for(path: str) -> int:
+    while not os.path.exists(path):
+        os.sched_yield()
+    return os.getpid()
+
+
+def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, found = tmp_path / "gate", dict[str, list[int]]()
+    busy = launcher(wait_for, n_gpus=1, keep=600)
+    others, mine = train(), busy(__file__)
+
+    def call(name: str, path: str) -> None:
+        found[name] = busy(path)
+
+    with ThreadPoolExecutor(2) as pool:
+        old = pool.submit(call, "old", str(gate))
+        while shared._sets[next(iter(shared._sets.keys() - {only_key(others)}))].ranks.idle:
+            os.sched_yield()
+        monkeypatch.setenv("KEPT_TEST", "8")
+        new = pool.submit(call, "new", __file__)
+        while not shared._leaving:
+            os.sched_yield()
+        monkeypatch.delenv("KEPT_TEST")
+        assert train() == others
+        assert launcher(pids, n_gpus=2, keep=600, timeout=77)()  # which are to be started
+        gate.touch()
+        old.result(60)
+        new.result(60)
+    assert found["old"] == mine != found["new"]
+    assert not shared._leaving
+
+
+def only_key(pids: list[int]) -> str:
+    """The key of the set of two ranks."""
+    [key] = [key for key, found in shared._sets.items() if found.ranks.world_size == len(pids)]
+    return key
+
+
+def test_a_fork_made_while_locks_are_taken_is_free_to_call() -> None:
+    train()
+    with shared._locks.of_sets:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if len(set(train())) == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train()
 
 
 def test_a_seed_counts_for_each_call() -> None:

@@ -568,6 +568,28 @@ print(*ranks.run(os.getpid), *others.run(os.getpid))
 """
 
 
+LATE = """
+from mlaunch import Ranks
+
+class Saves:
+    def __del__(self):
+        try:
+            self.ranks.run(int)
+        except RuntimeError as error:
+            print(error)
+
+saves = Saves()
+saves.ranks = Ranks(n_gpus=1)
+print(saves.ranks.run(int))
+"""
+
+
+def test_a_call_after_the_exit_handlers_is_refused(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(LATE)
+    refusal = "the interpreter is ending, and has ended its ranks; call them before that"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"[0]\n{refusal}\n", "")
+
+
 def test_the_end_of_the_interpreter_leaves_nothing(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script(STAYING)
     assert (done.returncode, done.stderr) == (0, "")

@@ -165,6 +165,121 @@ def test_a_callback_may_exit(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @builds.silent  # ranks that print have pipes open, one of which may close meanwhile
+def die() -> None:
+    os._exit(3)
+
+
+def test_a_callback_may_submit_beside_a_call(ranks: Ranks) -> None:
+    """As whoever tries again does, while another thread starts fresh ranks."""
+    for _ in range(3):
+        ranks.run(int)
+        told, calls, again = threading.Event(), threading.Event(), list[Any]()
+
+        def retry(_: object, told=told, calls=calls, again=again) -> None:  # type: ignore[no-untyped-def]
+            told.set()
+            calls.wait(LIMIT)
+            again.append(ranks.submit(total))
+
+        ranks.submit(die).add_done_callback(retry)
+        assert told.wait(LIMIT)
+        calls.set()
+        assert ranks.run(total) == [2.0, 2.0]
+        while not again:
+            os.sched_yield()
+        assert again[0].result(LIMIT) == [2.0, 2.0]
+
+
+def test_a_callback_may_close_while_the_thread_that_runs_it_calls(tmp_path: Path) -> None:
+    ranks, gate = Ranks(n_gpus=2), tmp_path / "gate"
+    first = ranks.submit(wait_for, str(gate))
+    first.add_done_callback(lambda _: ranks.close())
+
+    def open_gate() -> None:
+        while ranks._set.session._driver._leader != main:
+            os.sched_yield()
+        gate.touch()
+
+    main = threading.get_ident()
+    opens = threading.Thread(target=open_gate)
+    opens.start()
+    assert ranks.run(total) == [2.0, 2.0]
+    opens.join(LIMIT)
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks.run(total)
+
+
+def wait_for(path: str) -> None:
+    while not os.path.exists(path):
+        os.sched_yield()
+
+
+def test_what_was_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Ranks, tmp_path: Path) -> None:
+    def numbers() -> list[int]:
+        return sorted(sys.modules["mlaunch.rank.held"].table.objects)
+
+    held, gate = ranks.hold(list), tmp_path / "gate"
+    assert ranks.run(numbers) == [[held._number]] * 2
+    first = ranks.submit(wait_for, str(gate))
+    held.free()
+    assert ranks.submit(int).cancel()
+    gate.touch()
+    first.result(LIMIT)
+    assert ranks.run(numbers) == [[], []]
+
+
+def test_what_was_freed_with_a_call_that_no_rank_can_read_is_freed_with_the_next(ranks: Ranks) -> None:
+    class Unreadable:
+        def __reduce__(self) -> tuple[Callable[[str], float], tuple[str]]:
+            return float, ("no number",)
+
+    def numbers() -> list[int]:
+        return sorted(sys.modules["mlaunch.rank.held"].table.objects)
+
+    held = ranks.hold(list)
+    held.free()
+    with pytest.raises(ValueError, match="no number"):
+        ranks.run(id, Unreadable())
+    assert ranks.run(numbers) == [[], []]
+
+
+def test_reports_are_read_while_others_are_made(ranks: Ranks) -> None:
+    ranks.run(int)
+    latest = ranks._set.reports[-1]
+
+    def made_meanwhile() -> Any:
+        ranks._set.reports.append(latest)
+        return latest()
+
+    ranks._set.reports.append(made_meanwhile)
+    ranks._set.reports.append(latest)
+    assert len(ranks.history) == 3
+
+
+def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> None:
+    session = ranks._set.session
+    taken, free = threading.Event(), threading.Event()
+
+    def hold_locks() -> None:
+        with session.lock, session._driver._closing, ranks._set._opening:
+            taken.set()
+            free.wait(LIMIT)
+
+    other = threading.Thread(target=hold_locks)
+    other.start()
+    assert taken.wait(LIMIT)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(LIMIT))
+        refused = "of which this one is a fork" in str(caught(lambda: ranks.run(int)))
+        ranks.close()
+        ranks._set.abandon()  # as the collector does
+        os._exit(not refused)
+    free.set()
+    other.join(LIMIT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ranks.run(total) == [2.0, 2.0]
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_descriptor_is_left_for_what_ranks_answer(ranks: Ranks, *, waits: bool) -> None:
     assert ranks.run(total) == [2.0, 2.0]

@@ -28,6 +28,9 @@ class Driven:
     def step(self) -> None:
         """Takes in nothing."""
 
+    def tell(self) -> None:
+        """Tells nobody."""
+
     def hear_values(self, call: Any) -> None:
         assert self.driver is not None
         os.eventfd_write(self.come, 1)
@@ -50,6 +53,7 @@ def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
     driven.ended.set()
     driver.end()
     driver.drive_to_end()
+    driver.join()
     os.close(driven.come)
 
 
@@ -83,4 +87,5 @@ def test_the_thread_looks_whether_ranks_idle_though_it_began_to_wait_before_a_ca
     driven.ended.set()
     driver.end()
     driver.drive_to_end()
+    driver.join()
     os.close(driven.come)

@@ -10,9 +10,9 @@ import contextlib
 import os
 import select
 import threading
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from mlaunch.base import linux
 from mlaunch.caller import interrupts
 
 
@@ -28,7 +28,10 @@ Call = TypeVar("Call", bound=Awaited, contravariant=True)
 
 
 class Driven(Protocol[Call]):
-    """What is driven. ``step`` takes in what has come, ``hear_values`` too while that is all; they take the lock."""
+    """What is driven. ``step`` takes in what has come, ``hear_values`` too while that is all; they take the lock.
+
+    ``tell`` tells what came of that, without the lock, since it runs code of the user's.
+    """
 
     lock: threading.RLock
     ended: threading.Event
@@ -40,6 +43,8 @@ class Driven(Protocol[Call]):
     def watch(self, fd: int) -> None: ...
 
     def step(self) -> None: ...
+
+    def tell(self) -> None: ...
 
     def hear_values(self, call: Call) -> None: ...
 
@@ -53,6 +58,7 @@ class Driver(Generic[Call]):
 
     def __init__(self, driven: Driven[Call]) -> None:
         self._driven = driven
+        self._pid = os.getpid()
         self._leader: int | None = None  # a thread
         self._closing = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -65,27 +71,36 @@ class Driver(Generic[Call]):
         self._thread.start()
 
     def drive(self, call: Call) -> None:
-        """Steps until the call is over, if nobody else does; else waits for it. Can be interrupted."""
+        """Steps until the call is over, or all has ended, if nobody else does; else waits for it. Can be interrupted.
+
+        A call that is not over though all has ended is another driver's by then, or will be.
+        """
+        if not self._leads(lambda: call.over, call):
+            with interrupts.allowed():
+                call.wait()
+
+    def _leads(self, over: Callable[[], bool], call: Call | None = None) -> bool:
+        """Steps until that is so, or all has ended; False if another thread does."""
         me = threading.get_ident()
         with self._driven.lock:
             before = self._leader
-            leads = before in {None, me} and not self._driven.ended.is_set()
-            if leads:
-                self._lead(me)
-        if not leads:
-            with interrupts.allowed():
-                call.wait()
-            return
+            if before not in {None, me} or self._driven.ended.is_set():
+                return False
+            self._lead(me)
         try:
-            self._driven.hear_values(call)
-            while not call.over:
+            if call is not None:
+                self._driven.hear_values(call)
+            while not over() and not self._driven.ended.is_set():
                 interrupts.wait_readable([self._driven.fileno()], self._driven.timeout())
-                self._step()
+                self._read_wake()
+                self._driven.step()
+                self._driven.tell()
         finally:
             with self._driven.lock:
                 self._lead(before)
                 if not self._driven.idle:
                     self.notify()
+        return True
 
     def _lead(self, thread: int | None) -> None:
         """Has a thread drive, or nobody but ours; called under the lock."""
@@ -94,13 +109,28 @@ class Driver(Generic[Call]):
             self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
 
     def drive_to_end(self) -> None:
-        """Waits until what is driven has ended. Can be interrupted."""
+        """Has what is driven end, and waits for that. Can be interrupted."""
+        while not self._driven.ended.is_set():
+            if threading.current_thread() is self._thread:  # in a callback of a future's
+                self._follow_once()
+            elif not self._leads(self._driven.ended.is_set):
+                self._wait_for_end()
+
+    def join(self) -> None:
+        """Waits, after the end, until all have been told, unless a callback asks for it. Can be interrupted."""
         if threading.current_thread() is not self._thread:
             with interrupts.allowed():
                 self._thread.join()
-        while not self._driven.ended.is_set():  # in a callback of a future's, which that thread runs
-            linux.wait_readable([self._driven.fileno()], self._driven.timeout())
-            self._step()
+
+    def _wait_for_end(self) -> None:
+        with self._closing:
+            if self._watched.closed:
+                return
+            end = os.dup(self._end)
+        try:
+            interrupts.wait_readable([end])
+        finally:
+            os.close(end)
 
     def notify(self) -> None:
         """Has whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
@@ -111,30 +141,38 @@ class Driver(Generic[Call]):
         self._write(self._end)
 
     def _write(self, fd: int) -> None:
+        if self._pid != os.getpid():  # a fork shares the descriptor, and some thread may have held the lock
+            return
         with self._closing:
             if not self._watched.closed:
                 os.eventfd_write(fd, 1)
 
-    def _step(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        self._driven.step()
+    def _read_wake(self) -> None:
+        with self._closing, contextlib.suppress(BlockingIOError):
+            if not self._watched.closed:
+                os.eventfd_read(self._wake)
 
     def _follow(self) -> None:
         """Drives while nobody else does; the thread's life."""
         while not self._driven.ended.is_set():
-            self._watched.poll(self._timeout())
-            with self._driven.lock:
-                drives = self._leader is None and not self._driven.ended.is_set()
-            if drives:
-                self._step()
-                with self._driven.lock:
-                    if self._leader is not None:  # it came meanwhile, and may wait for what this step has done
-                        self.notify()
+            self._follow_once()
         with self._closing:
             self._watched.close()
             os.close(self._wake)
             os.close(self._end)
+
+    def _follow_once(self) -> None:
+        self._watched.poll(self._timeout())
+        with self._driven.lock:  # for all of the step: who begins to drive meanwhile would wait for what it has closed
+            drives = self._leader is None and not self._driven.ended.is_set()
+            if drives:
+                self._read_wake()
+                self._driven.step()
+        if drives:
+            self._driven.tell()
+            with self._driven.lock:
+                if self._leader is not None:  # it came meanwhile, and may wait for what this step has done
+                    self.notify()
 
     def _timeout(self) -> float | None:
         """Returns the seconds until the thread is to look again.

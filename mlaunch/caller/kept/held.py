@@ -86,7 +86,15 @@ class Held:
         if to.owner != self._owner:
             other = f"other ranks than those of {to.name}; hold it on these"
             raise misuse(ValueError(f"held value {self._number} belongs to {other}"))
+        to.used.append(self._number)
         return on_ranks.resolve, (self._owner, self._number)
+
+    def __copy__(self) -> Held:
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Held:
+        """Returns the handle itself: there is one object on each rank, and it is freed once."""
+        return self
 
 
 class Scattered:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mlaunch.base.misuse import is_misuse
 from mlaunch.caller import interrupts
+from mlaunch.caller.kept.words import lost
+from mlaunch.caller.options import Options
 from mlaunch.caller.output.plan import OutputPlan
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.settle import Ended
@@ -46,6 +48,16 @@ class RanksFuture(Future[Any]):
         return None if self.make_report is None else self.make_report()
 
 
+class Runs(Protocol):
+    """The ranks that run a call, as that needs them."""
+
+    def drive(self, call: KeptCall) -> None:
+        """Drives it until it is over, or these ranks are gone."""
+
+    def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
+        """Ends it because of an interrupt; the ranks, if that has come before."""
+
+
 def _held_lock() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
@@ -54,20 +66,30 @@ def _held_lock() -> threading.Lock:
 
 @dataclass(eq=False)
 class KeptCall:
-    """``number``: of this caller's calls on these ranks; ``spec``: with this call's name and deadline.
+    """``spec``: with this call's name and deadline; ``moves``: it holds nothing of these ranks, others may run it.
 
+    ``freed``: numbers of held objects that it lets go of; if it does not get there, ``free_later`` takes them back.
     ``over``: it is settled or cancelled, and that was told. ``stale`` is as the future's.
     """
 
-    number: int
     spec: LaunchSpec
     content: Payload
     plan: OutputPlan
+    options: Options
+    moves: bool
+    freed: Sequence[int]
+    free_later: Callable[[str, int], None]
     future: RanksFuture | None = None  # somebody has, or will
+    number: int = 0  # of the calls on these ranks, as they were queued
+    session: Runs = field(init=False)  # where it is queued
     ended: Ended | None = None
     stale: str = ""
     over: bool = False
     _running: threading.Lock = field(default_factory=_held_lock)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     def begin(self) -> bool:
         """Tells whether to begin it; False if its future was cancelled."""
@@ -78,6 +100,8 @@ class KeptCall:
         self.ended = ended
         if self.future is not None:
             self.future.make_report, self.future.stale = ended.report, self.stale
+        if ended.error is not None:
+            self._keep_freed()
         self.close()
 
     def tell(self) -> None:
@@ -93,8 +117,42 @@ class KeptCall:
         """Cancels one that has not begun; it may run code of who waits."""
         if self.future is not None:
             self.future.cancel()
-        self.close()
+        self.drop()
         self._end()
+
+    def drop(self) -> None:
+        """Forgets one that nobody will begin."""
+        self._keep_freed()
+        self.close()
+
+    def _keep_freed(self) -> None:
+        """Has a later call let go of what this one was to: nothing can be freed twice, and somebody may have failed."""
+        freed, self.freed = self.freed, ()
+        for number in freed:
+            self.free_later(self.spec.launch_id, number)
+
+    def refuse(self, report: Callable[[], LaunchReport], why: str, cause: BaseException) -> None:
+        """Settles one that lost ranks have left and no others take, and tells that."""
+        if self.begin():
+            error = lost(self.name, why)
+            error.__cause__ = cause
+            self.settle(Ended(report, [], error))
+            self.tell()
+        else:
+            self.cancel()
+
+    def drive(self) -> Ended:
+        """Drives a submitted one to its end, on whatever ranks; an interrupt ends it, and is how it ended."""
+        interrupt: BaseException | None = None
+        while not self.over:
+            try:
+                self.session.drive(self)
+            except BaseException as error:  # Ctrl-C, or what another signal handler raised
+                self.session.interrupt(self, error, again=interrupt is not None)
+                interrupt = interrupt or error
+        if self.ended is None or (interrupt is not None and self.ended.error is None):
+            raise interrupt or CancelledError
+        return self.ended
 
     def wait(self) -> None:
         """Waits until it is over, which another thread sees to."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -37,6 +38,10 @@ _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
+class ClosedError(RuntimeError):
+    """Somebody has closed the ranks."""
+
+
 class RankSet:
     """Makes calls, each on the present session: the first, or a fresh one after that was lost."""
 
@@ -48,7 +53,8 @@ class RankSet:
         self._restart = restart
         self._idle_timeout = idle_timeout
         self._yields = False
-        self._lock = threading.RLock()
+        self._opening = threading.RLock()
+        self.pid = os.getpid()
         self._numbers = itertools.count(1)
         self._freed: deque[tuple[str, int]] = deque()
         self._known: tuple[tuple[Session, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
@@ -74,28 +80,28 @@ class RankSet:
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
         """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
         with interrupts.deferred():  # one for all of it: between the two nobody would end the call
-            session, made = self._submit(options, call, None)
-            ended = session.run(made)
+            _, made = self._submit(options, call, None)
+            ended = made.drive()
         self._note(ended.report, made.stale)
-        return session.launch_id, ended
+        return made.spec.launch_id, ended
 
     def _submit(self, options: Options, call: Call, future: RanksFuture | None) -> tuple[Session, KeptCall]:
+        self._check()
         if not isinstance(call.function, calls.Reference):
             arguments.check(call.function, call.args, call.kwargs)
         flush_streams()  # what was printed before the call stands before what the ranks print
-        with self._lock:
-            while True:
-                session = self._open_again()
-                made = self._make(session, options, call)
-                made.future = future
-                try:
-                    session.submit(made)
-                    return session, made
-                except RanksLost:  # meanwhile; what that means is decided above
-                    made.close()
-                except BaseException:
-                    made.close()
-                    raise
+        while True:
+            session = self._present()
+            made = self._make(session, options, call)
+            made.future = future
+            try:
+                session.submit(made)
+                return session, made
+            except RanksLost:  # meanwhile; what that means is decided above
+                made.drop()
+            except BaseException:
+                made.drop()
+                raise
 
     def note(self, future: Future[Any]) -> None:
         """Keeps the report of a call that is over, and warns of old code in the ranks."""
@@ -128,7 +134,9 @@ class RankSet:
 
     def close(self, *, wait: bool) -> None:
         """Ends the ranks; there are no calls after it."""
-        with self._lock:
+        if self.pid != os.getpid():
+            return
+        with self._opening:
             self.closed = True
         with interrupts.deferred():
             self.session.close(wait=wait)
@@ -140,6 +148,10 @@ class RankSet:
 
     def _make(self, session: Session, options: Options, call: Call) -> KeptCall:
         name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
+        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
+            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
+        if options.log_dir is not None:
+            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
         spec, plan = self._planned(session, options, name)
         freed = self._take_freed(session.launch_id)
         to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
@@ -149,17 +161,13 @@ class RankSet:
         except BaseException:
             self._freed.extend((session.launch_id, number) for number in freed)
             raise
-        return KeptCall(self.next_number(), spec, content, plan)
+        return KeptCall(spec, content, plan, options, not to.used, freed, self.free_later)
 
     def _planned(self, session: Session, options: Options, name: str) -> tuple[LaunchSpec, OutputPlan]:
         """Returns what a call has of its own; that of the last call, if nothing differs."""
         known = (session, options, name)
         if self._known is not None and self._known[0] == known:
             return self._known[1]
-        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
-            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
-        if options.log_dir is not None:
-            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
         spec = dataclasses.replace(session.handle.idle_spec, name=name, deadline=options.deadline)
         found = spec, session.handle.dressed(output_plan(options, spec))
         self._known = (known, found) if found[1].directory is None and found[1].area is None else None
@@ -167,28 +175,69 @@ class RankSet:
 
     def _open(self) -> Session:
         session = open_session(self.options, self._idle_timeout)
-        session.restart, session.yields = self._restart, self._yields
+        session.restart, session.yields, session.carry_on = self._restart, self._yields, self._carry_on
         _sessions.add(session)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # to be called before an engine gives its machines back
         return session
 
-    def _open_again(self) -> Session:
-        """Returns the present session; a fresh one, if that is over."""
-        session = self.session
-        if session.pid != os.getpid():
-            raise misuse(RuntimeError(f"these ranks belong to process {session.pid}, of which this one is a fork"))
+    def _check(self) -> None:
+        """Refuses what is no use: to a fork, first, where some thread of the parent may hold a lock for ever."""
+        if self.pid != os.getpid():
+            raise misuse(RuntimeError(f"these ranks belong to process {self.pid}, of which this one is a fork"))
         if self.closed:
-            raise misuse(RuntimeError("these ranks were closed; make new ones: Ranks(...)"))
-        if not session.over:
-            return session
-        session.close(wait=False)
-        if not self._restart and not session.expired:
-            raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
+            raise misuse(ClosedError("these ranks were closed; make new ones: Ranks(...)"))
+        if sys.is_finalizing():
+            raise misuse(RuntimeError("the interpreter is ending, and has ended its ranks; call them before that"))
+
+    def _present(self) -> Session:
+        """Returns the present session; a fresh one, if that is over.
+
+        Meanwhile no lock is held but that of opening: whoever ends a session runs callbacks, which may submit.
+        """
+        while True:
+            self._check()
+            session = self.session
+            if not session.over:
+                return session
+            session.see_end()
+            if not self._restart and not session.expired:
+                raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
+            self._warn_of(session)
+            refused: list[tuple[KeptCall, RanksLost]] = []
+            with self._opening:
+                if self.session is session and not self.closed:
+                    self.session = self._open()
+                    refused = self._move(session)
+            for call, error in refused:
+                call.refuse(session.report, session.why_lost, error)
+
+    def _warn_of(self, session: Session) -> None:
         if session.why_lost and not session.was_told:
+            session.was_told = True
             warn_caller(f"the ranks were lost between calls: {session.why_lost}; fresh ones are started")
-        self.session = self._open()
-        return self.session
+
+    def _move(self, lost: Session) -> list[tuple[KeptCall, RanksLost]]:
+        """Has the present session run, before all others, what lost ranks have left; returns what it refuses."""
+        refused = []
+        while (call := lost.take_left()) is not None:
+            call.spec, call.plan = self._planned(self.session, call.options, call.name)
+            try:
+                self.session.submit(call)
+            except RanksLost as error:  # these, too
+                refused.append((call, error))
+        self.session.leave_to_thread()
+        return refused
+
+    def _carry_on(self, lost: Session) -> None:
+        """Starts the ranks that run what lost ones have left, if nobody has yet."""
+        try:
+            self._present()
+        except BaseException as error:
+            while (call := lost.take_left()) is not None:
+                call.refuse(lost.report, lost.why_lost, error)
+            if not isinstance(error, Exception):  # Ctrl-C, while they are started
+                raise
 
     def _take_freed(self, owner: str) -> tuple[int, ...]:
         found = []

@@ -146,12 +146,13 @@ class Ranks:
     @property
     def last(self) -> LaunchReport | None:
         """The report of the latest call that is over; None before the first."""
-        return self._set.reports[-1]() if self._set.reports else None
+        latest = self._set.reports.copy()
+        return latest[-1]() if latest else None
 
     @property
     def history(self) -> tuple[LaunchReport, ...]:
         """The reports of the latest 20 calls, the latest last."""
-        return tuple(report() for report in self._set.reports)
+        return tuple(report() for report in self._set.reports.copy())
 
     @property
     def world_size(self) -> int:
@@ -193,6 +194,11 @@ class Ranks:
     def stay(self, seconds: float | None) -> None:
         """Sets ``idle_timeout`` anew, from the next call on."""
         self._set.stay(seconds)
+
+    @property
+    def closed(self) -> bool:
+        """Whether they are for no more calls."""
+        return self._set.closed
 
     @property
     def owner(self) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections import deque
-from concurrent.futures import CancelledError
+from collections.abc import Callable
 
 from mlaunch.base.errors import RanksLost
 from mlaunch.caller.kept.driver import Driver
 from mlaunch.caller.kept.handle import KeptHandle
 from mlaunch.caller.kept.kept_call import KeptCall
-from mlaunch.caller.kept.words import add_loss, add_staying, how_lost, lost
+from mlaunch.caller.kept.queue import Queue
+from mlaunch.caller.kept.words import add_loss, add_staying, how_lost
 from mlaunch.caller.settle import Ended
 
 
@@ -26,6 +27,7 @@ class Session:
         self.lock = threading.RLock()
         self.ended = threading.Event()
         self.restart = True  # another one follows if this is lost
+        self.carry_on: Callable[[Session], None] = lambda _: None  # has that one take over what is left here
         self.yields = False  # while it is idle, to others who want where its ranks are
         self.why_lost = ""  # how it ended, unless somebody ended it
         self.was_told = False  # the caller, that they are lost
@@ -36,9 +38,10 @@ class Session:
         self._closing = False
         self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
-        self._queue: deque[KeptCall] = deque()
+        self._queue = Queue()
         self._present: KeptCall | None = None
-        self._settled: deque[KeptCall] = deque()  # of which nobody has been told yet
+        self._numbers = itertools.count(1)
+        self.report = handle.report()  # of the ranks themselves
         self._driver = Driver(self)
 
     @property
@@ -56,25 +59,17 @@ class Session:
         with self.lock:
             if self.over:
                 raise RanksLost(self.why_lost or "the ranks were ended")
-            self._queue.append(call)
+            call.session, call.number = self, next(self._numbers)
+            self._queue.add(call)
             self._advance()
+
+    def drive(self, call: KeptCall) -> None:
+        """Drives a submitted call until it is over, or these ranks are gone. Can be interrupted."""
+        self._driver.drive(call)
 
     def leave_to_thread(self) -> None:
         """Has the thread drive what was submitted."""
         self._driver.notify()
-
-    def run(self, call: KeptCall) -> Ended:
-        """Drives a submitted call to its end; an interrupt ends it, and is how it ended."""
-        interrupt: BaseException | None = None
-        while not call.over:
-            try:
-                self._driver.drive(call)
-            except BaseException as error:  # Ctrl-C, or what another signal handler raised
-                self.interrupt(call, error, again=interrupt is not None)
-                interrupt = interrupt or error
-        if call.ended is None or (interrupt is not None and call.ended.error is None):
-            raise interrupt or CancelledError
-        return call.ended
 
     def close(self, *, wait: bool) -> None:
         """Ends the ranks: after what was submitted (``wait``), or at once, as Ctrl-C would."""
@@ -85,16 +80,26 @@ class Session:
                 self._driver.drive(last)
             self._begin_to_end()
             self._driver.drive_to_end()
+            self._driver.join()
         except BaseException:  # Ctrl-C, while they take their time
             self._begin_to_end()
             self.handle.cancel(force=True)
             self._driver.drive_to_end()
+            self._driver.join()
             raise
+
+    def see_end(self) -> None:
+        """Waits until ranks that are about to go are gone; not until all are told, by code that may wait for us."""
+        with self.lock:
+            if not self.ended.is_set() and not self.handle.ending:
+                self.handle.end_ranks()
+        self._driver.notify()
+        self._driver.drive_to_end()
 
     def _begin_to_end(self) -> None:
         with self.lock:
             self._closing = self._closing or not self.over
-            queued, self._queue = self._queue, deque()
+            queued = self._queue.clear()
             if self._present is not None:
                 self.handle.cancel(force=False)
             elif not self.ended.is_set():
@@ -105,8 +110,9 @@ class Session:
 
     def abandon(self) -> None:
         """Has the ranks end after what was submitted; the collector may call it anywhere."""
-        self._abandoned = True
-        self._driver.notify()
+        if self.pid == os.getpid():
+            self._abandoned = True
+            self._driver.notify()
 
     # Steps
 
@@ -125,14 +131,13 @@ class Session:
         return min((one for one in (idle, self.handle.timeout()) if one is not None), default=None)
 
     def step(self) -> None:
-        """Takes in what has come; tells those who wait."""
+        """Takes in what has come."""
         with self.lock:
             if not self.ended.is_set():
                 try:
                     self._take_step()
                 except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
                     self._break(error)
-        self._tell_settled()
 
     def hear_values(self, call: KeptCall) -> None:
         """Takes in the values of this call and those before it, as long as nothing else comes; it waits for them."""
@@ -144,12 +149,18 @@ class Session:
                 if self.handle.over:
                     self._finish_present()
                     self._advance()
-            self._tell_settled()
+            self.tell()
 
-    def _tell_settled(self) -> None:
-        """Tells those who wait; without the lock, since it runs code of theirs."""
-        while self._settled:
-            self._settled.popleft().tell()
+    def tell(self) -> None:
+        """Tells those who wait, and has others run what is left; without the lock, since it runs code of theirs."""
+        self._queue.tell()
+        if self._queue.left:
+            self.carry_on(self)
+
+    def take_left(self) -> KeptCall | None:
+        """Takes out the first call that these ranks leave to others; None: there is none."""
+        with self.lock:
+            return self._queue.take_left()
 
     def _take_step(self) -> None:
         if not self.handle.step():
@@ -180,12 +191,10 @@ class Session:
 
     def _advance(self) -> None:
         """Begins the next call if none runs."""
-        while self._present is None and self._queue and not self.ended.is_set() and not self.handle.ending:
-            call = self._queue.popleft()
-            if not call.begin():
-                call.cancel()
-                continue
-            self._present = call
+        while self._present is None and not self.ended.is_set() and not self.handle.ending:
+            self._present = call = self._queue.begin_next()
+            if call is None:
+                return
             try:
                 self.handle.begin(call)
             except (BrokenPipeError, ConnectionResetError):  # which its end will tell
@@ -201,8 +210,7 @@ class Session:
             if ended.error is not None:
                 add_staying(ended.error)
             call.stale = stale
-            call.settle(ended)
-            self._settled.append(call)
+            self._queue.settle(call, ended)
 
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
@@ -215,14 +223,9 @@ class Session:
                 ended = Ended(ended.report, [], RanksLost(f"{self._present.spec.name} was ended: {self.why_lost}"))
             elif not self._closing:
                 add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
-            self._present.settle(ended)
-            self._settled.append(self._present)
-        self._present = None
-        for call in self._queue:
-            if call.begin():
-                call.settle(Ended(ended.report, [], lost(call.spec.name, self.why_lost)))
-                self._settled.append(call)
-        self._queue.clear()
+            self._queue.settle(self._present, ended)
+        self._present, self.report = None, ended.report
+        self._queue.lose(ended.report, self.why_lost, others_follow=self.restart and not self._closing)
         self.handle.close()
         if self._own_server:
             self.handle.server.close()
@@ -236,8 +239,7 @@ class Session:
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool = False) -> None:
         """Ends a call because of an interrupt; the launch, if that has come before."""
         with self.lock:
-            if call in self._queue:
-                self._queue.remove(call)
+            if self._queue.remove(call):
                 call.cancel()
             elif call is self._present and again:
                 self.handle.cancel(force=True)
@@ -248,4 +250,4 @@ class Session:
     def _last(self) -> KeptCall | None:
         """Returns the call that will be over last."""
         with self.lock:
-            return self._queue[-1] if self._queue else self._present
+            return self._queue.last or self._present

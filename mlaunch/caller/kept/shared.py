@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mlaunch.caller.kept.rank_set import ClosedError
 from mlaunch.caller.kept.ranks import Ranks
 from mlaunch.caller.options import Options
 from mlaunch.caller.restarts import with_restarts
@@ -28,9 +29,27 @@ class _Set:
     here: bool  # on this machine
 
 
-_lock = threading.Lock()
+@dataclass
+class _Locks:
+    """``of_sets`` is held for a moment; one ``of_making``, by key, while ranks are started. None while any end."""
+
+    of_sets: threading.Lock = field(default_factory=threading.Lock)
+    of_making: dict[str, threading.Lock] = field(default_factory=dict)
+
+
+_locks = _Locks()
 _sets: dict[str, _Set] = {}
-os.register_at_fork(after_in_child=_sets.clear)  # a fork of the caller has no right to its parent's ranks
+_leaving: list[tuple[str, _Set]] = []  # which somebody closes
+
+
+def _forget() -> None:
+    """Forgets them in a fork of the caller, which has no right to its parent's ranks, nor to locks taken there."""
+    _locks.of_sets, _locks.of_making = threading.Lock(), {}
+    _sets.clear()
+    _leaving.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def call_on_kept(
@@ -43,7 +62,13 @@ def call_on_kept(
 
     def attempt(time_left: float | None, _restart_count: int) -> Ended:
         call = Call(function, args, kwargs, seed=options.seed)
-        return _shared(options).call(options.replaced({"deadline": time_left}), call)
+        while True:
+            ranks = _shared(options)
+            try:
+                return ranks.call(options.replaced({"deadline": time_left}), call)
+            except ClosedError:
+                if not ranks.closed:  # others, which a __reduce__ has called
+                    raise
 
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
@@ -53,30 +78,43 @@ def _shared(options: Options) -> Ranks:
     """Returns the set for these options; a fresh one, if the environment or the working directory has changed."""
     own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
     key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
-    with _lock:
+    while True:
+        with _locks.of_sets:
+            making = _locks.of_making.setdefault(key, threading.Lock())
+        with making:
+            environ, cwd = dict(os.environ), os.getcwd()
+            found, in_the_way = _look(key, options, environ, cwd)
+            if found is None and not in_the_way:
+                found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd, here=options.engine is None)
+                with _locks.of_sets:
+                    _sets[key] = found
+        if found is not None:
+            found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
+            return found.ranks
+        for one in in_the_way:  # without a lock: a call of its may run for long
+            one[1].ranks.close()
+            with _locks.of_sets:
+                if one in _leaving:
+                    _leaving.remove(one)
+
+
+def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tuple[_Set | None, list[tuple[str, _Set]]]:
+    """Returns the set that is there, or else those that are to end before: an older one, idle rivals, what leaves."""
+    with _locks.of_sets:
         found = _sets.get(key)
-        environ, cwd = dict(os.environ), os.getcwd()
-        if found is not None and (found.environ, found.cwd) != (environ, cwd):
-            _sets.pop(key).ranks.close()
-            found = None
-        if found is None:
-            if options.engine is None:  # one that holds machines knows its own
-                _end_rivals(options)
-            found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd, here=options.engine is None)
-            _sets[key] = found
-        found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
-        return found.ranks
+        if found is not None and (found.environ, found.cwd) == (environ, cwd):
+            return found, []
+        for name, other in list(_sets.items()):
+            if name == key or (other.ranks.idle and _are_rivals(options, other)):
+                _leaving.append((name, _sets.pop(name)))
+        return None, [(name, other) for name, other in _leaving if name == key or _are_rivals(options, other)]
 
 
-def _end_rivals(options: Options) -> None:
-    """Ends idle sets on the same accelerators, whose memory the new one needs."""
-    for key, other in list(_sets.items()):
-        if (
-            other.here
-            and other.ranks.idle
-            and meet(options, other.ranks.devices, {**os.environ, **(options.env or {})})
-        ):
-            _sets.pop(key).ranks.close()
+def _are_rivals(options: Options, other: _Set) -> bool:
+    """Tells whether they want the same accelerators, whose memory the new one needs; engines know their machines."""
+    if options.engine is not None or not other.here:
+        return False
+    return meet(options, other.ranks.devices, {**os.environ, **(options.env or {})})
 
 
 def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> bool:
