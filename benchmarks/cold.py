@@ -47,7 +47,7 @@ def run(rounds: int) -> list[Row]:
 
 def _script(folder: str, name: str, text: str) -> str:
     path = Path(folder, f"{name}.py")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 

@@ -40,8 +40,8 @@ def run(rounds: int) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         reduce, idle = Path(folder, "reduce.py"), Path(folder, "idle.py")
-        reduce.write_text(_REDUCE)
-        idle.write_text(_IDLE)
+        reduce.write_text(_REDUCE, encoding="utf-8")
+        idle.write_text(_IDLE, encoding="utf-8")
         for size, aim in ((2, "<= 0.6"), (8, "<= 0.3")):
             contestants = {name: _timed([*command, f"--nproc-per-node={size}", str(reduce)])
                            for name, command in _COMMANDS.items()}  # fmt: skip
@@ -63,4 +63,4 @@ def _memory(command: list[str]) -> float:
 
 def _output(command: list[str]) -> str:
     environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    return subprocess.run(command, check=True, env=environ, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, env=environ, capture_output=True, encoding="utf-8").stdout

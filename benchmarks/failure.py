@@ -24,7 +24,7 @@ def victim(how: str) -> None:
             signal.pause()
     if dist.get_rank() == _CULPRIT:
         time.sleep(0.1)  # until the others sit in the barrier
-        with open(os.environ["NOTE"], "w") as file:
+        with open(os.environ["NOTE"], "w", encoding="utf-8") as file:
             file.write(str(time.perf_counter()))  # one clock for all processes
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)

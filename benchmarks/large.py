@@ -62,7 +62,7 @@ def look(tensor: torch.Tensor) -> int:
 
 
 def _used_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return fields["AnonPages"] + fields["Shmem"] + fields["PageTables"]
 

@@ -14,7 +14,7 @@ from mlaunch import launcher
 
 def pss() -> float:
     """This process's proportional share of memory, in MiB."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
     raise RuntimeError("the kernel does not tell the PSS")

@@ -147,11 +147,11 @@ def _interrupted(ranks: Ranks, function: Callable[[], None]) -> float:
 
 def _state(ranks: Ranks) -> dict[str, float]:
     pids = ranks.run(os.getpid)
-    agent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    agent = int(Path(f"/proc/{pids[0]}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     server = warm_server.get(os.environ).pid
     everyone = [os.getpid(), agent, *pids]
     return {
-        "processes": len(Path(f"/proc/{agent}/task/{agent}/children").read_text().split()),
+        "processes": len(Path(f"/proc/{agent}/task/{agent}/children").read_text(encoding="utf-8").split()),
         "fds of fork server": len(os.listdir(f"/proc/{server}/fd")),
         "fds of caller, agent, ranks": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in everyone),
         "threads of caller, agent, ranks": sum(len(os.listdir(f"/proc/{pid}/task")) for pid in everyone),

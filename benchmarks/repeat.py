@@ -17,7 +17,7 @@ _CALLS = 500
 def _state() -> dict[str, float]:
     server = warm_server.get(os.environ).pid
     return {
-        "processes": len(Path(f"/proc/{server}/task/{server}/children").read_text().split()),
+        "processes": len(Path(f"/proc/{server}/task/{server}/children").read_text(encoding="utf-8").split()),
         "fds of caller": len(os.listdir("/proc/self/fd")),
         "fds of fork server": len(os.listdir(f"/proc/{server}/fd")),
         "threads": threading.active_count(),
@@ -28,7 +28,7 @@ def _state() -> dict[str, float]:
 
 def rss(pid: int) -> float:
     """The resident memory of a process, in MiB."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     raise RuntimeError(f"/proc/{pid}/status has no VmRSS")

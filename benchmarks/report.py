@@ -40,7 +40,7 @@ def write(path: Path, results: Mapping[str, Sequence[Row]], rounds: int) -> None
     command = f"python -m benchmarks --rounds {rounds} {' '.join(results)}"
     found: dict[str, Any] = {"command": command, "rounds": rounds, **_surroundings()}
     found["cases"] = {name: [_plain(row) for row in rows] for name, rows in results.items()}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _plain(row: Row) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def ray(size: int) -> Iterator[Callable[[], float]]:
     """Actors of Ray."""
     command = ["unshare", "-n", "sh", "-c", _IN_A_NAMESPACE, sys.executable, _RAY, str(size)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
         if process.stdin is None or process.stdout is None or process.stderr is None:
             raise RuntimeError("it has no pipes")

@@ -104,13 +104,13 @@ def started(work: Callable[..., None], shares: Sequence[Any]) -> Iterator[list[A
 
 def private_mib(pid: int) -> float:
     """Returns the memory that a process shares with nobody."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("RssAnon"))) / 1024
 
 
 def worked(pid: int) -> float:
     """Returns the seconds that a process has had a core."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    user, system = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 

@@ -131,7 +131,7 @@ def serve_floor() -> None:
 def floor() -> Iterator[Callable[[str, int], float]]:
     """A function that has ``serve_floor`` measure in its own process."""
     command = [sys.executable, "-m", "benchmarks.work"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
         stdin, stdout = process.stdin, process.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("the floor's process has no pipes")

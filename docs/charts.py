@@ -35,7 +35,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "mlaunch"  # the same figures give the same file
-    figures = json.loads(FIGURES.read_text())
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
     cases = [row for rows in figures["cases"].values() for row in rows]
     folder = FIGURES.parent / "charts"
     folder.mkdir(exist_ok=True)

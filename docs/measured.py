@@ -38,7 +38,7 @@ class Measured(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Returns a table, or the sentence."""
         self.env.note_dependency(str(FIGURES))
-        figures = json.loads(FIGURES.read_text())
+        figures = json.loads(FIGURES.read_text(encoding="utf-8"))
         rows = [row for name in self.arguments for row in figures["cases"][name]]
         lines = table(rows) if self.arguments else [sentence(figures)]
         parent = nodes.Element()

@@ -130,6 +130,6 @@ def rooms() -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "rooms.svg").write_text(rooms())
-    (HERE / "processes.svg").write_text(processes())
-    (HERE / "machines.svg").write_text(machines())
+    (HERE / "rooms.svg").write_text(rooms(), encoding="utf-8")
+    (HERE / "processes.svg").write_text(processes(), encoding="utf-8")
+    (HERE / "machines.svg").write_text(machines(), encoding="utf-8")

@@ -26,7 +26,7 @@ def report(kind: str) -> str:
         shutil.copy(HERE / "reports" / "train.py", directory)
         environ = {**os.environ, "FAIL": kind, "PYTHONPATH": str(HERE.parent)}
         command = [sys.executable, "train.py"]
-        done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, encoding="utf-8", check=False)
     package = str(Path(mlaunch.__file__).parent.parent)
     text = done.stderr.replace(f"{directory}/", "").replace(f"{package}/", "")
     text = re.sub(rf"host {re.escape(socket.gethostname())}\b", "host gpu7", text)
@@ -37,4 +37,4 @@ def report(kind: str) -> str:
 
 if __name__ == "__main__":
     for kind in KINDS:
-        (HERE / "reports" / f"{kind}.txt").write_text(report(kind))
+        (HERE / "reports" / f"{kind}.txt").write_text(report(kind), encoding="utf-8")

@@ -45,7 +45,7 @@ def lab(folder: str) -> Iterator[str]:
     shutil.copytree(ROOT / "mlaunch", Path(folder, "mlaunch"), ignore=shutil.ignore_patterns("__pycache__"))
     news = Path(folder, ".settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings")
     news.parent.mkdir(parents=True)
-    news.write_text('{"fetchNews": "false"}')
+    news.write_text('{"fetchNews": "false"}', encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     environ |= {"PYTHONPATH": folder, "HOME": folder, "XDG_RUNTIME_DIR": folder, "IPYTHONDIR": f"{folder}/.ipython",
                 "JUPYTER_CONFIG_DIR": f"{folder}/.jupyter", "JUPYTER_RUNTIME_DIR": f"{folder}/.runtime",
@@ -55,7 +55,7 @@ def lab(folder: str) -> Iterator[str]:
                f"--IdentityProvider.token={TOKEN}", "--LabApp.check_for_updates_class=",
                "--LabApp.extension_manager=readonly"]  # fmt: skip
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", *options], env=environ, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "jupyterlab", *options], env=environ, stderr=subprocess.PIPE, encoding="utf-8"
     )
     assert server.stderr is not None
     try:
@@ -91,7 +91,7 @@ def write(folder: str, *cells: str) -> None:
              "source": source} for index, source in enumerate(cells)]  # fmt: skip
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": kernel, "cells": made}
-    Path(folder, "shown.ipynb").write_text(json.dumps(notebook))
+    Path(folder, "shown.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
 
 
 def open_notebook(page: Any, address: str) -> None:

@@ -41,7 +41,7 @@ class Evidence:
     def _kills(self) -> int:
         if self._counter is not None:
             with contextlib.suppress(OSError, ValueError):
-                for line in self._counter.read_text().splitlines():
+                for line in self._counter.read_text(encoding="utf-8").splitlines():
                     name, _, value = line.partition(" ")
                     if name == "oom_kill":
                         return int(value)
@@ -52,7 +52,7 @@ class Evidence:
 def _find_counter(own_cgroup: Path, root: Path) -> Path | None:
     """Finds the file that counts this process's cgroup's out-of-memory kills: of version 1 or 2 of the interface."""
     with contextlib.suppress(OSError):
-        for line in own_cgroup.read_text().splitlines():
+        for line in own_cgroup.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             below = path.strip("/")
             for candidate in (

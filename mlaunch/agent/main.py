@@ -22,7 +22,7 @@ from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
-from mlaunch.base.text import last_bytes
+from mlaunch.base.text import both_ends
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
@@ -90,7 +90,7 @@ def _serve(order: Order, link: Channel | None, parent: int) -> bool:
         os._exit(0)  # while the error holds what was opened: a ResourceWarning would trouble the caller
     except BaseException as error:
         rlimits.name_limit(error)
-        launcher.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
+        launcher.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))
         os._exit(1)
     launcher.close()
     return is_free

@@ -97,7 +97,7 @@ def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
     """Gives a visitor what was asked for, and says farewell."""
     with contextlib.suppress(OSError), visitor:
         memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
-        with open(memfd, "w") as file:
+        with open(memfd, "w", encoding="utf-8") as file:
             json.dump(status, file)
             file.flush()
             socket.send_fds(visitor, [b"."], [memfd])

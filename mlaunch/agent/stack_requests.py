@@ -69,7 +69,7 @@ def _status(pid: int) -> dict[str, str]:
     gone."""
     with (
         contextlib.suppress(FileNotFoundError, ProcessLookupError),
-        open(f"/proc/{pid}/status", errors="replace") as file,
+        open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file,
     ):
         return dict(_FIELD.findall(file.read()))
     return {}

@@ -101,7 +101,7 @@ def memory_is_short() -> bool:
     """Tells whether the machine has less than a tenth of its memory left; not where it does not say."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines()[:3]:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()[:3]:
             name, _, rest = line.partition(":")
             found[name] = int(rest.split()[0])
     return 10 * found.get("MemAvailable", 1) < found.get("MemTotal", 0)
@@ -144,7 +144,7 @@ def children() -> set[int]:
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                pids.update(map(int, (task / "children").read_text().split()))
+                pids.update(map(int, (task / "children").read_text(encoding="utf-8").split()))
         if os.readlink("/proc/self") != str(os.getpid()):
             pids = _numbers_here(pids)
     return {pid for pid in pids if _is_child(pid)}

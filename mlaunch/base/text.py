@@ -7,6 +7,8 @@ from itertools import chain
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _SHOWN = 20  # runs of ranks
+_END_OF_LINE = 500  # characters
+_GAP = "\n[...]\n"
 
 
 def in_bytes(size: float) -> str:
@@ -78,3 +80,22 @@ def first_bytes(text: str, limit: int) -> str:
 def last_bytes(text: str, limit: int) -> str:
     """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps the end."""
     return text.encode(errors="replace")[-limit:].decode(errors="ignore")
+
+
+def both_ends(text: str, limit: int) -> str:
+    """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps its first and last lines, and ends of long ones.
+
+    Of a traceback the first line says what went wrong where, and the last why, which may be a line of 100 kB.
+    """
+    lines = "\n".join(map(_ends_of_line, text.split("\n"))).encode(errors="replace")
+    if len(lines) <= limit:
+        return lines.decode()
+    half = max(limit - len(_GAP), 0) // 2
+    whole = lines.decode()
+    beginning, end = first_bytes(whole, half), last_bytes(whole, half) if half else ""
+    return (beginning.rpartition("\n")[0] or beginning) + _GAP + (end.partition("\n")[2] or end)
+
+
+def _ends_of_line(line: str) -> str:
+    left = len(line) - 2 * _END_OF_LINE
+    return f"{line[:_END_OF_LINE]} [{left:,} characters] {line[-_END_OF_LINE:]}" if left > 0 else line

@@ -79,7 +79,7 @@ def _memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in _LIMITS:
         try:
-            limit = int((Path("/sys/fs/cgroup") / name).read_text())
+            limit = int((Path("/sys/fs/cgroup") / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # not there, or "max"
             continue
         if limit < min(total, _NO_LIMIT):

@@ -252,7 +252,7 @@ def _token(file: str | None, environ: Mapping[str, str]) -> str | None:
             raise UsageError(str(error)) from None
         return environ.get("MLAUNCH_TOKEN")
     try:
-        token = Path(file).read_text().strip()
+        token = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--token-file {file}: {error}") from None
     if not token:

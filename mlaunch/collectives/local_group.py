@@ -123,4 +123,4 @@ def _place() -> str:
     if "GROUP_RANK" in os.environ:  # the launcher counted them
         return os.environ["GROUP_RANK"]
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    return socket.gethostname() + (boot.read_text(encoding="utf-8") if boot.exists() else "")

@@ -89,7 +89,7 @@ class Shell:
                 self.command(args),
                 check=False,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
                 env=self.environ(),
                 stdin=subprocess.DEVNULL,
                 timeout=_COMMAND_TIMEOUT,

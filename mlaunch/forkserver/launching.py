@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlaunch.base.fds import OwnedFds
-from mlaunch.base.text import last_bytes
+from mlaunch.base.text import both_ends
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
@@ -74,7 +74,7 @@ def fork(channel_fd: int) -> int | None:
         return os.fork()
     except OSError:
         channel = Channel.adopt(channel_fd)
-        channel.try_send(AgentFailed(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
+        channel.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))
         channel.try_send(Reaped(1))
         channel.close()
         return None

@@ -19,7 +19,7 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
-from mlaunch.base.text import last_bytes
+from mlaunch.base.text import both_ends
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import count_devices
 from mlaunch.forkserver.late import LateImports
@@ -27,7 +27,7 @@ from mlaunch.forkserver.launching import Launch, begin, fork
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.forkserver.settling import settle
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import NotReady
 from mlaunch.protocol.prepared import Prepare
 from mlaunch.protocol.server_messages import CountDevices, Retire, StartLaunch
@@ -37,6 +37,7 @@ _PRELOAD = (
     "torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main", "mlaunch.rendezvous.store_client"
 )  # fmt: skip
 
+_REASON = 8192  # bytes that a person is shown of why it could not import
 _IDLE = 0.02  # seconds after a launch without another
 _SOON_ENOUGH = 3  # launches without such a pause
 
@@ -130,7 +131,7 @@ class _ForkServer:
             self.control.try_send(NotReady(str(error)))
             return False
         except (Exception, SystemExit):
-            self.control.try_send(NotReady(last_bytes(traceback.format_exc(), TEXT_LIMIT)))
+            self.control.try_send(NotReady(both_ends(traceback.format_exc(), _REASON)))
             return False
         if self.call is None:
             gc.collect()

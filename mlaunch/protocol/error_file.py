@@ -91,4 +91,4 @@ def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
     if exitcode and isinstance(message, dict):
         record = {**record, "message": {**message, "errorCode": exitcode}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record))
+    Path(path).write_text(json.dumps(record), encoding="utf-8")

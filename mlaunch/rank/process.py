@@ -44,7 +44,7 @@ def reset_process(
         atexit.register(_shut_down_logging, inherited)
         if getattr(sys.stdin, "name", None) == os.devnull:  # of the process that we were forked from
             sys.stdin.close()
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - it lives as long as the process
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - it lives as long as the process
         sys.stdout, sys.stderr = _by_lines(open_stream(1)), _by_lines(open_stream(2))
     gc.enable()
 

@@ -119,7 +119,9 @@ def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: st
 def _first_of(nodes: str) -> str | None:
     """Returns the first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
     try:
-        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, encoding="utf-8", check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return shown.stdout.split()[0]

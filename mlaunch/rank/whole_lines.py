@@ -42,9 +42,9 @@ def _pieces(lines: bytes, room: int) -> Iterator[bytes]:
     """Cuts between lines, so that a pipe takes each piece at once. ``room``: bytes of the first; a line is not cut."""
     start = 0
     while start < len(lines):
-        end = lines.rfind(b"\n", start, start + max(room, 0)) + 1
-        if end <= start:
-            end = lines.find(b"\n", start) + 1 or len(lines)
+        end = len(lines)
+        if end - start > room:
+            end = lines.rfind(b"\n", start, start + max(room, 0)) + 1 or lines.find(b"\n", start) + 1 or len(lines)
         yield lines[start:end]
         start, room = end, PIPE_BUF
 

@@ -95,7 +95,7 @@ def addresses() -> list[str]:
 def _usual_interface() -> str:
     """Returns the one of the default route; "" if there is none."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+        for line in Path("/proc/net/route").read_text(encoding="utf-8").splitlines()[1:]:
             name, destination, *_ = line.split()
             if int(destination, 16) == 0:
                 return name
@@ -104,7 +104,7 @@ def _usual_interface() -> str:
 
 def _interface6(address: ipaddress.IPv6Address) -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             digits, *_, name = line.split()
             if bytes.fromhex(digits) == address.packed:
                 return name

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.text import first_bytes, last_bytes, name_ranks
+from mlaunch.base.text import both_ends, first_bytes, name_ranks
 
 _LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what is not listed here:
 _SHORT = 100
@@ -104,7 +104,7 @@ def shortened(failure: RankFailure) -> RankFailure:
     return replace(
         failure,
         what=first_bytes(failure.what, _WHAT),
-        traceback=last_bytes(failure.traceback, _TRACEBACK),
+        traceback=both_ends(failure.traceback, _TRACEBACK),
         phase=first_bytes(failure.phase, _DETAIL),
         host=first_bytes(failure.host, _DETAIL),
         device=first_bytes(failure.device, _DETAIL),

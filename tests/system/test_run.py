@@ -270,10 +270,13 @@ def test_modules_imported_once(tmp_path: Path) -> None:
 
 
 def test_a_module_that_fails_with_much_to_say(tmp_path: Path) -> None:
-    write(tmp_path, "raise ValueError(chr(0x1F600) * 25_000 + ' in the end')", "loud.py")
+    write(tmp_path, "raise ValueError('in short ' + chr(0x1F600) * 25_000 + ' in the end')", "loud.py")
     done = run(tmp_path, "--preload", "loud", write(tmp_path, "print('never')"))
     assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback (most recent call last):" in done.stderr
+    assert "ValueError: in short" in done.stderr
     assert done.stderr.rstrip().endswith(" in the end")
+    assert len(done.stderr) < 10_000
 
 
 def test_a_restart(tmp_path: Path) -> None:

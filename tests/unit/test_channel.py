@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from mlaunch.base.text import first_bytes, last_bytes
+from mlaunch.base.text import both_ends, first_bytes, last_bytes
 from mlaunch.protocol import messages, payload
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
 
@@ -63,6 +63,25 @@ def test_a_text_is_cut_between_characters(text: str, limit: int) -> None:
     assert whole.endswith(end)
     for part in (beginning, end):
         assert min(limit, len(whole.encode())) - 4 < len(part.encode()) <= limit
+
+
+@pytest.mark.parametrize("limit", [4000, 8192])
+@pytest.mark.parametrize("size", [1, 100, 100_000])
+def test_both_ends_of_a_text(size: int, limit: int) -> None:
+    long = "\N{GRINNING FACE}" * size
+    texts = {
+        "one line": f"first {long} last",
+        "a long line in the middle": f"first\n{long}\nlast",
+        "the last line": f"first\nthe reason {long}\nlast",
+        "lines": "\n".join(["first", *["a line"] * size, "last"]),
+    }
+    for text in texts.values():
+        cut = both_ends(text, limit)
+        assert len(cut.encode()) <= limit
+        assert cut.startswith("first")
+        assert cut.endswith("last")
+        assert len(text) > 500 or cut == text
+    assert "characters]" not in both_ends(texts["lines"], limit)
 
 
 @pytest.mark.parametrize("value", [b"small", b"large" * 100_000])

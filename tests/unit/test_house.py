@@ -174,3 +174,26 @@ def test_the_versions_that_are_promised() -> None:
 def test_no_assertion_guards_a_user() -> None:
     for path in (ROOT / "mlaunch").rglob("*.py"):
         assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)], path
+
+
+def lacks_encoding(call: ast.Call) -> bool:
+    """Tells whether a call that opens a text leaves its encoding to the locale."""
+    name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+    given = {word.arg: word.value for word in call.keywords}
+    if "encoding" in given:
+        return False
+    if name == "open" and isinstance(call.func, ast.Name):
+        mode = given.get("mode", call.args[1] if len(call.args) > 1 else None)
+        return not (isinstance(mode, ast.Constant) and "b" in str(mode.value))
+    return name in {"read_text", "write_text"} or "text" in given or "universal_newlines" in given
+
+
+def test_texts_have_their_encoding() -> None:
+    paths = [path for folder in ("mlaunch", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and lacks_encoding(node)
+    ]
+    assert not found
