@@ -82,6 +82,7 @@ def start_fork(call: Call) -> ForkServer:
     linux.give_back_openmp_threads()
     ours, theirs = Channel.pair()
     caller = os.getpid()
+    process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
         pid = os.fork()

@@ -26,10 +26,7 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         class Bar(std.tqdm):  # type: ignore[type-arg]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                kwargs.pop("display", None)
-                if isinstance(kwargs.get("ncols"), str):  # such as "100%"
-                    del kwargs["ncols"]
-                super().__init__(*args, **kwargs)
+                super().__init__(*args, **_for_text(kwargs))
 
         def bars(*args: Any, **kwargs: Any) -> Bar:
             return Bar(range(*args), **kwargs)
@@ -38,5 +35,28 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Affects imports that come later."""
+    """Affects imports that come later, and bars that a fork of the caller has imported already."""
     sys.meta_path.insert(0, _TextBars())
+    imported = getattr(sys.modules.get(_NAME), "tqdm_notebook", None)
+    if imported is not None:
+        _turn_to_text(imported)
+
+
+def _turn_to_text(bar: Any) -> None:
+    """Takes from the class of widgets, which others have as their base, all that draws otherwise than its own base."""
+    from tqdm import std
+
+    for name in vars(bar).keys() & vars(std.tqdm).keys() - {"__module__", "__doc__", "__init__"}:
+        delattr(bar, name)
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(bar, self).__init__(*args, **_for_text(kwargs))
+
+    bar.__init__ = begin
+
+
+def _for_text(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a widget without what only widgets have."""
+    width = kwargs.get("ncols")
+    left_out = {"display", *(("ncols",) if isinstance(width, str) else ())}  # such as "100%"
+    return {name: value for name, value in kwargs.items() if name not in left_out}

@@ -37,6 +37,27 @@ def test_bars_in_ranks_are_text(capsys: Capture, module: str) -> None:
     assert line.startswith("[0] kept: 100%|")
 
 
+@pytest.mark.parametrize("of_auto", [False, True])
+def test_widgets_of_the_caller_are_text_in_its_forks(capsys: Capture, of_auto: bool) -> None:
+    """A cell has imported them before the ranks were forked."""
+    pytest.importorskip("tqdm", reason="tqdm is not installed (extra: notebook)")
+    from tqdm import asyncio, notebook
+
+    bar: Any = type("tqdm", (notebook.tqdm, asyncio.tqdm), {}) if of_auto else notebook.tqdm
+    before = dict(vars(notebook.tqdm))
+
+    def train() -> None:
+        for _ in bar(range(3), desc="kept", ncols="100%", display=True):
+            pass
+        for _ in notebook.trange(3, desc="gone", leave=False):
+            pass
+
+    launcher(train, 1, start_method="fork")()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[0] kept: 100%|")
+    assert dict(vars(notebook.tqdm)) == before
+
+
 def test_bars_within_bars(capsys: Capture) -> None:
     pytest.importorskip("tqdm", reason="tqdm is not installed (extra: notebook)")
 

@@ -75,6 +75,37 @@ def test_all_that_writes_is_shown(capsys: Capture, start_method: str) -> None:
     assert shown.err == "[0] ERROR:trainer:from logging\n"
 
 
+@builds.silent
+@pytest.mark.parametrize("by", ["Python", "C"])
+def test_what_the_caller_has_buffered_is_written_once(run_script: Any, by: str) -> None:
+    """Ranks that are forked from it inherit its buffers; a cell's are filled by the warning of threads."""
+    script = """
+import ctypes, os, sys, threading
+from mlaunch import launcher
+
+class Buffered:
+    text = ""
+    def write(self, text):
+        self.text += text
+    def flush(self):
+        sys.__stderr__.write(self.text)
+        sys.__stderr__.flush()
+        self.text = ""
+
+if BY == "C":
+    ctypes.CDLL(None).printf(b"in the buffer\\n")
+else:
+    sys.stderr = kernels = Buffered()
+    os.register_at_fork(after_in_child=kernels.flush)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+launcher(lambda: None, 2, device_type="cpu", start_method="fork", output="raw")()
+"""
+    done = run_script(script.replace("BY", repr(by)))
+    assert done.returncode == 0, done.stderr
+    said = {"Python": "RuntimeWarning: start_method='fork'", "C": "in the buffer"}[by]
+    assert (done.stdout + done.stderr).count(said) == 1
+
+
 @pytest.mark.parametrize(
     ("output", "shown"), [("all", "[0] 0\n[1] 1\n"), ("rank0", "[0] 0\n"), ("none", ""), ("raw", "")]
 )
