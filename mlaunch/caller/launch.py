@@ -22,6 +22,8 @@ def launch(
     dist_url: str | None = None,
     args: Sequence[Any] = (),
     timeout: float | timedelta | None = _HALF_AN_HOUR,
+    *,
+    backend: str | None = None,
 ) -> list[R]:
     """Runs ``main_func(*args)`` once per device; call it on every machine.
 
@@ -37,6 +39,8 @@ def launch(
             machine "file://..." means the same, since nothing needs a file there.
         args: The function's arguments.
         timeout: Limit in seconds (or a timedelta) for each collective; None: no limit.
+        backend: The process group's, which code that descends from detectron2's passes; None: the device's own. By
+            name only, since its place differs there.
 
     Returns:
         What this machine's ranks returned, in their order. (detectron2 returns None.)
@@ -62,6 +66,7 @@ def launch(
         master_ip=host,
         port=port,
         timeout=timeout,
+        backend=backend,
     )
     return run(*args)
 

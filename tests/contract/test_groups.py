@@ -159,6 +159,19 @@ def test_launch_at_a_port() -> None:
     assert mlaunch.launch(main, 2, dist_url=f"tcp://127.0.0.1:{port}", args=(10, 1)) == [(1, 0, 2), (11, 1, 2)]
 
 
+def test_the_backend_of_a_launch() -> None:
+    """Code that descends from detectron2's passes it by name."""
+
+    def asked() -> str:
+        return str(dist.get_backend())
+
+    assert mlaunch.launch(asked, 2, dist_url="auto", backend="gloo") == ["gloo"] * 2
+    with pytest.raises(ValueError, match="backend='nonesuch'"):
+        mlaunch.launch(asked, 2, backend="nonesuch")
+    with pytest.raises(TypeError, match="backend=7"):
+        mlaunch.launch(asked, 2, backend=7)  # type: ignore[arg-type]
+
+
 def test_a_world_of_one_runs_here() -> None:
     here = object()
     assert mlaunch.launch(lambda x: (x, dist.is_initialized()), 1, args=(here,)) == [(here, False)]
