@@ -68,10 +68,8 @@ def _strings(values: Mapping[str, object]) -> dict[str, str]:
 def _defaults(spec: LaunchSpec) -> dict[str, str]:
     environ = spec.context.environ
     chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if spec.interface:
-        chosen["GLOO_SOCKET_IFNAME"] = spec.interface
-    if spec.interface and spec.num_nodes > 1:
-        chosen["NCCL_SOCKET_IFNAME"] = spec.interface
+    if spec.interface:  # "lo" on one machine: NCCL's ranks would meet on the first interface, where others reach it
+        chosen |= {"GLOO_SOCKET_IFNAME": spec.interface, "NCCL_SOCKET_IFNAME": spec.interface}
     found = {name: value for name, value in chosen.items() if name not in environ}
     if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
         found[tcp_store.VARIABLE] = "0"

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import launcher
+from mlaunch import Ranks, launcher
 from mlaunch.base import linux
 from mlaunch.caller import start_server
 from mlaunch.caller.warm import warm_server
@@ -108,6 +108,19 @@ def test_a_group_is_initialised_as_torchrun_would() -> None:
     first, second = launcher(probe, 2)()
     assert first == (0, 2, "gloo", "0", "0", "2", "2", "127.0.0.1", "lo")
     assert second == (1, 2, "gloo", "1", "1", "2", "2", "127.0.0.1", "lo")
+
+
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_the_interface_of_one_machine_is_loopback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has chosen another: for all, or for this launch."""
+    monkeypatch.delenv(name, raising=False)
+    ask = launcher(lambda: os.environ[name], 2, device_type="cpu")
+    assert ask() == ["lo"] * 2
+    with Ranks(n_gpus=2, device_type="cpu") as ranks:
+        assert ranks.run(lambda: os.environ[name]) == ["lo"] * 2
+    assert ask.options(env={name: "lo,lo"})() == ["lo,lo"] * 2
+    monkeypatch.setenv(name, "lo,lo")
+    assert ask() == ["lo,lo"] * 2
 
 
 def test_the_store_listens_on_loopback_only() -> None:
