@@ -9,13 +9,14 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import large, stayers
+from benchmarks.contestant import apart
 from benchmarks.measure import Row, alternate, compare, seconds
 from benchmarks.repeat import rss
 from benchmarks.work import floor, make_gib
@@ -56,8 +57,8 @@ def _empty(rounds: int) -> list[Row]:
             "mlaunch Ranks": lambda: seconds(lambda: ranks.run(nothing)),
             "a warm launch": lambda: seconds(launcher(nothing, _SIZE)),
         }
-        for name, start in stayers.ALL.items():
-            names[name] = stack.enter_context(_or_failing(start))
+        for name, way in stayers.ALL.items():
+            names[name] = stack.enter_context(apart("benchmarks.stayers", way, _SIZE))
         for measure in names.values():
             with contextlib.suppress(Exception):  # which the measurement will tell
                 measure()
@@ -74,23 +75,6 @@ def _empty(rounds: int) -> list[Row]:
 
 def _in_a_row(measure: Callable[[], float]) -> float:
     return statistics.median(measure() for _ in range(_ROW_LENGTH))
-
-
-@contextlib.contextmanager
-def _or_failing(
-    start: Callable[[int], contextlib.AbstractContextManager[Callable[[], float]]],
-) -> Iterator[Callable[[], float]]:
-    """A peer\'s measurement; one that raises why, if the peer cannot run here."""
-    with contextlib.ExitStack() as stack:
-        try:
-            measure = stack.enter_context(start(_SIZE))
-        except Exception as error:
-            why = error
-
-            def measure() -> float:
-                raise why
-
-        yield measure
 
 
 def _large(rounds: int) -> list[Row]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.multiprocessing
 
 from benchmarks import work
+from benchmarks.contestant import apart
 from benchmarks.measure import Row, alternate, compare, seconds
 from mlaunch import launcher
 
@@ -68,14 +69,42 @@ def _rested(call: Callable[[], object]) -> float:
 
 
 def _peers(rounds: int) -> list[Row]:
-    ours = launcher(work.reduce_once, 2)
-    ours()
-    peers = {"mlaunch": lambda: _settled(ours), "torch.multiprocessing.spawn": lambda: seconds(_spawn)}
-    peers |= {"torchrunx": lambda: _rested(_torchrunx), "accelerate notebook_launcher": lambda: seconds(_accelerate)}
-    medians = alternate(peers, rounds)
+    with contextlib.ExitStack() as running:
+        peers = {name: running.enter_context(apart("benchmarks.warm", way)) for name, way in _PEERS.items()}
+        medians = alternate(peers, rounds)
     bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 150")}
     bounds |= {name: ("mlaunch", "") for name in ("torchrunx", "accelerate notebook_launcher")}
     return compare("warm call after a pause, 2 ranks, peers", medians, bounds, "s")
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[Callable[[], float]]:
+    call = launcher(work.reduce_once, 2)
+    call()
+    yield lambda: _settled(call)
+
+
+@contextlib.contextmanager
+def spawn() -> Iterator[Callable[[], float]]:
+    yield lambda: seconds(_spawn)
+
+
+@contextlib.contextmanager
+def torchrunx() -> Iterator[Callable[[], float]]:
+    yield lambda: _rested(_torchrunx)
+
+
+@contextlib.contextmanager
+def accelerate() -> Iterator[Callable[[], float]]:
+    yield lambda: seconds(_accelerate)
+
+
+_PEERS = {
+    "mlaunch": "ours",
+    "torch.multiprocessing.spawn": "spawn",
+    "torchrunx": "torchrunx",
+    "accelerate notebook_launcher": "accelerate",
+}
 
 
 def _spawn() -> None:
