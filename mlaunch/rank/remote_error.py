@@ -45,7 +45,14 @@ def _may_be_short(error: BaseException, message: str) -> bool:
     A pipe that breaks in the user's own code looks like a consequence, too, but may be the cause.
     """
     related = error.__cause__, error.__context__, getattr(error, "__notes__", None)
-    return _is_of_another(message) and isinstance(error, RuntimeError) and not any(related) and _is_torchs(error)
+    may_be = _is_of_another(message) and isinstance(error, RuntimeError) and not any(related)
+    return may_be and _is_torchs(error) and _is_from_files(error)
+
+
+def _is_from_files(error: BaseException) -> bool:
+    """Tells whether all lines are of files: where Python keeps others (``-c``, a prompt) differs by its release."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return not any(frame.f_code.co_filename.startswith("<") for frame, _ in frames)
 
 
 def _is_torchs(error: BaseException) -> bool:

@@ -52,20 +52,23 @@ def test_an_error_that_refuses_attributes_is_marked_as_others_are() -> None:
     assert not is_misuse(Refuses())
 
 
-def lose_a_peer(cause: BaseException | None = None, *, module: str = "torch.distributed") -> RuntimeError:
+def lose_a_peer(
+    cause: BaseException | None = None, *, module: str = "torch.distributed", file: str = __file__
+) -> RuntimeError:
     """Returns what torch raises in a rank whose peer has died."""
     raising = "raise RuntimeError('Connection closed by peer [127.0.0.1]:1.\\nGLHF') from cause"
     try:
-        exec(raising, {"__name__": module, "cause": cause})
+        exec(compile(raising, file, "exec"), {"__name__": module, "cause": cause})
     except RuntimeError as error:
         return error
 
 
-@pytest.mark.parametrize("related", ["nothing", "a cause", "a note", "code of the user's"])
+@pytest.mark.parametrize("related", ["nothing", "a cause", "a note", "code of the user's", "no file"])
 def test_the_traceback_of_a_consequence_is_pythons_less_its_carets(related: str) -> None:
     """Where torch has lost a peer, and nothing else is to be told."""
     module = "train" if related == "code of the user's" else "torch.distributed"
-    error = lose_a_peer(ValueError("a reason of one's own") if related == "a cause" else None, module=module)
+    cause = ValueError("a reason of one's own") if related == "a cause" else None
+    error = lose_a_peer(cause, module=module, file="<stdin>" if related == "no file" else __file__)
     if related == "a note":
         BaseException.__setattr__(error, "__notes__", ["remember"])  # which Python 3.10 does not print
     pythons = "".join(traceback.format_exception(error))
