@@ -20,6 +20,7 @@ from mlaunch.base import linux
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
 from mlaunch.forkserver import main as server_main
+from mlaunch.protocol import originals
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.rank import device, process
@@ -83,10 +84,12 @@ def start_fork(call: Call) -> ForkServer:
     ours, theirs = Channel.pair()
     caller = os.getpid()
     process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
+    in_common = originals.of_main(call.function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
         pid = os.fork()
     if pid == 0:
+        originals.inherit(in_common)
         _become_server(ours, theirs, caller, call)
     theirs.close()
     return ForkServer(ours, pid, _Waiter(pid))

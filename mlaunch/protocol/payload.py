@@ -17,7 +17,7 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from mlaunch.base import linux
@@ -33,10 +33,14 @@ _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 @dataclass(frozen=True)
 class Payload:
-    """A pickled value: its bytes, if they are few, else the memfd that holds it."""
+    """A pickled value: its bytes, if they are few, else the memfd that holds it.
+
+    ``originals``: what of it went by value and must live here as long as it may come back.
+    """
 
     data: bytes = b""
     memfd: int = -1
+    originals: tuple[object, ...] = field(default=(), repr=False, compare=False, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -79,8 +83,9 @@ def pack(value: object, name: str, *, most: int) -> Payload:
         memfd = create(name)
         return memfd
 
+    spool = _Spool(make, most)
     try:
-        return Payload(_write(_Spool(make, most), value, pickle_by_value), memfd)
+        return Payload(_write(spool, value, pickle_by_value), memfd, originals=tuple(spool.originals))
     except BaseException:
         Payload(memfd=memfd).close()
         raise
@@ -114,6 +119,7 @@ class _Spool:
         self._memfd = memfd
         self._most = most
         self.small = io.BytesIO()
+        self.originals: list[object] = []  # of what was written
         self._file: BinaryIO | None = None
 
     def write(self, data: Any) -> int:
@@ -149,6 +155,7 @@ class _Spool:
 def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], Parts]) -> bytes:
     with contextlib.closing(spool):
         parts = pickle_into(spool, value)
+        spool.originals = parts.originals
         if not parts.buffers and not spool.spilled:
             return spool.small.getvalue()
         file = spool.file()

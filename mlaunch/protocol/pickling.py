@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from mlaunch.protocol import tensors
+from mlaunch.protocol import originals, tensors
 
 OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
+_FUNCTION = types.FunctionType
 _CACHED = type(functools.lru_cache(len))
 
 
@@ -31,51 +32,94 @@ class Sink(Protocol):
 
 @dataclass
 class Parts:
-    """What a pickling leaves besides its stream: the buffers, and what must live until they are written."""
+    """What a pickling leaves besides its stream: the buffers, and what must live until they are written.
 
+    ``originals``: classes and functions that went by value, which may come back as long as they live.
+    """
+
+    in_band: bool = False  # all buffers are to be in the stream
     buffers: list[pickle.PickleBuffer] = field(default_factory=list)
     alive: list[object] = field(default_factory=list)
+    originals: list[object] = field(default_factory=list)
 
     def stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
         with memoryview(buffer) as view:
-            if view.nbytes < OUT_OF_BAND:
+            if self.in_band or view.nbytes < OUT_OF_BAND:
                 return True
         self.buffers.append(buffer)
         return False
 
 
-def pickle_by_name(file: Sink, value: object) -> Parts:
-    """Pickles to a reader that has the classes of ``__main__``; what cannot go by name goes by value."""
+def pickle_by_name(file: Sink, value: object, *, in_band: bool = False) -> Parts:
+    """Pickles to a reader that has what the call brought; what has neither a number nor a name goes by value."""
+    base = _ByNumberPickler if originals.any_came() else _ByNamePickler
     try:
-        return _pickle_with(_ByNamePickler, dict(copyreg.dispatch_table), file, value)
+        return _pickle_with(base, dict(copyreg.dispatch_table), file, value, Parts(in_band))
     except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
         file.seek(0)
         file.truncate()
-        return pickle_by_value(file, value)
+        return _by_value(_BackByValuePickler, file, value, Parts(in_band))
 
 
 def pickle_by_value(file: Sink, value: object) -> Parts:
+    return _by_value(_ByValuePickler, file, value, Parts())
+
+
+def _by_value(base: type[pickle.Pickler], file: Sink, value: object, parts: Parts) -> Parts:
     table = {}
     for part in reversed(cloudpickle.Pickler.dispatch_table.maps):
         table.update(part)
     table[_CACHED] = _reduce_cached
-    return _pickle_with(_ByValuePickler, table, file, value)
+    return _pickle_with(base, table, file, value, parts)
 
 
 class _ByNamePickler(pickle.Pickler):
     """One that can have a table of its own."""
 
 
+class _ByNumberPickler(pickle.Pickler):
+    """Knows the caller's own classes and functions."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)  # it is asked for each object, so this is written out
+        if kind is _FUNCTION or issubclass(kind, type):
+            return originals.reduce_or_refuse(obj) or NotImplemented
+        return NotImplemented
+
+
 class _ByValuePickler(cloudpickle.Pickler):
     """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
 
+    sent: list[object]
+
     def reducer_override(self, obj: Any) -> Any:
+        if _is_definition(obj):
+            return self._numbered(obj, super().reducer_override(obj))
         kind = type(obj)
         if kind is not types.ModuleType and issubclass(kind, types.ModuleType):
             name = getattr(obj, "__name__", "")
             if sys.modules.get(name) is obj:
                 return importlib.import_module, (name,)
         return super().reducer_override(obj)
+
+    def _numbered(self, definition: Any, reduced: Any) -> Any:
+        if not isinstance(reduced, tuple) or len(reduced) != 6:  # by name, or a type of Python's own
+            return reduced
+        self.sent.append(definition)
+        make, args, state, _, _, fill_in = reduced
+        return originals.take, (originals.number(definition), make, *args), (fill_in, state), None, None, originals.fill
+
+
+class _BackByValuePickler(_ByValuePickler):
+    """What the caller has goes back by number all the same."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (_is_definition(obj) and originals.reduce(obj)) or super().reducer_override(obj)
+
+
+def _is_definition(obj: object) -> bool:
+    kind = type(obj)
+    return kind is _FUNCTION or issubclass(kind, type)
 
 
 def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
@@ -89,11 +133,11 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object) -> Parts:
+def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object, parts: Parts) -> Parts:
     """``table``: a plain dict, since pickle asks it for each object."""
-    parts = Parts()
-    pickler = base.__new__(base)
+    pickler: Any = base.__new__(base)
+    pickler.sent = parts.originals
     pickler.dispatch_table = table | tensors.reducers(parts.alive)  # a pickler reads it when it is initialised
-    pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)  # type: ignore[misc]
+    pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)
     pickler.dump(value)
     return parts

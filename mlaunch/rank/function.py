@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import cores, rlimits, seeding
-from mlaunch.protocol import calls, explain, late_imports, this_rank
+from mlaunch.protocol import calls, explain, late_imports, originals, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.protocol.payload import Payload
@@ -165,7 +165,8 @@ class FunctionRank(Rank):
             if inherited is None:
                 raise RuntimeError("a call came without its function")
             return calls.resolve(inherited.function), inherited
-        call = self._read(task.call)
+        with originals.receiving():
+            call = self._read(task.call)
         function = calls.resolve(call.function)
         main_module.install_main(function, self._spec.context)
         return function, call

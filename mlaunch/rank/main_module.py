@@ -29,11 +29,11 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     from_main = namespace.get("__name__") == "__main__"
     main = types.ModuleType("__main__")
     _bare[:] = [function, main] if not from_main and not arrived else []
-    if from_main:
-        main.__dict__.update(namespace)
     for kind in list(arrived.values()):
         if kind.__module__ == "__main__" and "." not in kind.__qualname__:
             setattr(main, kind.__name__, kind)
+    if from_main:  # it knows what its names mean, of several classes that have one
+        main.__dict__.update(namespace)
     if context.main_file is not None:
         main.__file__ = context.main_file
     if context.main_name is not None:  # python -m

@@ -6,13 +6,14 @@ import gc
 import io
 import threading
 import weakref
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, comm, launcher
 from mlaunch.protocol import payload
 from mlaunch.protocol.pickling import pickle_by_name
 
@@ -186,6 +187,97 @@ def test_a_rank_may_write_into_its_argument() -> None:
     assert launcher(write, 2)(array, tensor) == [100_000.0, 100_000.0]
     assert array.sum() == 0
     assert tensor.sum() == 0
+
+
+# Classes and functions that went by value
+
+SCRIPT = """
+class Result:
+    version = {version}
+
+    def __init__(self, value):
+        self.value = value
+
+def helper(value):
+    return Result(value)
+"""
+
+
+def defined(version: int) -> dict[str, Any]:
+    """What a script or a cell defines, in a namespace that is not this process's ``__main__`` (as with cProfile)."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT.format(version=version), names)
+    return names
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_a_class_that_has_no_name_in_the_caller_comes_back(start_method: str) -> None:
+    names = defined(1)
+    [made] = launcher(names["helper"], 1, start_method=start_method)(7)
+    assert type(made) is names["Result"]
+    assert made.value == 7
+
+
+def test_a_function_comes_back_as_itself() -> None:
+    helper = defined(1)["helper"]
+    assert launcher(lambda value: {"step": value}, 1)(helper) == [{"step": helper}]
+
+
+def test_classes_of_one_name_stay_apart() -> None:
+    old, new = defined(1), defined(2)
+    [back] = launcher(lambda *got: (*got, new["Result"]), 1)(old["Result"](3), new["Result"](4))
+    assert [type(one) for one in back[:2]] == [old["Result"], new["Result"]]
+    assert back[2] is new["Result"]
+    assert (old["Result"].version, new["Result"].version) == (1, 2)
+
+
+def test_what_plain_pickle_finds_is_what_the_function_means() -> None:
+    old, new = defined(1), defined(2)
+    exec("import pickle\ndef load(old): return pickle.loads(pickle.dumps(Result(0))).version", new)
+    assert launcher(new["load"], 1)(old["Result"](3)) == [2]
+
+
+T = TypeVar("T")
+
+
+def test_a_generic_class_that_a_function_made_comes_back() -> None:
+    class Box(Generic[T]):
+        pass
+
+    kind: Any = Box[int]
+    [back] = launcher(lambda got: got, 1)(kind())
+    assert type(back) is Box
+    assert back.__orig_class__ == kind
+
+
+def test_a_class_lives_as_long_as_it_may_come_back() -> None:
+    with Ranks(n_gpus=1) as ranks:
+        names = defined(1)
+        kind = weakref.ref(names["Result"])
+        future = ranks.submit(names["helper"], 5)
+        names.clear()
+        gc.collect()
+        [made] = future.result(60)
+        assert type(made) is kind()
+
+
+def test_a_class_of_an_earlier_call_comes_back_by_value() -> None:
+    """Its caller may have let go of it, and given its name to another."""
+    with Ranks(n_gpus=1) as ranks:
+        held = ranks.hold(defined(1)["helper"], 5)
+        gc.collect()
+        [made] = held.fetch()
+        assert (type(made).version, made.value) == (1, 5)
+
+
+def test_ranks_give_each_other_classes_of_the_call() -> None:
+    old, new = defined(1), defined(2)
+
+    def exchange(one: Any, other: Any) -> list[int]:
+        mine = [one, other][dist.get_rank()]
+        return [type(each).version for each in comm.all_gather(mine)]
+
+    assert launcher(exchange, 2)(old["Result"](0), new["Result"](0)) == [[1, 2]] * 2
 
 
 # What cannot travel

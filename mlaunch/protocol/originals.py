@@ -1,0 +1,117 @@
+"""Classes and functions that a call brought by value: they go back as what they are in the caller, by a number.
+
+A name would not do: by the time it may mean another class there (a cell was run again), or nothing (a local class; a
+script that a profiler runs, which is not the ``__main__`` of its process).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+import pickle
+import types
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_numbers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_by_number: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_made: weakref.WeakSet[Any] = weakref.WeakSet()  # here, of what was sent
+# What this rank's call has brought, which its caller therefore has. What only an earlier one brought may be gone there.
+_of_call: weakref.WeakSet[Any] = weakref.WeakSet()
+_count = itertools.count()
+_process = uuid.uuid4().hex
+
+
+class receiving:
+    """Notes, for the length of a block, what a rank's call brings."""
+
+    active = False
+
+    def __enter__(self) -> None:
+        _of_call.clear()
+        receiving.active = True
+
+    def __exit__(self, *_: object) -> None:
+        receiving.active = False
+
+
+def number(original: Any) -> str:
+    """Returns the number of what is sent by value, for good."""
+    known = _numbers.get(original)
+    return _remember(original, f"{_process}/{os.getpid()}/{next(_count)}") if known is None else known
+
+
+def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
+    """Returns what was sent by value, to be filled; where it comes from, the original. Called as it is unpickled."""
+    known = _by_number.get(number)
+    if known is not None and known not in _made:
+        return known
+    made = make(*args)
+    _remember(made, number)
+    _made.add(made)
+    if receiving.active:
+        _of_call.add(made)
+    return made
+
+
+def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any]) -> None:
+    """Gives it its content, if it was made here: the original may have another by now."""
+    fill_in, state = content
+    if taken in _made:
+        fill_in(taken, state)
+
+
+def of_main(function: Any) -> list[Any]:
+    """Returns, with numbers, what the module of a function defines, if that is a script or notebook."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    if names.get("__name__") != "__main__":
+        return []
+    found = [value for value in names.values() if isinstance(value, type | types.FunctionType)]
+    found = [value for value in found if value.__module__ == "__main__"]
+    for value in found:
+        number(value)
+    return found
+
+
+def inherit(originals: Iterable[Any]) -> None:
+    """Notes in a fork what it has in common with the caller."""
+    _of_call.update(originals)
+
+
+def any_came() -> bool:
+    """Tells whether there is anything here that must not go by name."""
+    return bool(_numbers)
+
+
+def reduce(found: Any) -> tuple[Any, ...] | None:
+    """Returns what pickles a class or function as the caller's own; None: it is not known to have it."""
+    if found not in _of_call:
+        return None
+    return _find, (_numbers[found], found.__module__, found.__qualname__)
+
+
+def reduce_or_refuse(found: Any) -> tuple[Any, ...] | None:
+    """Returns the same; PicklingError: the caller may have another by this name. None: it is not from there."""
+    if found in _numbers and found not in _of_call:
+        raise pickle.PicklingError(f"{found!r} came with an earlier call")
+    return reduce(found)
+
+
+def _find(number: str, module: str, qualname: str) -> Any:
+    """Returns the original; if this is not the process that sent it, as with ``gather``, what bears its name here."""
+    original = _by_number.get(number)
+    if original is None:
+        original = importlib.import_module(module)
+        for name in qualname.split("."):
+            original = getattr(original, name)
+    return original
+
+
+def _remember(original: Any, number: str) -> str:
+    _numbers[original] = number
+    _by_number[number] = original
+    return number
