@@ -108,7 +108,7 @@ def _raise_failure(outcome: Outcome) -> None:
         raise report
     try:
         error: BaseException = pickle.loads(remote.pickled)
-    except Exception:  # its class does not exist here, or cannot be made: the text must do
+    except (Exception, SystemExit):  # its class does not exist here, or cannot be made: the text must do
         raise report from None
     add_note(error, f"raised by {cause.who} of {outcome.spec.name} ({cause.place})")
     for hint in hints_of(cause):

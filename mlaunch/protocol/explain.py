@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
+import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle
-
 from mlaunch.protocol import payload
+from mlaunch.protocol.pickling import pickle_by_name
 
 _DEPTH = 12  # levels; deeper than any message stays readable
 _WIDTH = 10_000  # children looked at per level
@@ -85,25 +86,82 @@ def pickle_exception(error: BaseException) -> bytes | None:
     """Returns the exception as bytes that are known to unpickle to its type, or None.
 
     Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
-    takes something else. They, and those with attributes that cannot be pickled, are rebuilt without ``__init__``.
+    takes something else, or makes another text of them. They, and those with attributes that cannot be pickled, are
+    rebuilt without ``__init__``.
     """
-    return _round_trip(error, error) or _round_trip(_Rebuilt(error), error)
+    _, pickled = _best(error)
+    return pickled
 
 
-def _round_trip(candidate: object, error: BaseException) -> bytes | None:
-    """Returns the candidate's pickle if it becomes an exception of the same type."""
+def _best(error: BaseException) -> tuple[_Likeness, bytes | None]:
+    """Returns the way that keeps most of it."""
+    best: tuple[_Likeness, bytes | None] = _Likeness.NONE, None
+    for candidate in (error, _Rebuilt(error)):
+        likeness, pickled = _round_trip(candidate, error)
+        if likeness > best[0]:
+            best = likeness, pickled
+        if likeness is _Likeness.WHOLE:
+            break
+    return best
+
+
+class _Likeness(enum.IntEnum):
+    """How much of an exception a round trip keeps."""
+
+    NONE = 0
+    TYPE = 1  # and it can be shown
+    TEXT = 2
+    WHOLE = 3
+
+
+def _round_trip(candidate: object, error: BaseException) -> tuple[_Likeness, bytes]:
     try:
         pickled = _dumps(candidate)
-        return pickled if type(pickle.loads(pickled)) is type(error) else None
-    except Exception:  # whatever a __reduce__ or an __init__ may raise
+        return _likeness(pickle.loads(pickled), error), pickled
+    except BaseException:  # whatever a __reduce__, an __init__ or a __str__ may raise, be it to exit
+        return _Likeness.NONE, b""
+
+
+def _likeness(back: object, error: BaseException) -> _Likeness:
+    if type(back) is not type(error):
+        return _Likeness.NONE
+    text = _text(back)
+    if text != _text(error):
+        return _Likeness.NONE if text is None else _Likeness.TYPE
+    return _Likeness.WHOLE if _same(_content(back), _content(error)) else _Likeness.TEXT
+
+
+def _text(error: object) -> str | None:
+    try:
+        return str(error)
+    except Exception:  # the user's __str__
         return None
 
 
-def _dumps(value: object) -> bytes:
+def _content(error: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns args and attributes, without what raising it sets."""
+    attributes = {**_members(error), **error.__dict__}
+    return error.args, {key: value for key, value in attributes.items() if key != "__suppress_context__"}
+
+
+def _same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Compares by what is pickled, since objects need not know when they are equal, and tensors say so for each item.
+
+    What is equal but pickled otherwise (a set in another order) is taken for different, which does no harm.
+    """
+    args, attributes = one
+    if payload.PLAIN.issuperset(map(type, (*args, *attributes.values()))):
+        return one == other
     try:
-        return pickle.dumps(value)  # by name, since the caller has the same classes
-    except Exception:  # a local class, or what a __reduce__ raises, which it will raise again
-        return cloudpickle.dumps(value)
+        return _dumps(one) == _dumps(other)
+    except Exception:  # a part cannot be pickled, and did not arrive
+        return False
+
+
+def _dumps(value: object) -> bytes:
+    file = io.BytesIO()
+    pickle_by_name(file, value, in_band=True)
+    return file.getvalue()
 
 
 class _Rebuilt:
@@ -121,17 +179,18 @@ class _Rebuilt:
 
 
 def _members(error: BaseException) -> dict[str, Any]:
-    """Says what builtin exceptions keep outside of ``__dict__``: errno, filename, name, path, ..."""
+    """Says what exceptions keep outside of ``__dict__``: errno, filename, name, path, and what has slots."""
     # A group's are what its args hold already.
-    builtin = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins" and "Group" not in kind.__name__]
-    names = [key for kind in builtin for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
+    groups = ("BaseExceptionGroup", "ExceptionGroup")
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__ != "builtins" or kind.__name__ not in groups]
+    names = [key for kind in kinds for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
     return {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
 
 
 def _portable(arg: object) -> object:
     """Returns an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
     if isinstance(arg, BaseException):
-        return arg if _round_trip(arg, arg) else _Rebuilt(arg)
+        return arg if _round_trip(arg, arg)[0] is _Likeness.WHOLE else _Rebuilt(arg)
     if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):
         return [_portable(member) for member in arg]
     return arg if picklable(arg) else repr(arg)

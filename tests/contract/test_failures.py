@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.base.fds import OwnedFds
 from mlaunch.forkserver.children import Children
 from mlaunch.forkserver.launching import Launch, begin
+from mlaunch.protocol import explain
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
 from tests.conftest import OURS
@@ -142,6 +144,87 @@ def test_an_exception_that_pickle_cannot_rebuild() -> None:
         launcher(train, 2)()
     assert caught.value.code == 3
     assert not hasattr(caught.value, "lock")
+
+
+class Status(Exception):
+    """Makes its text of what it takes; pickle would have it make one of the text."""
+
+    def __init__(self, status: int = 500) -> None:
+        self.status = status
+        super().__init__(f"status {status}")
+
+
+class Coded(Exception):
+    """Loses its code on pickle's own way, and with it its text."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, message: str = "none", *, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.args[0].upper()}"
+
+
+class Unprintable(Exception):
+    """Can be made without its line, and not be shown then."""
+
+    def __init__(self, message: str, line: str = "") -> None:
+        super().__init__(message)
+        self.__dict__["place"] = {} if not line else {"line": line}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} at {self.place['line']}"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Status(404), lambda: Coded("bad", code=3), lambda: Unprintable("bad", "7")],
+    ids=["text", "slot", "unprintable"],
+)
+def test_an_exception_arrives_unchanged(make: Callable[[], Exception]) -> None:
+    def train() -> None:
+        raise make()
+
+    error = make()
+    with pytest.raises(type(error)) as caught:
+        launcher(train, 1)()
+    assert (str(caught.value), caught.value.args) == (str(error), error.args)
+    assert explain._content(caught.value)[1].items() >= explain._content(error)[1].items()  # there are notes
+
+
+def leave(how: Any) -> None:
+    raise how
+
+
+class Leaves(Exception):
+    """Ends who unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave, (self.args[0],)
+
+
+@pytest.mark.parametrize("how", [SystemExit(0), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_an_exception_that_ends_who_unpickles_it(how: BaseException) -> None:
+    def train() -> None:
+        raise Leaves(how)
+
+    with Ranks(n_gpus=1) as ranks:
+        pids = ranks.run(os.getpid)
+        with pytest.raises(Leaves):
+            ranks.run(train)
+        assert ranks.run(os.getpid) == pids
+
+
+def test_an_exception_of_a_class_without_a_name_in_the_caller() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("class Local(Exception): pass\ndef train(): raise Local('here')", names)
+    with pytest.raises(names["Local"], match="here"):
+        launcher(names["train"], 1)()
 
 
 def test_an_exception_of_what_cannot_be_pickled_keeps_its_words() -> None:
