@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from mlaunch.protocol import sources
+
 _numbers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _by_number: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _made: weakref.WeakSet[Any] = weakref.WeakSet()  # here, of what was sent
@@ -58,11 +60,13 @@ def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
     return made
 
 
-def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any]) -> None:
+def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Source | None]) -> None:
     """Gives it its content, if it was made here: the original may have another by now."""
-    fill_in, state = content
+    fill_in, state, source = content
     if taken in _made:
         fill_in(taken, state)
+        if source is not None:
+            sources.take(source)
 
 
 def of_main(function: Any) -> list[Any]:

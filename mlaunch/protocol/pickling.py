@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from mlaunch.protocol import originals, tensors
+from mlaunch.protocol import originals, sources, tensors
 
 OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
 _FUNCTION = types.FunctionType
@@ -34,13 +34,15 @@ class Sink(Protocol):
 class Parts:
     """What a pickling leaves besides its stream: the buffers, and what must live until they are written.
 
-    ``originals``: classes and functions that went by value, which may come back as long as they live.
+    ``originals``: classes and functions that went by value, which may come back as long as they live; ``told``: files
+    that are none, whose source went with them.
     """
 
     in_band: bool = False  # all buffers are to be in the stream
     buffers: list[pickle.PickleBuffer] = field(default_factory=list)
     alive: list[object] = field(default_factory=list)
     originals: list[object] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
 
     def stays_in_band(self, buffer: pickle.PickleBuffer) -> bool:
         with memoryview(buffer) as view:
@@ -90,7 +92,7 @@ class _ByNumberPickler(pickle.Pickler):
 class _ByValuePickler(cloudpickle.Pickler):
     """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
 
-    sent: list[object]
+    parts: Parts
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):
@@ -105,9 +107,12 @@ class _ByValuePickler(cloudpickle.Pickler):
     def _numbered(self, definition: Any, reduced: Any) -> Any:
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # by name, or a type of Python's own
             return reduced
-        self.sent.append(definition)
+        self.parts.originals.append(definition)
         make, args, state, _, _, fill_in = reduced
-        return originals.take, (originals.number(definition), make, *args), (fill_in, state), None, None, originals.fill
+        code = getattr(definition, "__code__", None)
+        source = None if code is None else sources.of_code(code, self.parts.told)
+        taken = originals.number(definition), make, *args
+        return originals.take, taken, (fill_in, state, source), None, None, originals.fill
 
 
 class _BackByValuePickler(_ByValuePickler):
@@ -136,7 +141,7 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
 def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object, parts: Parts) -> Parts:
     """``table``: a plain dict, since pickle asks it for each object."""
     pickler: Any = base.__new__(base)
-    pickler.sent = parts.originals
+    pickler.parts = parts
     pickler.dispatch_table = table | tensors.reducers(parts.alive)  # a pickler reads it when it is initialised
     pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)
     pickler.dump(value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import io
+import linecache
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import numpy
@@ -15,7 +18,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, comm, launcher
 from mlaunch.protocol import payload
-from mlaunch.protocol.pickling import pickle_by_name
+from mlaunch.protocol.pickling import pickle_by_name, pickle_by_value
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -278,6 +281,41 @@ def test_ranks_give_each_other_classes_of_the_call() -> None:
         return [type(each).version for each in comm.all_gather(mine)]
 
     assert launcher(exchange, 2)(old["Result"](0), new["Result"](0)) == [[1, 2]] * 2
+
+
+def compiled_as(file: str, text: str) -> dict[str, Any]:
+    """What a cell defines, whose lines only ``linecache`` has, as IPython sees to."""
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch}
+    exec(compile(text, file, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], dict[str, Any]]:
+    monkeypatch.setattr(linecache, "cache", {**linecache.cache})
+    return compiled_as
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_the_source_of_a_cell_is_known_in_ranks(cells: Any, start_method: str) -> None:
+    names = cells("/nowhere/3.py", "def fn(x):\n    return x * 2 + 1\n")
+
+    def use(fn: Any) -> tuple[str, float]:
+        return inspect.getsource(fn), torch.jit.script(fn)(torch.ones(1)).item()
+
+    assert launcher(use, 1, start_method=start_method)(names["fn"]) == [("def fn(x):\n    return x * 2 + 1\n", 3.0)]
+
+
+def test_the_source_of_a_cells_class_travels_with_it(cells: Any) -> None:
+    """Once for all its functions, and anew with each call: ranks that stay see the cell as it is now."""
+    first = cells("/nowhere/4.py", "class Net:\n    def go(self): return 1\n    def come(self): return 1\n")
+    with Ranks(n_gpus=1) as ranks:
+        assert ranks.run(lambda net: inspect.getsource(net.go), first["Net"]()) == ["    def go(self): return 1\n"]
+        second = cells("/nowhere/4.py", "class Net:\n    def go(self): return 2\n")
+        assert ranks.run(lambda net: inspect.getsource(net.go), second["Net"]()) == ["    def go(self): return 2\n"]
+    parts = pickle_by_value(io.BytesIO(), [first["Net"], second["Net"]])
+    assert parts.told == {"/nowhere/4.py"}
 
 
 # What cannot travel

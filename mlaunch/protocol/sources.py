@@ -1,0 +1,27 @@
+"""Source text that no file holds, as of a notebook's cells: it travels with the code that was compiled from it.
+
+``inspect.getsource``, and with it ``torch.jit.script`` and ``triton.jit``, ask ``linecache`` for it.
+"""
+
+from __future__ import annotations
+
+import linecache
+from types import CodeType
+
+Source = tuple[str, str]  # name of the file that there is not, and text
+
+
+def of_code(code: CodeType, told: set[str]) -> Source | None:
+    """Returns the source of code that no file holds; None: there is no such, or it is in ``told``, to which it adds."""
+    file = code.co_filename
+    entry = linecache.cache.get(file)
+    if entry is None or len(entry) != 4 or entry[1] is not None or file in told:  # with a time, it is read from a file
+        return None
+    told.add(file)
+    return file, "".join(entry[2])
+
+
+def take(source: Source) -> None:
+    """Makes it known in this process."""
+    file, text = source
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
