@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle.cloudpickle
 
+from mlaunch.protocol.importable import is_importable
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -75,6 +77,7 @@ def _importable(module: str) -> bool:
     return (
         module not in {"__main__", "__mp_main__"}
         and getattr(loaded, "__spec__", None) is not None
+        and is_importable(module)
         and not any(module == name or module.startswith(name + ".") for name in by_value)
     )
 

@@ -11,9 +11,10 @@ import types
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import cloudpickle
+import cloudpickle.cloudpickle
 
 from mlaunch.protocol import originals, sources, tensors
+from mlaunch.protocol.importable import is_importable
 
 OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
 _FUNCTION = types.FunctionType
@@ -96,8 +97,11 @@ class _ByValuePickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):
+            _look_at(obj.__module__)
             return self._numbered(obj, super().reducer_override(obj))
         kind = type(obj)
+        if kind is types.ModuleType:
+            _look_at(obj.__name__)
         if kind is not types.ModuleType and issubclass(kind, types.ModuleType):
             name = getattr(obj, "__name__", "")
             if sys.modules.get(name) is obj:
@@ -120,6 +124,12 @@ class _BackByValuePickler(_ByValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         return (_is_definition(obj) and originals.reduce(obj)) or super().reducer_override(obj)
+
+
+def _look_at(module: object) -> None:
+    """Registers a module that ranks cannot import, for good: another thread may be pickling something of it."""
+    if isinstance(module, str) and not is_importable(module):
+        cloudpickle.cloudpickle.register_pickle_by_value(sys.modules[module])
 
 
 def _is_definition(obj: object) -> bool:

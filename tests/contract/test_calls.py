@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import multiprocessing
 import os
@@ -16,12 +16,13 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import cloudpickle.cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -237,6 +238,68 @@ def test_a_module_that_is_registered_travels_by_value(tmp_path: Path, monkeypatc
     finally:
         cloudpickle.unregister_pickle_by_value(mine)
         del sys.modules["mine"]
+
+
+MINE = "scale = {}\nclass Net: pass\ndef train(x): return x * scale\ndef make(): return Net()\n"
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes by value, of this test alone."""
+    monkeypatch.setattr(cloudpickle.cloudpickle, "_PICKLE_BY_VALUE_MODULES", set())
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Loads a module from the path of its file, as configurations and plugins are."""
+
+    def load(name: str, scale: int) -> Any:
+        path = tmp_path / f"{name}_{scale}.py"
+        path.write_text(MINE.format(scale))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_module_that_was_loaded_from_a_path_travels_by_value(loaded: Callable[..., Any]) -> None:
+    module = loaded("exp_of_mine", 3)
+    module.scale = 5
+    assert launcher(module.train, 1)(2) == [10]
+    assert type(launcher(module.make, 1)()[0]) is module.Net
+    assert launcher(lambda x: (module.train(x), module.scale), 1)(2) == [(10, 5)]
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_module_that_an_import_finds_elsewhere_travels_by_value(
+    loaded: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config_of_mine.py").write_text(MINE.format(100))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = loaded("config_of_mine", 3)
+    assert launcher(module.train, 1)(2) == [6]
+    del sys.modules["config_of_mine"]
+    assert launcher(importlib.import_module("config_of_mine").train, 1)(2) == [200]
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_module_whose_directory_has_left_the_path_travels_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left_of_mine.py").write_text(MINE.format(7))
+    with monkeypatch.context() as patched:
+        patched.syspath_prepend(tmp_path)
+        module = importlib.import_module("left_of_mine")
+    try:
+        assert launcher(module.train, 1)(2) == [14]
+    finally:
+        del sys.modules["left_of_mine"]
 
 
 def test_a_function_that_mentions_modules_of_classes_of_their_own() -> None:

@@ -1,0 +1,54 @@
+"""Modules that a rank cannot import though they are in ``sys.modules`` here: they were loaded from a file's path.
+
+Or the directory has left ``sys.path`` since, or another module of that name is found first. What they define has to go
+by value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from typing import NamedTuple
+
+
+class _Answer(NamedTuple):
+    module: types.ModuleType | None
+    importable: bool
+
+
+_answers: dict[str, _Answer] = {}
+_search_path: list[str] = []  # for which they hold
+
+
+def is_importable(name: str) -> bool:
+    """Tells whether an import of this name finds the module that is loaded; also if nothing can be said of it."""
+    if _search_path != sys.path:
+        _answers.clear()
+        _search_path[:] = sys.path
+    module = sys.modules.get(name)
+    answer = _answers.get(name)
+    if answer is None or answer.module is not module:
+        answer = _answers[name] = _Answer(module, _ask(name, getattr(module, "__spec__", None)))
+    return answer.importable
+
+
+def _ask(name: str, spec: ModuleSpec | None) -> bool:
+    if spec is None or type(spec.loader) is not SourceFileLoader:
+        return True
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return _is_found(name, None, spec)
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    return path is not None and is_importable(parent) and _is_found(name, list(path), spec)
+
+
+def _is_found(name: str, path: list[str] | None, spec: ModuleSpec) -> bool:
+    for finder in sys.meta_path:
+        with contextlib.suppress(Exception):  # a finder of the user's; a file that has gone
+            found = finder.find_spec(name, path)
+            if found is not None:
+                return found.origin == spec.origin or os.path.samefile(found.origin or "", spec.origin or "")
+    return False
