@@ -24,6 +24,7 @@ _by_number: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary(
 _made: weakref.WeakSet[Any] = weakref.WeakSet()  # here, of what was sent
 # What this rank's call has brought, which its caller therefore has. What only an earlier one brought may be gone there.
 _of_call: weakref.WeakSet[Any] = weakref.WeakSet()
+kinds: set[type] = set()  # of all that was sent
 _count = itertools.count()
 _process = uuid.uuid4().hex
 
@@ -55,9 +56,27 @@ def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
     made = make(*args)
     _remember(made, number)
     _made.add(made)
+    kinds.add(type(made))
     if receiving.active:
         _of_call.add(made)
     return made
+
+
+def take_once(number: str, make: Callable[..., Any], *args: Any) -> Any:
+    """Returns an object that is known for what it is: the one that came before, if there is one."""
+    known = _by_number.get(number)
+    if known is None:
+        return take(number, make, *args)
+    if receiving.active:
+        _of_call.add(known)
+    return known
+
+
+def can_be_known(found: Any) -> bool:
+    """Tells whether an object that is neither class nor function can have a number."""
+    kind: Any = type(found)
+    plain: Any = object
+    return kind.__hash__ is plain.__hash__ and kind.__eq__ is plain.__eq__ and kind.__weakrefoffset__ > 0
 
 
 def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Source | None]) -> None:
@@ -95,7 +114,7 @@ def reduce(found: Any) -> tuple[Any, ...] | None:
     """Returns what pickles a class or function as the caller's own; None: it is not known to have it."""
     if found not in _of_call:
         return None
-    return _find, (_numbers[found], found.__module__, found.__qualname__)
+    return _find, (_numbers[found], found.__module__, getattr(found, "__qualname__", ""))
 
 
 def reduce_or_refuse(found: Any) -> tuple[Any, ...] | None:

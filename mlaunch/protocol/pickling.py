@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import importlib
 import pickle
 import sys
@@ -13,12 +12,11 @@ from typing import Any, Protocol
 
 import cloudpickle.cloudpickle
 
-from mlaunch.protocol import originals, sources, tensors
+from mlaunch.protocol import originals, reducers, sources, tensors
 from mlaunch.protocol.importable import is_importable
 
 OUT_OF_BAND = 16 * 1024  # bytes; below, a buffer costs less inside the stream than an entry of its own
 _FUNCTION = types.FunctionType
-_CACHED = type(functools.lru_cache(len))
 
 
 class Sink(Protocol):
@@ -72,7 +70,7 @@ def _by_value(base: type[pickle.Pickler], file: Sink, value: object, parts: Part
     table = {}
     for part in reversed(cloudpickle.Pickler.dispatch_table.maps):
         table.update(part)
-    table[_CACHED] = _reduce_cached
+    table.update(reducers.table())
     return _pickle_with(base, table, file, value, parts)
 
 
@@ -85,7 +83,7 @@ class _ByNumberPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)  # it is asked for each object, so this is written out
-        if kind is _FUNCTION or issubclass(kind, type):
+        if kind is _FUNCTION or issubclass(kind, type) or kind in originals.kinds:
             return originals.reduce_or_refuse(obj) or NotImplemented
         return NotImplemented
 
@@ -98,15 +96,35 @@ class _ByValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):
             _look_at(obj.__module__)
-            return self._numbered(obj, super().reducer_override(obj))
+            again = reducers.of_function(obj) if type(obj) is _FUNCTION else None
+            return self._numbered(obj, super().reducer_override(obj)) if again is None else self._known(obj, again)
         kind = type(obj)
         if kind is types.ModuleType:
             _look_at(obj.__name__)
-        if kind is not types.ModuleType and issubclass(kind, types.ModuleType):
-            name = getattr(obj, "__name__", "")
-            if sys.modules.get(name) is obj:
-                return importlib.import_module, (name,)
-        return super().reducer_override(obj)
+        if kind in self.dispatch_table:
+            return NotImplemented
+        if issubclass(kind, types.ModuleType):
+            return self._module(obj)
+        if not reducers.is_own(kind):
+            return super().reducer_override(obj)
+        reduced = obj.__reduce_ex__(5)  # as pickle does
+        again = reducers.of_name(obj, reduced)
+        return reduced if again is reduced else self._known(obj, again)
+
+    def _module(self, module: types.ModuleType) -> Any:
+        """Reduces one of a class of its own."""
+        name = getattr(module, "__name__", "")
+        if sys.modules.get(name) is module:
+            return importlib.import_module, (name,)
+        return super().reducer_override(module)
+
+    def _known(self, found: Any, reduced: Any) -> Any:
+        """Gives a number to an object that is known for what it is, not for its content."""
+        if not originals.can_be_known(found):
+            return reduced
+        self.parts.originals.append(found)
+        make, args, *rest = reduced
+        return originals.take_once, (originals.number(found), make, *args), *rest
 
     def _numbered(self, definition: Any, reduced: Any) -> Any:
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # by name, or a type of Python's own
@@ -123,7 +141,8 @@ class _BackByValuePickler(_ByValuePickler):
     """What the caller has goes back by number all the same."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return (_is_definition(obj) and originals.reduce(obj)) or super().reducer_override(obj)
+        is_known = _is_definition(obj) or type(obj) in originals.kinds
+        return (is_known and originals.reduce(obj)) or super().reducer_override(obj)
 
 
 def _look_at(module: object) -> None:
@@ -135,17 +154,6 @@ def _look_at(module: object) -> None:
 def _is_definition(obj: object) -> bool:
     kind = type(obj)
     return kind is _FUNCTION or issubclass(kind, type)
-
-
-def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
-    """Reduces functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
-    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
-        return str(function.__qualname__)
-    return _cache_again, (function.__wrapped__, function.cache_parameters())
-
-
-def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
 
 
 def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object, parts: Parts) -> Parts:

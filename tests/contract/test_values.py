@@ -318,6 +318,99 @@ def test_the_source_of_a_cells_class_travels_with_it(cells: Any) -> None:
     assert parts.told == {"/nowhere/4.py"}
 
 
+# What stands at the top of scripts
+
+TOP = """
+import functools, torch, typing
+P = typing.ParamSpec("P")
+UserId = typing.NewType("UserId", int)
+
+class Missing:
+    def __reduce__(self): return "MISSING"
+
+MISSING = Missing()
+
+class Color:
+    def __init__(self, name): self.name = name
+    def __reduce__(self): return f"Color.{self.name}"
+
+Color.RED = Color("RED")
+
+def same(function: typing.Callable[P, int]) -> typing.Callable[P, int]:
+    return functools.wraps(function)(lambda *args: function(*args))
+
+@same
+def plus_one(x): return x + 1
+
+"""
+
+
+@pytest.fixture
+def top(cells: Any) -> dict[str, Any]:
+    found: dict[str, Any] = cells("/nowhere/1.py", TOP)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("UserId(3)", 3),
+        ("MISSING is given", True),
+        ("Color.RED.name", "RED"),
+        ("plus_one(1)", 2),
+        ("scripted(torch.zeros(1)).item()", 1.0),
+        ("traced(torch.zeros(2)).tolist()", [2.0, 2.0]),
+    ],
+)
+def test_what_stands_at_the_top_of_scripts_travels(top: dict[str, Any], text: str, wanted: object) -> None:
+    top["scripted"] = torch.jit.script(plain_plus_one)
+    top["traced"] = torch.jit.trace(lambda x: x + 2, torch.ones(2))  # type: ignore[no-untyped-call]
+    exec(f"def ask(given): return {text}", top)
+    assert launcher(top["ask"], 1)(top["MISSING"]) == [wanted]
+
+
+def plain_plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_what_is_known_by_name_comes_back_as_itself(top: dict[str, Any]) -> None:
+    known = [top[name] for name in ("MISSING", "UserId")] + [top["Color"].RED]
+    with Ranks(n_gpus=1) as ranks:
+        [back] = ranks.run(lambda *got: got, *known)
+        assert all(one is other for one, other in zip(back, known, strict=True))
+        held = ranks.hold(lambda got: got, top["MISSING"])
+        assert ranks.run(lambda one, other: one is other, held, top["MISSING"]) == [True]
+
+
+COMPILED = """
+import torch
+from mlaunch import launcher
+from mlaunch.protocol import reducers
+
+@torch.compile(backend="eager", fullgraph=True)
+def strict(x): return x + 1
+
+@torch.compile(mode="reduce-overhead", dynamic=True)
+def tuned(x): return x + 1
+
+def options(function): return reducers.of_function(function)[1][1]
+
+@torch.compiler.disable
+def plain(x): return strict(x)
+
+[(one, other, value, back)] = launcher(lambda: (options(strict), options(tuned), plain(torch.zeros(1)), strict), 1)()
+assert (one, other, value) == (options(strict), options(tuned), 1.0)
+assert one["fullgraph"] and other["dynamic"] and not other["fullgraph"], (one, other)
+assert other["options"]["triton.cudagraphs"], other
+assert back is strict
+"""
+
+
+def test_a_compiled_function_keeps_its_options(run_script) -> None:  # type: ignore[no-untyped-def]
+    done = run_script(COMPILED)
+    assert done.returncode == 0, done.stderr
+
+
 # What cannot travel
 
 
