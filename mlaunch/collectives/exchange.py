@@ -3,7 +3,10 @@
 torch's own collectives for objects pad what every rank sends to the largest, so one large object among small ones
 costs its size times the number of ranks squared. Here each rank's bytes travel at their own size::
 
-    sizes of all | blobs: pickle stream, small buffers, table | large buffers, one by one, straight from their memory
+    sizes of all | blobs: seal, table, pickle stream, small buffers | large buffers, straight from their memory
+
+Nothing of a blob is used before its seal is checked. Large buffers are plain bytes, of which nothing is executed: they
+are not sealed, lest every tensor be read once more.
 
 A value that cannot be pickled is known to all from the sizes, so all raise, and none waits.
 """
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import world
+from mlaunch.collectives import seal, world
 from mlaunch.protocol import explain
 from mlaunch.protocol.pickling import pickle_by_name
 
@@ -66,7 +69,7 @@ def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str)
             mine.send(share)
             values.append(value)
         else:
-            values.append(_unpack(blob, share))
+            values.append(_unpack(link.checked(blob, i, what), share))
     return values
 
 
@@ -84,7 +87,7 @@ def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: st
             values.append(value)
             continue
         receive = functools.partial(link.receive, src=i)
-        values.append(_unpack(receive(_room(size)), receive))
+        values.append(_unpack(link.checked(receive(_room(size)), i, what), receive))
     return values
 
 
@@ -96,11 +99,12 @@ def broadcast(value: object, src: int, group: dist.ProcessGroup | None, what: st
     link.broadcast_tensor(size, src)
     _raise_if_unpicklable([0] * src + [int(size)], packed, link, what)
     share = functools.partial(link.broadcast, src=src)
-    blob = share(packed.blob if link.rank == src else _room(int(size)))
     if link.rank == src:
+        link.seal.put(packed.blob, src)
+        share(packed.blob)
         packed.send(share)
         return value
-    return _unpack(blob, share)
+    return _unpack(link.checked(share(_room(int(size))), src, what), share)
 
 
 @dataclass
@@ -127,7 +131,7 @@ def _pack(value: object) -> _Packed:
     except Exception as error:  # whatever a __reduce__ may raise
         return _Packed(error=error, culprit=explain.unpicklable(value, "it"))
     raws = [buffer.raw() for buffer in parts.buffers]
-    blob = bytearray(_COUNT.pack(file.tell(), len(raws)))
+    blob = bytearray(seal.SIZE) + _COUNT.pack(file.tell(), len(raws))
     blob += b"".join(_SIZE.pack(raw.nbytes) for raw in raws)
     blob += file.getbuffer()
     for raw in raws:
@@ -144,8 +148,8 @@ def _room(size: int) -> Any:
 
 def _unpack(blob: Any, receive: Callable[[Any], Any]) -> Any:
     view = memoryview(blob)
-    stream_size, count = _COUNT.unpack_from(view)
-    start = _COUNT.size
+    stream_size, count = _COUNT.unpack_from(view, seal.SIZE)
+    start = seal.SIZE + _COUNT.size
     sizes = [size for (size,) in _SIZE.iter_unpack(view[start : start + count * _SIZE.size])]
     start += count * _SIZE.size
     stream, at = view[start : start + stream_size], start + stream_size
@@ -165,6 +169,7 @@ def _prepare(value: object, link: _Link, what: str) -> tuple[_Packed, list[int]]
     dist.all_gather(list(gathered.view(link.size, 1)), _size_tensor(mine), group=link.group)
     sizes: list[int] = gathered.tolist()
     _raise_if_unpicklable(sizes, mine, link, what)
+    link.seal.put(mine.blob, link.rank)
     return mine, sizes
 
 
@@ -189,9 +194,20 @@ class _Link:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.seal = seal.Seal(group)
 
     def rank_of(self, index: int) -> int:
         return dist.get_global_rank(self.group, index)
+
+    def checked(self, blob: Any, index: int, what: str) -> Any:
+        """Returns a blob that this rank of the group has sent for this exchange. ValueError for any other."""
+        if not self.seal.holds(blob, index):
+            raise ValueError(
+                f"{what}: what came in the name of rank {self.rank_of(index)} is not what that rank sent here, so "
+                f"nothing of it was unpickled: either the ranks are in different calls of mlaunch.comm, or another "
+                f"process that reaches their ports stands between them, against which SECURITY.rst has advice"
+            )
+        return blob
 
     def gather_padded(self, blob: bytearray, sizes: list[int]) -> list[Any]:
         longest = max(sizes)

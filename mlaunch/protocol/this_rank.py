@@ -15,3 +15,4 @@ class ThisRank:
 
 
 this_rank: ThisRank | None = None  # set when the process becomes a rank
+call = 0  # the number of the call that it answers, where ranks stay for several

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from mlaunch.base import seeding
-from mlaunch.protocol import calls, payload
+from mlaunch.protocol import calls, payload, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Errand, Kind, Phase
@@ -82,6 +82,7 @@ class KeptRank(FunctionRank):
 
     def _run_call(self, task: Task) -> None:
         step.begin_call(task.number)
+        this_rank.call = task.number
         if _signal.getsignal(signal.SIGINT) != self._call_back:  # a call before has set another one
             signal.signal(signal.SIGINT, self._call_back)
         self._was_called_back = False

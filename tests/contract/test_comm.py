@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import comm, launcher
-from mlaunch.collectives import exchange, world
+from mlaunch.collectives import exchange, seal, world
 from tests.contract.functions import error_of
 
 
@@ -479,3 +484,95 @@ def test_a_new_world_forgets_the_old_ones_local_group() -> None:
         return before, comm.get_local_size()
 
     assert on(2, train) == [(1, 2)] * 2
+
+
+class Bomb:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._path,)
+
+
+class Between:
+    """A stranger on the way to this rank, who puts other objects in the place of rank 0's."""
+
+    def __init__(self, change: Callable[[bytes], bytes]) -> None:
+        link = exchange._Link
+        gather, broadcast, receive = link.gather_padded, link.broadcast, link.receive
+
+        def gather_changed(to: Any, blob: bytearray, sizes: list[int]) -> list[Any]:
+            first, *others = gather(to, blob, sizes)
+            return [bytearray(change(bytes(first))), *others]
+
+        link.gather_padded = gather_changed  # type: ignore[method-assign]
+        link.broadcast = lambda *args, **kwargs: change(bytes(broadcast(*args, **kwargs)))  # type: ignore[method-assign]
+        link.receive = lambda *args, **kwargs: change(bytes(receive(*args, **kwargs)))  # type: ignore[method-assign]
+
+
+EXCHANGES: tuple[Callable[[object], object], ...] = (
+    comm.all_gather,
+    lambda value: comm.gather(value, dst=1),
+    comm.broadcast_object,
+    lambda value: comm.all_gather([value] * 40_000),  # by itself, since it is not small
+)
+
+
+@pytest.mark.parametrize("number", range(len(EXCHANGES)))
+def test_an_object_of_a_stranger_is_not_unpickled(number: int, tmp_path: Path) -> None:
+    def train() -> str | None:
+        def change(blob: bytes) -> bytes:
+            evil = pickle.dumps(Bomb(tmp_path / "ran"))
+            return blob[: seal.SIZE] + exchange._COUNT.pack(len(evil), 0) + evil
+
+        if comm.get_rank() == 0:
+            EXCHANGES[number](1.5)
+            return None
+        Between(change)
+        return error_of(lambda: EXCHANGES[number](2.5))
+
+    words = r"what came in the name of rank 0 is not what that rank sent here, so nothing of it was unpickled"
+    assert re.search(words, on(2, train)[1])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_object_that_was_sent_before_is_refused() -> None:
+    """In the same place of another exchange, call or group."""
+
+    def train(other_group: bool) -> str | None:
+        group = dist.new_group([0, 1])
+        seen: list[bytes] = []
+
+        def change(blob: bytes) -> bytes:
+            seen.append(blob)
+            return seen[0]
+
+        if comm.get_rank() == 1:
+            Between(change)
+        first = comm.all_gather(["first", comm.get_rank()], group if other_group else None)
+        assert first[0] == ["first", 0]
+        if comm.get_rank() == 0:
+            comm.all_gather(["then", 0])
+            return None
+        return error_of(lambda: comm.all_gather(["then", 1]))
+
+    for other_group in (False, True):
+        said = launcher(train, 2)(other_group)[1]
+        assert "what came in the name of rank 0 is not what that rank sent" in said
+
+
+def test_objects_are_exchanged_after_a_call_that_was_broken_off() -> None:
+    """Of ranks that stay, and have come to different counts before any met the others."""
+
+    def count_alone() -> None:
+        if dist.get_rank() == 0:
+            seal.Seal(world.group())
+        raise ValueError("broken off")
+
+    with mlaunch.Ranks(n_gpus=2) as ranks:
+        assert ranks.run(lambda: comm.all_gather(dist.get_rank())) == [[0, 1]] * 2
+        with pytest.raises(ValueError, match="broken off"):
+            ranks.run(count_alone)
+        assert ranks.run(lambda: comm.all_gather(dist.get_rank())) == [[0, 1]] * 2

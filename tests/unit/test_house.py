@@ -21,7 +21,7 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm"} | {
-    f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "world")
+    f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "seal", "world")
 }
 NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store_client", "waiting")}
 
