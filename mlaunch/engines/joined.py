@@ -24,7 +24,7 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.engines import member
 from mlaunch.engines.meeting import MARK, Lead, Where, without_delay
-from mlaunch.engines.messages import MODULE
+from mlaunch.engines.messages import command_of
 from mlaunch.engines.mux import Mux
 from mlaunch.engines.stream import Stream
 from mlaunch.rendezvous.address import LOOPBACK, addresses
@@ -109,7 +109,7 @@ def _lead(stream: Stream, lead: Lead, own: Where) -> None:
 def _start_member() -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
-        subprocess.Popen([sys.executable, "-u", "-m", MODULE], stdin=theirs.fileno(), stdout=theirs.fileno())
+        subprocess.Popen(command_of(sys.executable), stdin=theirs.fileno(), stdout=theirs.fileno())
     return ours
 
 

@@ -14,7 +14,7 @@ from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
 from mlaunch.engines.lease import Renewal
 from mlaunch.engines.machine import Machine
-from mlaunch.engines.messages import MODULE, Lease, NotPrepared, Prepare
+from mlaunch.engines.messages import Lease, NotPrepared, Prepare, command_of
 from mlaunch.engines.placement import Placement
 
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
@@ -69,7 +69,7 @@ class Machines:
             raise
 
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
-        self._placement = placement = self._place(self._wanted, [self._python, "-u", "-m", MODULE])
+        self._placement = placement = self._place(self._wanted, command_of(self._python))
         told = ""
         while state := placement.state():
             if state != told:

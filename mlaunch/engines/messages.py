@@ -19,6 +19,15 @@ from mlaunch.protocol.spec import Command
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.engines.member"
+# ``python -m`` and ``-c`` look for modules in the current directory first, which mpirun, srun and flux carry over from
+# the caller's shell: there others may have left one. Older interpreters have no option against that.
+_BOOTSTRAP = "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
+_BOOTSTRAP += "runpy.run_module(sys.argv[1], run_name='__main__')"
+
+
+def command_of(python: str) -> list[str]:
+    """Returns what runs a member, with nothing imported from the current directory. Its module comes last."""
+    return [python, "-u", "-c", _BOOTSTRAP, MODULE]
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ import platform
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ class Threads(Engine):
         self.serve, self.states, self.placements = serve, states, list[Placed]()
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        assert command == ["python-over-there", "-u", "-m", "mlaunch.engines.member"]
+        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.engines.member")
         self.placements.append(Placed(self, machines or 2))
         return self.placements[-1]
 
@@ -654,3 +655,35 @@ def test_a_script(
     assert kept == [f"attempt_0/{rank}/stdout.log" for rank in range(3)]
     if status:
         assert "mlaunch: rank 2 of train.py exited with code 7 (sys.exit or os._exit)\n  host m1, " in told.err
+
+
+PLANTED = ("cloudpickle", "json", "mlaunch", "multiprocessing", "runpy", "torch")
+STARTERS = {  # as mpirun and ssh start a command
+    "Command": 'OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 exec "$@"',
+    "Hosts": 'eval "$2"',
+    "here": "",
+}
+
+
+@pytest.mark.parametrize("engine", STARTERS)
+def test_the_callers_current_directory_has_no_modules(engine: str, tmp_path: Path) -> None:
+    """There others may have left some, and neither the caller's interpreter nor a script on the machine looks there."""
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    shared.mkdir()
+    home.mkdir()
+    for name in PLANTED:
+        (shared / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    starter = home / "starter"
+    starter.write_text(f"#!/bin/sh\n{STARTERS[engine]}\n")
+    starter.chmod(0o755)
+    made = {"Command": f"Command([{str(starter)!r}])", "Hosts": f"Hosts(['a'], ssh=[{str(starter)!r}])", "here": "None"}
+    script = home / "train.py"
+    script.write_text(
+        "import mlaunch\nfrom mlaunch.engines import Command, Hosts\n"
+        f"print(mlaunch.launcher(lambda: 1, n_gpus=1, device_type='cpu', engine={made[engine]})())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], cwd=shared, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout == "[1]\n", done.stderr
+    assert not (tmp_path / "ran").exists()
