@@ -150,6 +150,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
     return dataclasses.replace(
         spec,
         launch_id=agreed.launch_id,
+        secret=f"{spec.secret}/{agreed.secret}",  # the latter can be read on its way, the token cannot
         restart_count=agreed.attempt,
         node_rank=agreed.node_rank,
         num_nodes=agreed.num_nodes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import socket
@@ -67,7 +66,8 @@ class _Started(Placement):
         self._hear_stderr()
         try:
             while (line := self._stream.skip_to(MARK)) is not None:
-                self._found.append(Where(**json.loads(line)))
+                with contextlib.suppress(ConnectionError):  # the program, or what it runs, prints such a line, too
+                    self._found.append(Where.of_line(line))
         except EOFError:
             raise LaunchError(self._why_not()) from None
         sizes = [where.size for where in self._found if where.size]

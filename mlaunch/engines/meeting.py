@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
 MARK = b"mlaunch-joined "
+_LONGEST, _LARGEST = 400, 1 << 20  # characters of a text, and the largest number, that one of them says
 
 
 def without_delay(fd: int) -> socket.socket:
@@ -29,6 +31,19 @@ class Where:
     number: int
     size: int
     secret: str = field(repr=False)
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Where:
+        """Reads what one of them has printed. ConnectionError for what none prints."""
+        try:
+            said = cls(**json.loads(line))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConnectionError("what came is no process of ours") from error
+        texts, numbers = (said.name, said.address, said.secret), (said.port, said.number, said.size)
+        short = all(isinstance(text, str) and text.isprintable() and len(text) <= _LONGEST for text in texts)
+        if not (short and all(type(number) is int and -1 <= number <= _LARGEST for number in numbers)):
+            raise ConnectionError("what came is no process of ours")
+        return said
 
     def connect(self) -> socket.socket:
         """Returns a connection on which both sides have proved to know the secret. OSError if there can be none."""

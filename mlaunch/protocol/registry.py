@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -45,12 +46,16 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     with _opened(directory) as place:
+        unfinished, finished = _path(place, launch_id, _UNFINISHED), _path(place, launch_id, _SUFFIX)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # Whoever finds a socket on which nobody listens takes it for one left behind, and removes it.
-            listener.bind(f"{place}/{launch_id}{_UNFINISHED}")
-            listener.listen(_BACKLOG)
-            os.rename(f"{place}/{launch_id}{_UNFINISHED}", f"{place}/{launch_id}{_SUFFIX}")
+            listener.bind(unfinished)
+            try:
+                listener.listen(_BACKLOG)
+                os.link(unfinished, finished)  # a rename would replace what is there
+            finally:
+                os.unlink(unfinished)
         except OSError:
             listener.close()
             raise
@@ -59,17 +64,24 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
 
 
 def remove(environ: Mapping[str, str], launch_id: str) -> None:
-    """Removes the launch's socket, if there is one, also one that was not finished."""
+    """Removes the launch's socket, if there is one, also one that was not finished; none on which somebody listens."""
     for suffix in (_SUFFIX, _UNFINISHED):
-        with contextlib.suppress(OSError):
-            (home(environ) / f"{launch_id}{suffix}").unlink()
+        with contextlib.suppress(OSError), _opened(home(environ)) as place:
+            _remove_if_dead(_path(place, launch_id, suffix))
 
 
 def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
     """Returns a socket that is connected to this launch; None if it does not listen, or many wait for it already."""
     with contextlib.suppress(OSError), _opened(home(environ)) as place:
-        return _connect(f"{place}/{launch_id}{_SUFFIX}")
+        return _connect(_path(place, launch_id, _SUFFIX))
     return None
+
+
+def _path(place: str, launch_id: str, suffix: str) -> str:
+    """Returns the path of a launch's socket. OSError for an id that leads to another place."""
+    if os.path.basename(launch_id) != launch_id:
+        raise OSError(errno.EINVAL, "no launch has such an id", launch_id)
+    return f"{place}/{launch_id}{suffix}"
 
 
 def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple[str, socket.socket]]:
@@ -93,6 +105,12 @@ def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple
                 raise
 
 
+def _remove_if_dead(path: str) -> None:
+    connection = _connect(path)
+    if connection is not None:
+        connection.close()
+
+
 def _remove_if_old(path: str) -> None:
     """Removes the socket of a launch that was killed before it could listen."""
     with contextlib.suppress(FileNotFoundError):
@@ -109,7 +127,8 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
         connection.connect(path)
     except ConnectionRefusedError:  # its owner is gone without a farewell
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            if stat.S_ISSOCK(os.lstat(path).st_mode):  # a file of another kind refuses, too
+                os.unlink(path)
     except (FileNotFoundError, BlockingIOError):  # it ended just now; its queue is full, or has been for too long
         pass
     else:

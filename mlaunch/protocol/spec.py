@@ -58,6 +58,7 @@ class Agreed:
     world_size: int
     role_start: int  # as in Command
     role_size: int
+    secret: str = field(repr=False)  # drawn for this launch
 
 
 def check_token(token: str | None, source: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import socket
 import sys
 from dataclasses import asdict, dataclass, field
@@ -163,6 +164,7 @@ class Gate:
             "attempt": max(join.attempt for join in joins),  # one that comes back begins with 0
             "num_nodes": len(joins),
             "world_size": joins[0].world_size,
+            "secret": secrets.token_hex(16),
         }
         self._world_size = joins[0].world_size
         roles = membership.role_ranks(joins)
@@ -196,7 +198,7 @@ class Gate:
 
     async def _take_values(self, reader: asyncio.StreamReader, token: str) -> None:
         while not reader.at_eof():
-            rank, memfd, signature = await values.receive(reader, token, self._launch_id)
+            rank, memfd, signature = await values.receive(reader, token, self._launch_id, self._world_size)
             self._values[rank] = memfd, signature
             if len(self._values) == self._world_size:
                 self._tell({"values": 1})
@@ -205,7 +207,7 @@ class Gate:
         while True:
             with wire.limited(reader, PATIENCE):
                 rank = (await wire.read(reader)).get("rank")
-            if not isinstance(rank, int) or rank not in self._values:
+            if not membership.is_number(rank) or rank not in self._values:
                 return
             memfd, signature = self._values[rank]
             await values.send(writer, rank, memfd, signature)

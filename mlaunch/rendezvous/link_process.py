@@ -26,7 +26,7 @@ from mlaunch.protocol.spec import Agreed, Cluster
 from mlaunch.rendezvous import values, wire
 from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate import BEATS
-from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
+from mlaunch.rendezvous.membership import Join, agreed_of_record, failure_of_record, shortened
 from mlaunch.rendezvous.streams import RankStreams
 
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
@@ -122,15 +122,14 @@ class LinkProcess:
                 raise wire.RefusedError(str(record["refused"]))
             if "waiting" in record:
                 self._joined = first_bytes(str(record["waiting"]), TEXT_LIMIT // 2)
-            if isinstance(record.get("plan"), dict):
-                self._take(record["plan"])
+            if "plan" in record:
+                self._take(agreed_of_record(record["plan"], self._join))
                 return
 
-    def _take(self, plan: dict[str, Any]) -> None:
+    def _take(self, plan: Agreed) -> None:
         address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
-        self._launch_id, self._world_size = str(plan["launch_id"]), int(plan["world_size"])
-        numbers = {name: int(value) for name, value in plan.items() if name != "launch_id"}
-        self._agent.try_send(Planned(Agreed(self._launch_id, **numbers), interface_of(address)))
+        self._launch_id, self._world_size = plan.launch_id, plan.world_size
+        self._agent.try_send(Planned(plan, interface_of(address)))
 
     async def _remind(self) -> None:
         """Says what is waited for, when that changes and now and then, until the launch runs."""
@@ -220,7 +219,7 @@ class LinkProcess:
         async with self._dialled("get") as (reader, writer):
             for rank in ranks:
                 await wire.send(writer, {"rank": rank})
-                _, memfd, _ = await values.receive(reader, self._token, self._launch_id)
+                _, memfd, _ = await values.receive(reader, self._token, self._launch_id, self._world_size)
                 self._agent.try_send(Value(rank), [] if memfd is None else [memfd])
                 if memfd is not None:
                     os.close(memfd)

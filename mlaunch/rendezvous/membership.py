@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,10 +11,13 @@ from typing import Any
 
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.text import both_ends, first_bytes, name_ranks
+from mlaunch.protocol.spec import Agreed
 
 _LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what is not listed here:
 _SHORT = 100
-_MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
+MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
+_LARGEST = 1 << 31  # of other numbers: a pid, an exit code
+_PART_OF_A_PATH = re.compile("[0-9A-Za-z]{1,64}")  # by the launch's id files are named
 # What other machines hear of a failure, in bytes of UTF-8: altogether less than half of a record between processes, and
 # as JSON, where each may become six, less than a line of the control protocol.
 _WHAT, _TRACEBACK, _DETAIL, _HINTS = 4_000, 16_000, 500, 8
@@ -56,17 +60,45 @@ class Join:
     @classmethod
     def of_record(cls, record: Any) -> Join:
         """Reads one from JSON. ConnectionError for what no machine says."""
-        kinds = {"str": str, "int": int}
-        if not isinstance(record, dict) or record.keys() != {field.name for field in fields(cls)}:
-            raise ConnectionError("what came is no join")
-        if not all(type(record[field.name]) is kinds[str(field.type)] for field in fields(cls)):
-            raise ConnectionError("what came is no join")
-        texts = {name: text for name, text in record.items() if isinstance(text, str)}
-        if not all(text.isprintable() and len(text) <= _LONGEST.get(name, _SHORT) for name, text in texts.items()):
-            raise ConnectionError("what came is no join")
-        if not all(0 <= number <= _MOST for number in record.values() if isinstance(number, int)):
+        if not _has_shape(record, cls):
             raise ConnectionError("what came is no join")
         return cls(**record)
+
+
+def agreed_of_record(record: Any, own: Join) -> Agreed:
+    """Reads the plan for the machine that has said ``own`` from JSON. ConnectionError for what no gate says."""
+    if not _has_shape(record, Agreed) or not _PART_OF_A_PATH.fullmatch(record["launch_id"]):
+        raise ConnectionError("what came is no plan")
+    plan = Agreed(**record)
+    inside = plan.node_rank < plan.num_nodes <= plan.world_size
+    inside &= plan.rank_start + own.n_gpus <= plan.world_size
+    inside &= plan.role_start + own.n_gpus <= plan.role_size <= plan.world_size
+    if not own.machines:
+        inside &= (plan.rank_start, plan.world_size) == (own.rank_start, own.world_size)
+    if not inside:
+        raise ConnectionError("what came is no plan")
+    return plan
+
+
+def _has_shape(record: Any, shape: type[Join] | type[Agreed]) -> bool:
+    """Tells whether that has the fields of a record, each of its type, printable, and no longer or larger than ours."""
+    if not isinstance(record, dict) or record.keys() != {field.name for field in fields(shape)}:
+        return False
+    return all(
+        is_number(record[field.name])
+        if field.type == "int"
+        else _is_short(record[field.name], _LONGEST.get(field.name, _SHORT))
+        for field in fields(shape)
+    )
+
+
+def is_number(said: Any, least: int = 0, most: int = MOST) -> bool:
+    """Tells whether that is a number, which JSON's true is not, from ``least`` to ``most``."""
+    return type(said) is int and least <= said <= most
+
+
+def _is_short(said: Any, longest: int) -> bool:
+    return isinstance(said, str) and said.isprintable() and len(said) <= longest
 
 
 @dataclass(frozen=True)
@@ -114,10 +146,15 @@ def shortened(failure: RankFailure) -> RankFailure:
     )
 
 
-def failure_of_record(record: dict[str, Any]) -> RankFailure:
-    """Reads a failure on another machine from its JSON; leaves out what has another type than it must have."""
+def failure_of_record(record: Any) -> RankFailure:
+    """Reads a failure on another machine from its JSON; leaves out what has another type or size than it must have."""
     kinds = {"str": str, "int": int, "int | None": int, "bool": bool}
     wanted = {field.name: kinds.get(str(field.type)) for field in fields(RankFailure)}
-    known: dict[str, Any] = {name: value for name, value in record.items() if type(value) is wanted.get(name)}
+    record = record if isinstance(record, dict) else {}
+    known: dict[str, Any] = {
+        name: value
+        for name, value in record.items()
+        if type(value) is wanted.get(name) and (type(value) is not int or is_number(value, -_LARGEST, _LARGEST))
+    }
     hints = tuple(map(str, record["hints"])) if isinstance(record.get("hints"), list) else ()
     return replace(RankFailure(None, 0, "failed"), **known, hints=hints)

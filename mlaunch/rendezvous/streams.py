@@ -53,7 +53,7 @@ class RankStreams:
                 elif end is not None:
                     end.close()
                 elif stream == MACHINE:
-                    self.meetings.passed(*PASSED.unpack(data))
+                    self.meetings.passed(*_unpacked(data))
         finally:
             server.close()
             for end in self._connected:
@@ -119,6 +119,13 @@ class RankStreams:
         if stream is not None:
             self._ends.pop(stream, None)
             self.say(stream, b"")
+
+
+def _unpacked(word: bytes) -> tuple[int]:
+    """Returns the number of a meeting that all have come to. ConnectionError for what no gate says."""
+    if len(word) != PASSED.size:
+        raise ConnectionError("what came is no word of the gate")
+    return PASSED.unpack(word)
 
 
 class _RankEnd(asyncio.Protocol):

@@ -15,6 +15,7 @@ import os
 from mlaunch.rendezvous import wire
 
 _PIECE = 1024 * 1024  # bytes
+_LONGEST = 1 << 46  # bytes of a value: no machine has as many
 _NONE = -1  # the size of what a rank did not return
 
 
@@ -44,11 +45,13 @@ async def send(writer: asyncio.StreamWriter, rank: int, fd: int | None, signatur
     await wire.send(writer, {"signature": signature if isinstance(signature, str) else signature.hexdigest()})
 
 
-async def receive(reader: asyncio.StreamReader, token: str, launch_id: str) -> tuple[int, int | None, str]:
+async def receive(
+    reader: asyncio.StreamReader, token: str, launch_id: str, world_size: int
+) -> tuple[int, int | None, str]:
     """Returns rank, memfd (None: it returned nothing), signature. ConnectionError unless the signature is right."""
     header = await wire.read(reader)
     rank, size = header.get("rank"), header.get("size")
-    if not isinstance(rank, int) or not isinstance(size, int):
+    if type(rank) is not int or type(size) is not int or not (0 <= rank < world_size and _NONE <= size <= _LONGEST):
         raise ConnectionError("what came is no value")
     signature = Signature(token, launch_id, rank)
     fd = None if size == _NONE else os.memfd_create(f"mlaunch-value-{rank}", os.MFD_CLOEXEC)

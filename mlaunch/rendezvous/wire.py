@@ -23,10 +23,11 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-PROTOCOL = 4
+PROTOCOL = 5
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
 _KEEP_ALIVE = 60  # seconds
+_VERSIONS = 1_000_000  # of the protocol, that anybody may say
 
 _NONCE = re.compile("[0-9a-f]{1,64}")
 
@@ -118,7 +119,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     """Shakes hands as the server; returns the client's role. ConnectionError for whoever is not let in."""
     hello = await read(reader)
     role, version = str(hello.get("role")), hello.get("mlaunch")
-    if not isinstance(version, int) or role not in ROLES:
+    if type(version) is not int or not 0 < version < _VERSIONS or role not in ROLES:
         raise ConnectionError("a client that does not speak mlaunch")
     nonce = _nonce(hello.get("nonce"))
     if version != PROTOCOL:

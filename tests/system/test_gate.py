@@ -596,6 +596,63 @@ def test_the_port_is_free_before_anyone_hears_of_the_end(gate: Served) -> None:
     asyncio.run(run_and_bind())
 
 
+def test_machines_of_a_launch_get_a_secret_that_no_other_launch_has() -> None:
+    """Without a token, too, so that only who has joined can sign what ranks read."""
+
+    async def secrets_of(port: int) -> set[str]:
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for number, (reader, writer) in enumerate(streams):
+            await wire.introduce(reader, writer, "control", None)
+            await wire.send(writer, {"join": join(number, 1, 2).as_record()})
+        found = {(await next_of(reader, "plan"))["secret"] for reader, _ in streams}
+        for _, writer in streams:
+            writer.close()
+        return found
+
+    with served(None) as first, served(None) as second:
+        both = [asyncio.run(secrets_of(one.port)) for one in (first, second)]
+    assert [len(found) for found in both] == [1, 1]
+    assert both[0] != both[1]
+
+
+def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
+    """Whoever listens at the master's port first may be anybody, without a token."""
+    plan = {"launch_id": "../../users", "attempt": 0, "num_nodes": 2, "world_size": 2, "node_rank": 1, "rank_start": 1,
+            "role_start": 1, "role_size": 2, "secret": ""}  # fmt: skip
+    heard: list[object] = []
+    tried = asyncio.Event()
+    knocks = 0
+
+    async def plan_evil(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal knocks
+        await wire.read(reader)
+        await wire.send(writer, {"welcome": wire.PROTOCOL})
+        await wire.send(writer, {"plan": plan})
+        knocks += 1
+        if knocks > 1:
+            tried.set()
+        writer.close()
+
+    async def link() -> None:
+        ours, theirs = channel.Channel.pair()
+        with listen() as listener:
+            server = await asyncio.start_server(plan_evil, sock=listener)
+            cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
+            machine = asyncio.ensure_future(LinkProcess(cluster, join(1, 1, 2), theirs).run(None))
+            await asyncio.wait_for(tried.wait(), 60)
+            machine.cancel()
+            await asyncio.gather(machine, return_exceptions=True)
+            server.close()
+        theirs.close()
+        with contextlib.suppress(EOFError):
+            while True:
+                heard.append(ours.receive()[0])
+        ours.close()
+
+    asyncio.run(link())
+    assert not [record for record in heard if isinstance(record, Planned)]
+
+
 def test_only_the_first_failure_is_told(gate: Served) -> None:
     async def three() -> list[str]:
         first, second, third = streams = await members(gate.port, *(join(rank, 1, 3) for rank in range(3)))

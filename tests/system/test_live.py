@@ -196,9 +196,31 @@ def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, t
     assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
     assert inspect.ask(b"status") == []
     assert os.listdir(tmp_path / "mlaunch") == []
-    (tmp_path / "mlaunch" / "dead.new").touch()  # it was killed before it had finished that
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unfinished:  # it was killed at this moment
+        unfinished.bind(str(tmp_path / "mlaunch" / "dead.new"))
     registry.remove(os.environ, "dead")
     assert os.listdir(tmp_path / "mlaunch") == []
+
+
+def test_what_is_no_dead_launchs_is_neither_replaced_nor_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not a launch that runs, of the same name; no file of another kind; nothing in another directory."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "users.sock").write_text("the user's")
+    with registry.listen(os.environ, "alive"):
+        for name in ("alive", "file", "../users", "/tmp/users"):
+            (tmp_path / "mlaunch" / "file.sock").write_text("the user's")
+            with pytest.raises(OSError, match=r"File exists|no launch has such an id"):
+                registry.listen(os.environ, name)
+            assert sorted(os.listdir(tmp_path / "mlaunch")) == ["alive.sock", "file.sock"]
+            registry.remove(os.environ, name)
+            assert registry.connect(os.environ, "../users") is None
+        assert sorted(os.listdir(tmp_path / "mlaunch")) == ["alive.sock", "file.sock"]
+        other = registry.connect(os.environ, "alive")
+        assert other is not None
+        other.close()
+    assert (tmp_path / "users.sock").read_text() == (tmp_path / "mlaunch" / "file.sock").read_text() == "the user's"
 
 
 def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(

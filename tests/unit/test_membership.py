@@ -18,8 +18,16 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Value
+from mlaunch.protocol.spec import Agreed
 from mlaunch.rendezvous import address, wire
-from mlaunch.rendezvous.membership import Join, RoleRanks, placed, role_ranks
+from mlaunch.rendezvous.membership import (
+    Join,
+    RoleRanks,
+    agreed_of_record,
+    failure_of_record,
+    placed,
+    role_ranks,
+)
 from mlaunch.rendezvous.roster import Roster
 
 
@@ -193,3 +201,39 @@ def test_reading_from_who_says_nothing_ends() -> None:
 def test_the_addresses_of_this_machine_are_those_that_others_reach() -> None:
     assert not any(ipaddress.ip_address(found).is_loopback for found in address.addresses())
     assert address._usual_interface() in {"", *os.listdir("/sys/class/net")}
+
+
+PLAN: dict[str, Any] = {
+    "launch_id": "0123456789ab", "attempt": 0, "num_nodes": 2, "world_size": 4, "node_rank": 1, "rank_start": 2,
+    "role_start": 2, "role_size": 4, "secret": "0" * 32,
+}  # fmt: skip
+OWN = Join("h", 2, 2, 4, "f", "1.0", "2.0", "local", 0)
+
+
+def test_what_is_a_plan() -> None:
+    assert agreed_of_record(PLAN, OWN) == Agreed(**PLAN)
+    assert agreed_of_record({**PLAN, "attempt": 7}, counted(1, 2)).attempt == 7
+
+
+@pytest.mark.parametrize("change", [
+    {"launch_id": "../../other/users"}, {"launch_id": "."}, {"launch_id": ""}, {"launch_id": "a" * 65},
+    {"launch_id": "a\n"}, {"launch_id": 7}, {"secret": 7}, {"secret": "\x1b[2J"}, {"attempt": -1}, {"attempt": True},
+    {"attempt": 1.0}, {"attempt": 10**100}, {"world_size": 1 << 21}, {"world_size": 8}, {"num_nodes": 5},
+    {"node_rank": 2}, {"rank_start": 3}, {"rank_start": 0}, {"role_start": 3}, {"role_size": 5}, {"more": 1},
+])  # fmt: skip
+def test_what_is_no_plan(change: dict[str, Any]) -> None:
+    """Of a gate that may be anybody, where the machines have no token."""
+    with pytest.raises(ConnectionError, match="what came is no plan"):
+        agreed_of_record({**PLAN, **change}, OWN)
+
+
+@pytest.mark.parametrize("record", [None, [], {}, "plan", {name: PLAN[name] for name in PLAN if name != "secret"}])
+def test_what_is_no_record_of_a_plan(record: object) -> None:
+    with pytest.raises(ConnectionError, match="what came is no plan"):
+        agreed_of_record(record, OWN)
+
+
+def test_a_failure_has_bounded_numbers() -> None:
+    failure = failure_of_record({"rank": 10**1000, "pid": 3, "exitcode": -9, "what": "failed"})
+    assert (failure.rank, failure.pid, failure.exitcode) == (None, 3, -9)
+    assert failure_of_record("failed").what == "failed"
