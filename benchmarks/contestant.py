@@ -20,7 +20,7 @@ class ContestantError(RuntimeError):
 
 
 @contextlib.contextmanager
-def apart(module: str, name: str, *args: int) -> Iterator[Callable[[], float]]:
+def in_a_process(module: str, name: str, *args: int) -> Iterator[Callable[[], float]]:
     """Gives what measures a contestant once, in seconds.
 
     ``name``: of a function of the module, which gives the same in the contestant's own process. What

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.multiprocessing
 
 from benchmarks import work
-from benchmarks.contestant import apart
+from benchmarks.contestant import in_a_process
 from benchmarks.measure import Row, alternate, compare, seconds
 from mlaunch import launcher
 
@@ -70,7 +70,7 @@ def _rested(call: Callable[[], object]) -> float:
 
 def _peers(rounds: int) -> list[Row]:
     with contextlib.ExitStack() as running:
-        peers = {name: running.enter_context(apart("benchmarks.warm", way)) for name, way in _PEERS.items()}
+        peers = {name: running.enter_context(in_a_process("benchmarks.warm", way)) for name, way in _PEERS.items()}
         medians = alternate(peers, rounds)
     bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 150")}
     bounds |= {name: ("mlaunch", "") for name in ("torchrunx", "accelerate notebook_launcher")}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from benchmarks.contestant import ContestantError, apart
+from benchmarks.contestant import ContestantError, in_a_process
 from benchmarks.measure import alternate
 
 
@@ -48,7 +48,7 @@ def dying() -> Iterator[Callable[[], float]]:
 
 def test_a_contestant_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with apart(__name__, "noisy", 3) as measure:
+    with in_a_process(__name__, "noisy", 3) as measure:
         assert [measure(), measure()] == [3.0, 3.0]
     assert signal.getsignal(signal.SIGINT) == before
     assert capfd.readouterr().out == ""
@@ -63,7 +63,7 @@ def test_a_contestant_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str])
     ],
 )
 def test_a_contestant_that_cannot_run(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with apart(__name__, name) as measure:
+    with in_a_process(__name__, name) as measure:
         for _ in range(2):
             with pytest.raises(ContestantError, match=words):
                 measure()
