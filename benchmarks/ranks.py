@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import large, stayers
-from benchmarks.contestant import apart
+from benchmarks.contestant import in_a_process
 from benchmarks.measure import Row, alternate, compare, seconds
 from benchmarks.repeat import rss
 from benchmarks.work import floor, make_gib
@@ -58,7 +58,7 @@ def _empty(rounds: int) -> list[Row]:
             "a warm launch": lambda: seconds(launcher(nothing, _SIZE)),
         }
         for name, way in stayers.ALL.items():
-            names[name] = stack.enter_context(apart("benchmarks.stayers", way, _SIZE))
+            names[name] = stack.enter_context(in_a_process("benchmarks.stayers", way, _SIZE))
         for measure in names.values():
             with contextlib.suppress(Exception):  # which the measurement will tell
                 measure()

@@ -172,7 +172,7 @@ def test_a_value_from_another_machine_that_is_none(stream: bytes, words: str) ->
         reader = asyncio.StreamReader()
         reader.feed_data(stream)
         reader.feed_eof()
-        return await values.receive(reader, "hush", "launch")
+        return await values.receive(reader, "hush", "launch", 2)
 
     with pytest.raises(ConnectionError, match=words):
         asyncio.run(receive())
