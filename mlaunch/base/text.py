@@ -99,3 +99,22 @@ def both_ends(text: str, limit: int) -> str:
 def _ends_of_line(line: str) -> str:
     left = len(line) - 2 * _END_OF_LINE
     return f"{line[:_END_OF_LINE]} [{left:,} characters] {line[-_END_OF_LINE:]}" if left > 0 else line
+
+
+def printable(text: str, limit: int, *, last: bool = False, lines: bool = False) -> str:
+    """Returns what others have said as a terminal can show it: what would command it is named, "\\x1b".
+
+    Args:
+        limit: Bytes of UTF-8 that are kept of the beginning.
+        last: Of the end instead.
+        lines: The text may have several.
+    """
+    text = (last_bytes if last else first_bytes)(text, limit)
+    if text.isprintable():
+        return text
+    kept = "\n" if lines else ""
+    clean = "".join(
+        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+    return (last_bytes if last else first_bytes)(clean, limit)

@@ -13,8 +13,9 @@ from multiprocessing.process import current_process
 from mlaunch.caller import placement
 from mlaunch.caller.options import Options
 from mlaunch.caller.placement import Placement
+from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages import Ready
-from mlaunch.protocol.spec import Cluster, Context, LaunchSpec, check_token, new_launch_id
+from mlaunch.protocol.spec import Cluster, Context, LaunchSpec, new_launch_id
 from mlaunch.rank import device
 
 _log = logging.getLogger("mlaunch")
@@ -82,8 +83,10 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
 
 
 def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Cluster:
-    token = options.token if options.token is not None else environ.get("MLAUNCH_TOKEN")
-    check_token(token, "MLAUNCH_TOKEN" if options.token is None else "token")
+    token, source = options.token, "token="
+    if token is None:
+        token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
+    tokens.check(token, source)
     if options.gather == "all" and not token:
         raise ValueError(
             "gather='all' without a token: values of other machines are unpickled here, so the machines must share a "
@@ -91,7 +94,10 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Cluster
         )
     if not token and options.rank_start == 0:
         _log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
-    return Cluster(options.master_ip, options.port, token or None, options.join_timeout, options.heartbeat_timeout)
+    if token and len(token) < tokens.SHORTEST:
+        _log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
+    key = tokens.key_of(token) if token else None
+    return Cluster(options.master_ip, options.port, key, options.join_timeout, options.heartbeat_timeout)
 
 
 def _context(environ: Mapping[str, str]) -> Context:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import shlex
 import signal
+import stat
 from collections.abc import Mapping
 
+from mlaunch.protocol import token as tokens
+
+_log = logging.getLogger("mlaunch")
 _LONGEST_ROLE = 255  # characters: all machines hear it
 SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
 
@@ -72,3 +79,24 @@ def signals_of(text: str) -> tuple[int, ...]:
             raise UsageError(f"--signals-to-handle {name}: no signal of this name can be handled")
         numbers.append(int(known))
     return tuple(numbers)
+
+
+def token_of(file: str | None, environ: Mapping[str, str]) -> str | None:
+    """Returns the token of ``--token-file``, else of the environment; None if there is none."""
+    if file is None:
+        try:
+            tokens.check(environ.get(tokens.VARIABLE), tokens.VARIABLE)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return environ.get(tokens.VARIABLE)
+    try:
+        with open(file) as opened:
+            readable = os.fstat(opened.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH)
+            token = opened.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {file}: {error}") from None
+    if not token:
+        raise UsageError(f"--token-file {file}: the file is empty")
+    if readable:
+        _log.warning("--token-file %s: other users can read the token there; chmod go= %s", file, shlex.quote(file))
+    return token

@@ -11,12 +11,20 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mlaunch.caller.options import Options
 from mlaunch.caller.plan import working_directory
-from mlaunch.cli.checks import UsageError, at_least, grace_period_of, numbers, optional, role_of, seconds_of, signals_of
-from mlaunch.protocol.spec import check_token
+from mlaunch.cli.checks import (
+    UsageError,
+    at_least,
+    grace_period_of,
+    numbers,
+    optional,
+    role_of,
+    seconds_of,
+    signals_of,
+    token_of,
+)
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -98,7 +106,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         node_rank=node_rank,
         host=host,
         port=port,
-        token=_token(args.token_file, environ),
+        token=token_of(args.token_file, environ),
         join_timeout=seconds_of("--rdzv-conf", conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))),
         grace_period=grace_period_of(args.shutdown_timeout, environ),
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
@@ -242,19 +250,3 @@ def _conf(text: str) -> dict[str, str]:
         if key.strip() not in known:
             raise UsageError(f"--rdzv-conf {key}: not supported; allowed: {', '.join(sorted(known))}")
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _token(file: str | None, environ: Mapping[str, str]) -> str | None:
-    if file is None:
-        try:
-            check_token(environ.get("MLAUNCH_TOKEN"), "MLAUNCH_TOKEN")
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        return environ.get("MLAUNCH_TOKEN")
-    try:
-        token = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token-file {file}: {error}") from None
-    if not token:
-        raise UsageError(f"--token-file {file}: the file is empty")
-    return token

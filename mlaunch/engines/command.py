@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError
 from mlaunch.engines.engine import Engine
+from mlaunch.engines.machine import shown
 from mlaunch.engines.meeting import MARK, Lead, Where
 from mlaunch.engines.mux import Mux
 from mlaunch.engines.placement import Ends, Placement
@@ -111,7 +112,7 @@ class _Started(Placement):
         """Says why it has not started the processes."""
         self._hear_stderr()
         fate = self._processes.fate(0, self._name) or f"{self._name} closed its output"
-        lines = [line for line in self._words.decode(errors="replace").splitlines() if line.strip()]
+        lines = [shown(line) for line in self._words.splitlines() if line.strip()]
         return "\n".join([f"mlaunch did not start on the machines: {fate}", *(f"  {line}" for line in lines)])
 
     def fate(self, machine: int) -> str:

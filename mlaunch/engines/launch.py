@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from mlaunch.engines.machines import Machines, say
 from mlaunch.engines.merged import MergedAgent
 from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.engines.times import Times
+from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.prepared import details_of
 from mlaunch.protocol.spec import Command, Context, LaunchSpec, new_launch_id
@@ -176,7 +176,7 @@ class MachinesLaunch:
             seed=self.options.seed,
             port=0,
             torch_version=prepared[0].torch_version,
-            secret=secrets.token_hex(16),
+            secret=tokens.draw(),
             context=Context({}, "", (), self.work.argv, None, None, os.getpid()),
             rank0_only=self.options.results == "rank0",
             command=self.work.command,

@@ -8,6 +8,7 @@ from collections import deque
 from typing import Any
 
 from mlaunch.base.errors import LaunchError
+from mlaunch.base.text import printable
 from mlaunch.engines.messages import MARK, Prepared, versions
 from mlaunch.engines.placement import Ends
 from mlaunch.engines.stream import Stream
@@ -15,6 +16,7 @@ from mlaunch.engines.stream import Stream
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
 _WORDS = 3  # lines that are shown of it
+_NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
 
 
 class Machine:
@@ -58,9 +60,9 @@ class Machine:
         if line is None:
             return False
         hello: dict[str, Any] = json.loads(line)
-        self.host = str(hello["host"])
+        self.host = printable(str(hello["host"]), _NAME)
         for what, ours in versions().items():
-            self._compare(what, str(hello[what]), ours, parts=None if what == "mlaunch" else 2)
+            self._compare(what, printable(str(hello[what]), _NAME), ours, parts=None if what == "mlaunch" else 2)
         return True
 
     def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:
@@ -79,10 +81,10 @@ class Machine:
         except BlockingIOError:
             return True
         *lines, self._line = (self._line + data).split(b"\n")
-        self._tail += [line.decode(errors="replace").rstrip() for line in lines]
+        self._tail += [shown(line).rstrip() for line in lines]
         if data:
             return True
-        self._tail += [self._line.decode(errors="replace")] if self._line else []
+        self._tail += [shown(self._line)] if self._line else []
         os.close(self.stderr)
         self.stderr = -1
         return False
@@ -91,7 +93,7 @@ class Machine:
         """Returns the end of what it wrote to standard error."""
         while self.stderr >= 0 and self._more():
             pass
-        return "\n".join(line for line in [*self._tail, self._line.decode(errors="replace")] if line.strip())
+        return "\n".join(line for line in [*self._tail, shown(self._line)] if line.strip())
 
     def _more(self) -> bool:
         before = len(self._tail), self._line
@@ -111,3 +113,8 @@ def last_lines(words: str) -> list[str]:
     ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
     before = [lines[number] for number in ours if number < len(lines) - _WORDS]
     return [*before, *lines[len(before) - _WORDS :]]
+
+
+def shown(line: bytes) -> str:
+    """Returns a line that another program has written, as a terminal can show it."""
+    return printable(line.decode(errors="replace").rstrip(), _LINE)

@@ -61,20 +61,9 @@ class Agreed:
     secret: str = field(repr=False)  # drawn for this launch
 
 
-def check_token(token: str | None, source: str) -> None:
-    """Raises ValueError, without the token itself, for one that cannot be proved to others: that is no UTF-8."""
-    try:
-        (token or "").encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{source} is no text in UTF-8, so other machines could not be sure to have the same; "
-            f"give the machines of a launch a token in UTF-8, of ASCII at best"
-        ) from None
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """How the machines of a launch find each other. Times in seconds."""
+    """How the machines of a launch find each other. Times in seconds. ``token``: the key that was made of it."""
 
     master_ip: str
     port: int

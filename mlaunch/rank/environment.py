@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from mlaunch.protocol import error_file
+from mlaunch.protocol import error_file, token
 from mlaunch.protocol.spec import Command, LaunchSpec
 from mlaunch.rank import device
 from mlaunch.rank.recognise import OWNER
@@ -44,7 +44,9 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
         OWNER: os.getpid(),  # whose RANK it is: what a rank starts inherits these, but is no rank
     }
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
-    return {**dict(spec.context.environ), **_defaults(spec), **own, **_strings(launch)}
+    # A rank needs no token, and all that it starts would have it.
+    theirs = {name: value for name, value in spec.context.environ.items() if name != token.VARIABLE}
+    return {**theirs, **_defaults(spec), **own, **_strings(launch)}
 
 
 def of_command(

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.text import first_bytes
-from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.base.text import printable
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
 from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.protocol.spec import Agreed, Cluster
@@ -68,7 +68,7 @@ class LinkProcess:
             limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
             self._agent.try_send(Refused(f"{self._state()}; {limit}", late=True))
         except wire.RefusedError as refusal:
-            self._agent.try_send(Refused(first_bytes(str(refusal), TEXT_LIMIT)))
+            self._agent.try_send(Refused(str(refusal)))
         finally:
             self._hang_up()
 
@@ -119,9 +119,9 @@ class LinkProcess:
                 record = await wire.read(reader)
             limit = self._cluster.heartbeat_timeout
             if "refused" in record:
-                raise wire.RefusedError(str(record["refused"]))
+                raise wire.RefusedError(printable(str(record["refused"]), wire.SENTENCE))
             if "waiting" in record:
-                self._joined = first_bytes(str(record["waiting"]), TEXT_LIMIT // 2)
+                self._joined = printable(str(record["waiting"]), wire.SENTENCE)
             if "plan" in record:
                 self._take(agreed_of_record(record["plan"], self._join))
                 return

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.text import both_ends, first_bytes, name_ranks
+from mlaunch.base.text import both_ends, name_ranks, printable
 from mlaunch.protocol.spec import Agreed
 
 _LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what is not listed here:
@@ -132,17 +132,17 @@ def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
 
 
 def shortened(failure: RankFailure) -> RankFailure:
-    """Cuts a failure to what fits into a record: its traceback to the end, all else to the beginning."""
+    """Cuts a failure to what fits into a record, its traceback to the end, all else to the beginning; and cleans it."""
     return replace(
         failure,
-        what=first_bytes(failure.what, _WHAT),
-        traceback=both_ends(failure.traceback, _TRACEBACK),
-        phase=first_bytes(failure.phase, _DETAIL),
-        host=first_bytes(failure.host, _DETAIL),
-        device=first_bytes(failure.device, _DETAIL),
-        type_name=first_bytes(failure.type_name, _DETAIL),
-        subject=first_bytes(failure.subject, _DETAIL),
-        hints=tuple(first_bytes(hint, _DETAIL) for hint in failure.hints[:_HINTS]),
+        what=printable(failure.what, _WHAT, lines=True),
+        traceback=printable(both_ends(failure.traceback, _TRACEBACK), _TRACEBACK, last=True, lines=True),
+        phase=printable(failure.phase, _DETAIL),
+        host=printable(failure.host, _DETAIL),
+        device=printable(failure.device, _DETAIL),
+        type_name=printable(failure.type_name, _DETAIL),
+        subject=printable(failure.subject, _DETAIL),
+        hints=tuple(printable(hint, _DETAIL) for hint in failure.hints[:_HINTS]),
     )
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlaunch.base import linux, rlimits
 from mlaunch.base.process_name import name_process
@@ -23,7 +23,7 @@ class GateConfig:
 
     listener: socket.socket
     launch_id: str
-    token: str | None
+    token: str | None = field(repr=False)
     heartbeat_timeout: float
 
     def serve(self) -> None:

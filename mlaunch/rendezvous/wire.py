@@ -3,12 +3,14 @@
 ::
 
     client: hello (protocol, role, nonce)
-    server: welcome                                      or, with a token: challenge (nonce, proof)
+    server: welcome                                      or, with a token: challenge (nonce)
     client:                                                                proof
+    server:                                                                proof
 
 With a token each side proves with HMAC-SHA256 over both fresh nonces, its own part in the exchange and the role that it
-knows the token, the server first; the token itself never travels. Nothing of a client that has not proved itself
-reaches the store. Without a token on either side the hello is enough.
+knows the token's key; the token itself never travels. The client proves first: whoever hears a proof can try guesses at
+the token, and anybody can connect. Nothing of a client that has not proved itself reaches the store, and nothing that a
+server says before its proof decides anything. Without a token on either side the hello is enough.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from mlaunch.base.text import printable
+
 PROTOCOL = 5
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
+SENTENCE = 2_000  # bytes of what is said to people
 _KEEP_ALIVE = 60  # seconds
 _VERSIONS = 1_000_000  # of the protocol, that anybody may say
 
@@ -89,30 +94,46 @@ async def introduce(
     token: str | None,
     first: Record | None = None,
 ) -> None:
-    """Shakes hands as the client; ``first`` is the first record after that. With a token nobody waits for a welcome.
+    """Shakes hands as the client; ``first`` is the first record after that.
 
-    RefusedError if one side rejects the other; ConnectionError if it is no server.
+    RefusedError if one side rejects the other; ConnectionError if it is no server, or has not proved to be ours.
     """
     nonce = secrets.token_hex(16)
     await send(writer, {"mlaunch": PROTOCOL, "role": role, "nonce": nonce})
     answer = await read(reader)
-    if "challenge" in answer:
-        theirs = _nonce(answer["challenge"])
-        if token is None:
-            raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
-        if not _is(answer.get("proof"), _prove(token, "server", nonce, theirs, role)):
-            raise RefusedError("wrong token: this machine's and the master's differ")
-        proof = {"proof": _prove(token, "client", nonce, theirs, role)}
-        writer.write(encode(proof) + (encode(first) if first is not None else b""))  # in one: it wakes the gate once
-        return
-    if token is not None and "welcome" in answer:
-        raise RefusedError("the master has no token, and this machine has one; give both the same")
-    if "refused" in answer:
-        raise RefusedError(str(answer["refused"]))
-    if "welcome" not in answer:
+    if token is not None:
+        await _prove_first(reader, writer, role, token, nonce, answer)
+    elif "challenge" in answer:
+        raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
+    elif "refused" in answer:
+        raise RefusedError(_other_version(answer) or printable(str(answer["refused"]), SENTENCE))
+    elif "welcome" not in answer:
         raise ConnectionError("what answers there is no master of mlaunch")
     if first is not None:
         await send(writer, first)
+
+
+async def _prove_first(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: str, token: str, nonce: str, answer: Record
+) -> None:
+    """Returns once both sides have proved themselves. Until then the other may be anybody: all else is trouble."""
+    if "welcome" in answer:
+        raise ConnectionError("the master has no token, and this machine has one; give both the same")
+    if "challenge" not in answer:
+        raise ConnectionError(_other_version(answer) or "what answers there is no master of mlaunch")
+    theirs = _nonce(answer["challenge"])
+    await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
+    answer = await read(reader)
+    if not _is(answer.get("proof"), _prove(token, "server", nonce, theirs, role)):
+        raise ConnectionError("wrong token: this machine's and the master's differ")
+
+
+def _other_version(answer: Record) -> str:
+    """Says in our own words which version answers; "" if it has not said one."""
+    version = answer.get("mlaunch")
+    if type(version) is not int or not 0 < version < _VERSIONS:
+        return ""
+    return f"the master speaks protocol {version}, this machine {PROTOCOL}: the versions of mlaunch differ"
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:
@@ -123,18 +144,18 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         raise ConnectionError("a client that does not speak mlaunch")
     nonce = _nonce(hello.get("nonce"))
     if version != PROTOCOL:
-        await send(writer, {"refused": f"the master speaks protocol {PROTOCOL}, this machine {version}: "
-                                       f"the versions of mlaunch differ"})  # fmt: skip
+        await send(writer, {"refused": "the versions of mlaunch differ", "mlaunch": PROTOCOL})
         raise ConnectionError("a client of another version")
-    if token is not None:
-        ours = secrets.token_hex(16)
-        await send(writer, {"challenge": ours, "proof": _prove(token, "server", nonce, ours, role)})
-        proof = (await read(reader)).get("proof")
-        if not _is(proof, _prove(token, "client", nonce, ours, role)):
-            await send(writer, {"refused": "wrong token: this machine's and the master's differ"})
-            raise ConnectionError("a client with a wrong token")
-    else:
+    if token is None:
         await send(writer, {"welcome": PROTOCOL})
+        return role
+    ours = secrets.token_hex(16)
+    await send(writer, {"challenge": ours})
+    proof = (await read(reader)).get("proof")
+    if not _is(proof, _prove(token, "client", nonce, ours, role)):
+        await send(writer, {"refused": "wrong token"})
+        raise ConnectionError("a client with a wrong token")
+    await send(writer, {"proof": _prove(token, "server", nonce, ours, role)})
     return role
 
 

@@ -164,6 +164,13 @@ def test_env_option_adds_to_the_ranks_alone(name: str, value: str) -> None:
     assert name not in os.environ
 
 
+def test_ranks_do_not_have_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need none, and all that they start would have it."""
+    monkeypatch.setenv("MLAUNCH_TOKEN", "hush")
+    assert launcher(lambda: os.environ.get("MLAUNCH_TOKEN"), 1)() == [None]
+    assert launcher(lambda: os.environ.get("MLAUNCH_TOKEN"), 1, env={"MLAUNCH_TOKEN": "hush"})() == [None]
+
+
 def test_settings_that_torch_reads_at_import_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def level() -> str:
         return str(dist.get_debug_level())

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ from mlaunch.base.errors import RankFailure
 from mlaunch.caller.options import Options
 from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.protocol import channel
+from mlaunch.protocol import token as tokens
 from mlaunch.protocol.machine_messages import Beat, Planned, Waiting
 from mlaunch.protocol.messages import Ready
 from mlaunch.protocol.spec import Cluster
@@ -435,8 +437,10 @@ def test_versions_that_differ_are_told_so(gate: Served) -> None:
         writer.close()
         return said
 
-    said = json.loads(asyncio.run(come()))["refused"]
-    assert said == f"the master speaks protocol {wire.PROTOCOL}, this machine 1: the versions of mlaunch differ"
+    said = json.loads(asyncio.run(come()))
+    assert said == {"refused": "the versions of mlaunch differ", "mlaunch": wire.PROTOCOL}
+    assert wire._other_version({"mlaunch": 1}).startswith("the master speaks protocol 1, this machine ")
+    assert wire._other_version({"mlaunch": 10**100}) == wire._other_version({"mlaunch": True}) == ""
 
 
 @pytest.mark.slow
@@ -847,43 +851,80 @@ def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_known_without_the_token(gate: Served) -> None:
-    """Neither side shows a proof that could be used again, or the token."""
+    """Whoever connects gets a nonce: no proof, at which guesses could be tried, and no token."""
 
     async def watch() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
         await wire.send(writer, {"mlaunch": wire.PROTOCOL, "role": "store", "nonce": "0" * 32})
         challenge = await wire.read(reader)
-        await wire.send(writer, {"proof": challenge["proof"]})  # the server's own proof, sent back
+        assert challenge.keys() == {"challenge"}
+        await wire.send(writer, {"proof": "0" * 64})
         answer = await reader.read(10_000)
         writer.close()
-        return json.dumps(challenge).encode() + answer
+        return answer
 
     said = asyncio.run(watch())
-    assert b"wrong token" in said
-    assert TOKEN.encode() not in said
+    assert json.loads(said) == {"refused": "wrong token"}
 
 
-def test_a_master_that_cannot_prove_the_token_is_refused() -> None:
+UNPROVED: list[Any] = [
+    {"proof": wire._prove("guessed", "server", "0" * 32, "0" * 32, "control")},
+    {"proof": []},
+    {"refused": "\x1b[2Jgo away"},
+    {"welcome": wire.PROTOCOL},
+    {"plan": {}},
+]
+
+
+@pytest.mark.parametrize("number", range(len(UNPROVED)))
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_master_that_cannot_prove_the_token_decides_nothing(
+    number: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link tries again: somebody else may listen there for a while. Nothing of its own words is shown."""
+    monkeypatch.setattr(link_process, "_RETRY_DELAYS", (0.001, 0.002))
+    beyond: list[bytes] = []
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await wire.read(reader)
-        proof = wire._prove("guessed", "server", hello["nonce"], "0" * 32, hello["role"])
-        await wire.send(writer, {"challenge": "0" * 32, "proof": proof})
-        heard.append(await reader.read())
+        with contextlib.suppress(OSError):
+            await wire.read(reader)
+            if not at_once:
+                await wire.send(writer, {"challenge": "0" * 32})
+                await wire.read(reader)
+            await wire.send(writer, UNPROVED[number])
+            beyond.append(await reader.read())
         writer.close()
 
-    async def meet_impostor() -> None:
+    async def meet_impostor() -> str:
+        ours, theirs = channel.Channel.pair()
         with listen() as listener:
             server = await asyncio.start_server(answer, sock=listener)
-            with pytest.raises(wire.RefusedError, match="wrong token: this machine's and the master's differ"):
-                async with wire.dialled(*listener.getsockname(), "control", TOKEN):
-                    pass
-            while not heard:
-                await asyncio.sleep(0)
+            cluster = Cluster(*listener.getsockname(), TOKEN, join_timeout=600.0, heartbeat_timeout=60.0)
+            machine = LinkProcess(cluster, join(1, 1, 2), theirs)
+            task = asyncio.ensure_future(machine.run(None))
+            await until(lambda: len(beyond) > 3)
+            assert not task.done()
+            task.cancel()
+            await asyncio.wait([task])
             server.close()
+        asyncio.get_running_loop().remove_reader(theirs.fileno())
+        for end in (ours, theirs):
+            end.close()
+        return machine._state()
 
-    heard: list[bytes] = []
-    asyncio.run(meet_impostor())
-    assert heard == [b""]  # nothing was proved to it
+    said = asyncio.run(meet_impostor())
+    assert set(beyond) == {b""}  # nothing of this machine was told
+    assert "go away" not in said
+    assert said.isprintable()
+
+
+def test_a_token_is_not_tried_at_the_price_of_a_digest() -> None:
+    """What is proved is a key that takes long to make; one that we have drawn needs none."""
+    key = tokens.key_of("secret")
+    assert key == tokens.key_of("secret") != tokens.key_of("secrets")
+    assert key != hashlib.sha256(b"secret").hexdigest()
+    assert tokens.key_of(drawn := tokens.draw()) == drawn
+    assert len(drawn) >= tokens.SHORTEST
 
 
 def test_a_proof_holds_for_one_role(gate: Served) -> None:

@@ -289,6 +289,18 @@ def test_a_token_that_is_no_utf_8_is_refused_by_name() -> None:
         job(MLAUNCH_TOKEN=os.fsdecode(b"hush\xff"))
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o604])
+def test_a_token_file_that_others_can_read_is_told_of(
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "the token"
+    file.write_text("hush\n")
+    file.chmod(mode)
+    assert job("--token-file", str(file)).token == "hush"
+    told = [f"--token-file {file}: other users can read the token there; chmod go= '{file}'"] if mode != 0o600 else []
+    assert [record.getMessage() for record in caplog.records] == told
+
+
 def test_a_token_is_not_shown(tmp_path: Any) -> None:
     (tmp_path / "token").write_text("hush\n")
     found = job("--token-file", str(tmp_path / "token"))

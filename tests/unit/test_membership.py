@@ -16,10 +16,13 @@ from mlaunch.agent.peers import Peers
 from mlaunch.base import linux
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.fds import close_all
+from mlaunch.base.text import printable
+from mlaunch.engines.machine import shown
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Value
-from mlaunch.protocol.spec import Agreed
+from mlaunch.protocol.spec import Agreed, Cluster
 from mlaunch.rendezvous import address, wire
+from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.membership import (
     Join,
     RoleRanks,
@@ -27,8 +30,10 @@ from mlaunch.rendezvous.membership import (
     failure_of_record,
     placed,
     role_ranks,
+    shortened,
 )
 from mlaunch.rendezvous.roster import Roster
+from mlaunch.rendezvous.store import GateConfig
 
 
 def counted(machine: int, n_gpus: int, **changes: Any) -> Join:
@@ -207,6 +212,7 @@ PLAN: dict[str, Any] = {
     "launch_id": "0123456789ab", "attempt": 0, "num_nodes": 2, "world_size": 4, "node_rank": 1, "rank_start": 2,
     "role_start": 2, "role_size": 4, "secret": "0" * 32,
 }  # fmt: skip
+TEXTS = ("what", "traceback", "phase", "host", "device", "type_name", "subject")
 OWN = Join("h", 2, 2, 4, "f", "1.0", "2.0", "local", 0)
 
 
@@ -237,3 +243,22 @@ def test_a_failure_has_bounded_numbers() -> None:
     failure = failure_of_record({"rank": 10**1000, "pid": 3, "exitcode": -9, "what": "failed"})
     assert (failure.rank, failure.pid, failure.exitcode) == (None, 3, -9)
     assert failure_of_record("failed").what == "failed"
+
+
+def test_what_others_say_cannot_command_a_terminal() -> None:
+    evil = "\x1b[2J\x07\u202e\r\ud800"
+    failure = shortened(failure_of_record({name: f"a\n{evil}" for name in TEXTS} | {"hints": [evil]}))
+    for name in TEXTS:
+        text = getattr(failure, name)
+        assert text.replace("\n", "").isprintable()
+        assert text.startswith("a\n" if name in {"what", "traceback"} else "a\\n")
+    assert failure.hints == (r"\x1b[2J\x07\u202e\r?",)
+    assert shown(b"\x1b]0;title\x07 words\r\n") == r"\x1b]0;title\x07 words"
+    assert printable("\x1b" * 100, 10) == r"\x1b\x1b\x"
+
+
+def test_a_token_is_in_no_repr() -> None:
+    with listen() as listener:
+        assert "hush" not in repr(GateConfig(listener, "launch", "hush", 1.0))
+    assert "hush" not in repr(Cluster("h", 1, "hush", 1.0, 1.0))
+    assert "0" * 32 not in repr(agreed_of_record(PLAN, OWN))
