@@ -167,13 +167,13 @@ class Supervisor:
         record = self._describe_end(rank, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
         error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
-        if record.exitcode == 0:
+        if not record.failed:
             self._peers.keep(rank.rank, rank.content if rank.answer is Kind.VALUE else None)
         elif not rank.stopped and rank.answer in {None, Kind.VALUE}:  # else it has told why
             self._remember(lambda: failures.from_exit(record))
         self._stopping.asked.forget(rank)
         rank.close()
-        if record.exitcode != 0 or self._must_stay():
+        if record.failed or self._must_stay():
             self._stopping.within(0.0)
 
     def _must_stay(self) -> bool:

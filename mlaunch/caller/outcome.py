@@ -101,7 +101,7 @@ class Outcome:
         crash = self._read_crash(record.rank, fds[0])
         if record.stopped:
             self.stopped.add(record.rank)
-        if record.exitcode == 0 and not self._should_have_stayed():
+        if not record.failed and not self._should_have_stayed():
             self.silent += [] if record.answered else [record.rank]
             return
         if record.stopped or record.rank in self.raised:

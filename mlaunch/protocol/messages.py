@@ -72,6 +72,9 @@ class Phase(enum.Enum):
     IDLE = "waiting for a call"
 
 
+_MAY_END = frozenset({Phase.RUNNING, Phase.COMMANDED, Phase.RETURNED, Phase.LEAVING, Phase.IDLE})  # with code 0
+
+
 class Kind(enum.Enum):
     """How a rank answered."""
 
@@ -178,6 +181,11 @@ class RankGone:
     at: float
     hints: tuple[str, ...] = ()
     peak_memory: int = 0  # bytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly: also with code 0, where nobody may say that all is done (while it unpickles, say)."""
+        return self.exitcode != 0 or not (self.answered or self.stopped or self.phase in _MAY_END)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,45 @@ def test_exit_handlers_run_after_sys_exit(tmp_path: Path, code: int) -> None:
     assert (tmp_path / "0").exists()
 
 
+def c_exit(code: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).exit(code)
+
+
+class ExitsThere(Exception):
+    """Ends who unpickles it, as no Python code can see."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.args
+
+
+class ExitsHere:
+    def __init__(self, how: Any) -> None:
+        self.how = how
+
+    def __reduce__(self) -> str:
+        self.how(0)
+        return "never"
+
+
+@pytest.mark.parametrize("how", [os._exit, c_exit])
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+@pytest.mark.parametrize("phase", ["receiving the function", "sending its value", "reporting an exception"])
+def test_an_exit_with_code_0_outside_the_function_is_an_error(how: Any, start_method: str, phase: str) -> None:
+    def train(_given: Any) -> Any:
+        if phase == "reporting an exception":
+            raise ExitsThere(how, (0,))
+        return ExitsHere(how)
+
+    given = ExitsThere(how, (0,)) if phase == "receiving the function" else None
+    if given is not None and start_method == "fork":
+        pytest.skip("a fork receives nothing")
+    with pytest.raises(LaunchError, match="exited with code 0") as caught:
+        launcher(train, 2, start_method=start_method)(given)
+    assert f"while {phase}" in str(caught.value)
+
+
 class Late:
     """An argument that rank 1 lets go of only when rank 0 is gone."""
 
