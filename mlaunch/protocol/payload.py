@@ -55,6 +55,10 @@ class Payload:
         """Returns the value."""
         return pickle.loads(self.data) if self.data else read(self.memfd)
 
+    def parts(self) -> tuple[bytes | memoryview, list[memoryview]]:
+        """Returns the pickle stream, and the buffers beside it."""
+        return (self.data, []) if self.data else parts(self.memfd)
+
     def close(self) -> None:
         if self.memfd >= 0:
             os.close(self.memfd)
@@ -178,14 +182,19 @@ def check(value: object) -> None:
 
 def read(fd: int) -> Any:
     """Returns the value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
+    stream, buffers = parts(fd)
+    try:
+        return pickle.loads(stream, buffers=buffers)
+    finally:
+        del stream, buffers  # which the traceback of a failure would keep, and with them the mapping
+
+
+def parts(fd: int) -> tuple[bytes | memoryview, list[memoryview]]:
+    """Returns the pickle stream in a memfd, and the buffers beside it."""
     size = os.fstat(fd).st_size
     if size < OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
-        return pickle.loads(os.pread(fd, size, 0))
+        return os.pread(fd, size, 0), []
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)
     table = view[size - _TRAILER.size - count * _ENTRY.size : size - _TRAILER.size]
-    buffers = [view[offset : offset + length] for offset, length in _ENTRY.iter_unpack(table)]
-    try:
-        return pickle.loads(view[:stream_size], buffers=buffers)
-    finally:
-        del view, table, buffers  # which the traceback of a failure would keep, and with them the mapping
+    return view[:stream_size], [view[offset : offset + length] for offset, length in _ENTRY.iter_unpack(table)]

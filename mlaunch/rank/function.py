@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import cores, rlimits, seeding
-from mlaunch.protocol import calls, explain, late_imports, originals, this_rank
+from mlaunch.protocol import calls, explain, late_imports, originals, receiving, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.protocol.payload import Payload
@@ -165,11 +165,19 @@ class FunctionRank(Rank):
             if inherited is None:
                 raise RuntimeError("a call came without its function")
             return calls.resolve(inherited.function), inherited
-        with originals.receiving():
-            call = self._read(task.call)
+        call = self._unpickle(task.call)
         function = calls.resolve(call.function)
         main_module.install_main(function, self._spec.context)
         return function, call
+
+    def _unpickle(self, content: Payload) -> Call:
+        try:
+            with originals.receiving():
+                return self._read(content)
+        except Exception as error:  # whatever a __setstate__ may raise
+            if found := receiving.culprit(*content.parts()):
+                BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), found])
+            raise
 
     def _read(self, content: Payload) -> Call:
         call: Call = content.read()

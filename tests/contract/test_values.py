@@ -6,7 +6,9 @@ import gc
 import inspect
 import io
 import linecache
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, Ranks, comm, launcher
 from mlaunch.protocol import payload
 from mlaunch.protocol.pickling import pickle_by_name, pickle_by_value
+from tests.contract import functions
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -474,3 +477,50 @@ def test_an_argument_that_cannot_be_unpickled_is_the_ranks_error() -> None:
         launcher(lambda x: x, 1)(FailsHere())
     assert isinstance(caught.value.__cause__, LaunchError)
     assert "receiving the function and its arguments" in str(caught.value.__cause__)
+
+
+class Wrapper:
+    """Goes for ever for an attribute that it has not got yet, as a bar of tqdm does."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.inner == other.inner)  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.file = Wrapper(3)
+
+
+def notes_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    error = functions.caught(lambda: launcher(function, 1)(*args, **kwargs))
+    assert isinstance(error.__cause__, LaunchError)
+    return " ".join(error.__notes__)
+
+
+def test_what_a_rank_cannot_unpickle_is_named(top: dict[str, Any]) -> None:
+    exec("def train(): return bar.inner", top)
+    top["bar"] = Stream()
+    what = "the rank could not unpickle a tests.contract.test_values.Wrapper"
+    assert f"{what} at 'bar.file': create such an object inside the function" in notes_of(top["train"])
+    assert f"{what} at 'deep'" in notes_of(id, [1, {"deep": Wrapper(3)}])
+    assert f"{what} at 'model'" in notes_of(dict, first=1, model=Wrapper(3), last=numpy.zeros(10_000))
+    assert f"{what}: create" in notes_of(id, Wrapper(3))
+    with Ranks(n_gpus=1) as ranks, pytest.raises(RecursionError) as caught:
+        ranks.run(id, {"deep": Wrapper(3)})
+    assert f"{what} at 'deep'" in " ".join(caught.value.__notes__)
+
+
+def test_what_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("only_here")
+    exec("class Net: pass", vars(module))
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    told = notes_of(id, module.Net())
+    assert "the rank could not import only_here.Net: put its directory on sys.path before the call" in told
