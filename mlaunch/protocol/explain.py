@@ -19,17 +19,25 @@ _PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "
 
 
 def unpicklable(value: object, name: str) -> str:
-    """Says what in ``value`` cannot be pickled, for people: "value['model'].lock is a '_thread.lock'"."""
+    """Says what in ``value`` cannot be pickled, for people: "value['model'].lock is a _thread.lock".
+
+    What a function brings along: "train() uses the global 'loss', which uses the global 'lock', a _thread.lock".
+    """
     seen = {id(value)}
+    users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):
-        for path, child in _children(value, name):
-            if id(child) not in seen and not picklable(child):
-                value, name = child, path
-                seen.add(id(child))
-                break
-        else:
+        parts: list[tuple[str, object, list[str]]] = [(path, child, []) for path, child in _children(value, name)]
+        parts += [(path, child, [name]) for path, child in _used(value)]
+        found = next((part for part in parts if id(part[1]) not in seen and not picklable(part[1])), None)
+        if found is None:
             break
-    return f"{name} is a {type_name(value)}"
+        name, value, user = found
+        users += user
+        seen.add(id(value))
+    if not users:
+        return f"{name} is a {type_name(value)}"
+    first, *others = *users, name
+    return f"{first} uses {', which uses '.join(others)}, a {type_name(value)}"
 
 
 def type_name(value: object) -> str:
@@ -65,21 +73,21 @@ def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
         pairs = [(f"an element of {name}", child) for child in value]
     else:
         pairs = [(f"{name}.{key}", child) for key, child in getattr(value, "__dict__", {}).items()]
-        pairs += _closure(value, name)
     yield from pairs[:_WIDTH]
 
 
-def _closure(value: object, name: str) -> list[tuple[str, object]]:
+def _used(value: object) -> list[tuple[str, object]]:
+    """Returns what a function uses, by name."""
     code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
     pairs: list[tuple[str, object]] = []
     for variable, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
         try:
-            pairs.append((f"{name}'s variable {variable!r}", cell.cell_contents))
+            pairs.append((f"the variable {variable!r}", cell.cell_contents))
         except ValueError:  # the cell is empty yet
             continue
     module = getattr(value, "__globals__", {})
     used = [key for key in getattr(code, "co_names", ()) if key in module]
-    return pairs + [(f"the global {key!r} that {name} uses", module[key]) for key in used]
+    return pairs + [(f"the global {key!r}", module[key]) for key in used]
 
 
 def pickle_exception(error: BaseException) -> bytes | None:

@@ -120,7 +120,7 @@ def reduce(found: Any) -> tuple[Any, ...] | None:
 def reduce_or_refuse(found: Any) -> tuple[Any, ...] | None:
     """Returns the same; PicklingError: the caller may have another by this name. None: it is not from there."""
     if found in _numbers and found not in _of_call:
-        raise pickle.PicklingError(f"{found!r} came with an earlier call")
+        raise pickle.PicklingError(found)
     return reduce(found)
 
 

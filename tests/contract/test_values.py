@@ -6,6 +6,7 @@ import gc
 import inspect
 import io
 import linecache
+import re
 import sys
 import threading
 import types
@@ -468,8 +469,19 @@ def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str
 
 def test_a_closure_that_cannot_be_pickled() -> None:
     lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"variable 'lock' is a _thread.lock, which cannot be pickled"):
+    with pytest.raises(
+        TypeError, match=r"<lambda>\(\) uses the variable 'lock', a _thread.lock, which cannot be pickled"
+    ):
         launcher(lambda: lock, 1)()
+
+
+def test_a_global_of_a_global_that_cannot_be_pickled() -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "lock": Stream()}
+    names["lock"].file = threading.Lock()
+    exec("def cp(): return lock\ndef loss(): return cp()\ndef train(): return loss()", names)
+    path = "the global 'loss', which uses the global 'cp', which uses the global 'lock'.file, a _thread.lock"
+    with pytest.raises(TypeError, match=rf"^train\(\) uses {re.escape(path)}, which cannot be pickled"):
+        launcher(names["train"], 1)()
 
 
 def test_an_argument_that_cannot_be_unpickled_is_the_ranks_error() -> None:
