@@ -36,3 +36,15 @@ def mentions_bottom(text: str) -> bool:
 def is_library(file: str) -> bool:
     """Tells whether the file belongs to Python, to an installed package or to this one, even if installed in place."""
     return is_ours(file) or any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
+
+
+def is_import(file: str) -> bool:
+    """Tells whether the file is of Python's import system."""
+    return file.startswith("<frozen importlib")
+
+
+def module_of(file: str) -> str:
+    """Names the module that a file holds, by the path below where libraries are; elsewhere by its own name."""
+    path = next((file.partition(part)[2] for part in (*_LIBRARIES[1:], _LIBRARIES[0]) if part in file), "")
+    stem = (path or os.path.basename(file)).removesuffix(".py").removesuffix(f"{os.sep}__init__")
+    return stem.replace(os.sep, ".")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.errors import RankFailure
-from mlaunch.base.frames import is_library, is_ranks_own
+from mlaunch.base.frames import is_import, is_library, is_ranks_own, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller import notebook
 from mlaunch.protocol.messages import Phase, RankStacks
@@ -17,7 +18,11 @@ from mlaunch.protocol.stack_dump import STATES, is_whole, main_frames
 _SHORTENED = 150  # characters of a consequence's message
 _CONSEQUENCES_SHOWN = 8
 _IN_USER_CODE = {Phase.RUNNING, Phase.COMMANDED}
-_WRAPPERS = {"wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__"}
+_WRAPPERS = {
+    "wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl",
+    "compile_wrapper",
+}  # fmt: skip
+_MODULE = "<module>"
 # torch wraps its collectives in a function that writes their exceptions to a log.
 _ERROR_LOGGER, _LOGGING = f"{os.sep}c10d_logger.py", os.path.join("logging", "__init__.py")
 
@@ -108,7 +113,25 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
     """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8"."""
     place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames) - 1)
     file, line, name = frames[place]
-    return f"in {_called(frames[:place]) or name} at {notebook.short_name(file)}:{line}"
+    inner, outer = frames[:place], frames[place + 1 :]
+    if inner and is_import(inner[-1][0]):
+        doing = f"importing {_imported(inner) or _named_in(file, line) or 'a module'}"
+    elif name == _MODULE and outer and is_import(outer[0][0]):
+        doing = f"importing {module_of(file)}" + (f", in {called}," if (called := _called(inner)) else "")
+    else:
+        doing = f"in {_called(inner) or name}"
+    return f"{doing} at {notebook.short_name(file)}:{line}"
+
+
+def _imported(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Names the module whose code runs first of these frames; "" if none does yet."""
+    return next((module_of(file) for file, _, name in reversed(frames) if name == _MODULE), "")
+
+
+def _named_in(file: str, line: str) -> str:
+    """Names the module that a line of source imports; "" if that cannot be read."""
+    words = linecache.getline(file, int(line)).split() if line.isdigit() else []
+    return words[1].rstrip(",") if words[:1] in (["import"], ["from"]) and len(words) > 1 else ""
 
 
 def _called(frames: Sequence[tuple[str, str, str]]) -> str:

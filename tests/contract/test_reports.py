@@ -424,10 +424,64 @@ def test_a_collective_is_named_and_not_what_torch_wraps_it_in(below: list[str], 
     assert in_words([*frames, ("/home/train.py", "8", "train")]) == f"in {words} at train.py:8"
 
 
-def test_a_hang_in_an_import_is_in_the_line_that_imports() -> None:
-    machinery = [("<frozen importlib._bootstrap_external>", "1", "create_module"),
-                 ("<frozen importlib._bootstrap>", "1", "_find_and_load")]  # fmt: skip
-    assert in_words([*machinery, ("/home/train.py", "8", "train")]) == "in _find_and_load at train.py:8"
+MACHINERY = [
+    ("<frozen importlib._bootstrap_external>", "1", "create_module"),
+    ("<frozen importlib._bootstrap>", "1", "_find_and_load"),
+]
+
+
+@pytest.mark.parametrize(
+    ("inner", "line", "words"),
+    [
+        ([("/x/site-packages/pandas/core/api.py", "3", "<module>"), *MACHINERY,
+          ("/x/site-packages/pandas/__init__.py", "9", "<module>"), *MACHINERY], "8", "importing pandas"),
+        ([(json.__file__, "106", "<module>"), *MACHINERY], "8", "importing json"),
+        (MACHINERY, "1", "importing slow.part"),
+        (MACHINERY, "2", "importing other"),
+        (MACHINERY, "9", "importing a module"),
+        ([("/x/site-packages/torch/nn/modules/linear.py", "1", "forward"),
+          ("/x/site-packages/torch/nn/modules/module.py", "1", "_call_impl"),
+          ("/x/site-packages/torch/nn/modules/module.py", "1", "_wrapped_call_impl")], "8", "in forward"),
+        ([("/x/site-packages/torch/_dynamo/eval_frame.py", "1", "compile_wrapper")], "8", "in train"),
+    ],
+)  # fmt: skip
+def test_what_user_code_has_begun_is_named(
+    inner: list[tuple[str, str, str]], line: str, words: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from slow.part import x\nimport other, more\n")
+    assert in_words([*inner, (str(script), line, "train")]) == f"{words} at train.py:{line}"
+
+
+def test_a_hang_in_a_module_of_the_users_is_in_its_line() -> None:
+    frames = [("/home/mine.py", "4", "<module>"), *MACHINERY, ("/home/train.py", "8", "train")]
+    assert in_words(frames) == "importing mine at mine.py:4"
+    sleeps = ("/x/site-packages/slow.py", "1", "sleep")
+    assert in_words([sleeps, *frames]) == "importing mine, in sleep, at mine.py:4"
+
+
+def test_a_rank_that_hangs_in_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "site-packages" / "stuck_of_mine"
+    place.mkdir(parents=True)
+    (place / "__init__.py").write_text("import os, threading\nos.write(int(os.environ['TOLD']), b'x')\n"
+                                       "threading.Event().wait()\n")  # fmt: skip
+    monkeypatch.syspath_prepend(place.parent)
+    told, tell = os.pipe()
+
+    def train() -> None:
+        if dist.get_rank() == 1:
+            os.read(told, 1)
+            raise ValueError("no such luck")
+        os.environ["TOLD"] = str(tell)
+        import stuck_of_mine  # type: ignore[import-not-found]  # noqa: F401
+
+    try:
+        with pytest.raises(ValueError, match="no such luck") as caught:
+            launcher(train, 2, start_method="fork")()
+    finally:
+        os.close(told)
+        os.close(tell)
+    assert f"rank 0 was importing stuck_of_mine at {HERE}:" in str(caught.value.__cause__)
 
 
 def test_what_is_not_running_is_told_by_its_phase() -> None:
