@@ -19,6 +19,7 @@ from mlaunch.protocol.messages import Phase
 
 _HEAD = 64  # bytes before the first row
 _CALL = struct.Struct("=I")
+_APART_AT = 4
 _STAMP = struct.Struct("=qqd")  # start, end, when
 _STAMPS = 256  # of the latest writes
 _COUNT = struct.Struct("=q")
@@ -90,6 +91,19 @@ class Board:
     @call.setter
     def call(self, number: int) -> None:
         _CALL.pack_into(self._memory, 0, number)
+
+    @property
+    def apart(self) -> int:
+        """The number of the latest call after which a rank of this machine was in no process group; 0: there is none.
+
+        Ranks write it, before they answer, and read it, once all have: so the next call finds the same in each.
+        """
+        number: int = _CALL.unpack_from(self._memory, _APART_AT)[0]
+        return number
+
+    @apart.setter
+    def apart(self, number: int) -> None:
+        _CALL.pack_into(self._memory, _APART_AT, number)
 
     def note_answer(self, local_rank: int, number: int) -> None:
         """Notes that the rank is about to send the launcher a value for this call."""

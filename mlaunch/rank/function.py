@@ -206,14 +206,19 @@ class FunctionRank(Rank):
         Threads end before the group does: one may be saving a checkpoint with it.
         """
         self._enter(Phase.LEAVING)
-        import torch.distributed as dist
-
         threading._shutdown()  # type: ignore[attr-defined]
-        if dist.is_initialized():
-            _until_exit.extend(dist.distributed_c10d._world.pg_map)
-            dist.destroy_process_group()
+        leave_groups()
         atexit._run_exitfuncs()
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+
+
+def leave_groups() -> None:
+    """Destroys this rank's process groups, if it has any."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        _until_exit.extend(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
 
 
 class UnpicklableValueError(TypeError):

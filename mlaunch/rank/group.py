@@ -48,8 +48,12 @@ def _serves(backend: str, device_type: str) -> bool:
     return device_type != "cpu" and device_type in BackendConfig(Backend(backend)).get_device_backend_map()
 
 
-def meet_and_join(spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int], bound: torch.device) -> None:
+def meet_and_join(
+    spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int], bound: torch.device | None, *, again: int = 0
+) -> None:
     """Joins the other ranks of a launch, whose store is at ``rendezvous``. Collective.
+
+    ``again``: a number that all ranks know, if they have left the group that they were in; each time another one.
 
     Raises:
         TimeoutError: Some ranks did not come; it names them.
@@ -60,13 +64,13 @@ def meet_and_join(spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int]
     member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
     with names.from_files_only() if spec.interface else contextlib.nullcontext():
-        _meet(spec, rendezvous, member)
+        _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}" if again else spec.launch_id)
 
 
-def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership) -> None:
+def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, name: str) -> None:
     from mlaunch.rendezvous.store_client import StoreClient
 
-    client = StoreClient(*rendezvous, spec.launch_id, device.limit(spec.timeout))
+    client = StoreClient(*rendezvous, name, device.limit(spec.timeout))
     client.arrive(member.rank)
     try:
         join_world(client.store, member)

@@ -18,9 +18,9 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Errand, Kind, Phase
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import held, process, stale, step
+from mlaunch.rank import group, held, process, stale, step
 from mlaunch.rank.base import RankArgs, Task
-from mlaunch.rank.function import FunctionRank, UnpicklableValueError
+from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 
 _AGAIN = 0.01  # seconds: by then the callback has returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
@@ -36,6 +36,7 @@ class KeptRank(FunctionRank):
         self._can_be_called_back = False
         self._was_called_back = False
         self._raised: KeyboardInterrupt | None = None
+        self._joined_after = 0  # the number of the call that had left a rank without its group
         self._unraisable = sys.unraisablehook
 
     def _become_rank(self) -> None:
@@ -91,6 +92,8 @@ class KeptRank(FunctionRank):
                 self._can_be_called_back = True
                 if self._is_to_end():  # the signal came before we listened
                     self._call_back(signal.SIGINT, None)
+                if self._joined_after != self._args.results.board.apart:
+                    self._join_again(task.number)
                 super()._run_task(task)
             finally:
                 self._can_be_called_back, self._raised = False, None
@@ -102,6 +105,20 @@ class KeptRank(FunctionRank):
             self._tell(error, self._kind_of(error), consequence=self._was_called_back)
             self._enter(self._AFTERWARDS)
             _let_go(error)
+
+    def _join_again(self, call: int) -> None:
+        """Makes the default process group anew, which a call before has destroyed. Collective."""
+        after = self._args.results.board.apart
+        leave_groups()  # here it may still be, of no use
+        try:
+            group.meet_and_join(self._spec, self._args.local_rank, self._args.rendezvous, self._bound, again=after)
+        except Exception as error:
+            raise RuntimeError(
+                f"an earlier call on these ranks has destroyed the default process group, and it could not be made "
+                f"anew: {error}; leave out destroy_process_group() in functions whose ranks stay"
+            ) from error
+        self._joined_after = after
+        step.begin_call(call)
 
     def _kind_of(self, error: BaseException) -> Kind:
         if self._was_called_back and isinstance(error, KeyboardInterrupt):
@@ -116,6 +133,8 @@ class KeptRank(FunctionRank):
 
     def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
         process.flush()  # a line without its end belongs to this call, not to the next
+        if step.is_apart() and self._task is not None:
+            self._args.results.board.apart = self._task.number
         super()._answer(kind, content, consequence=consequence)
 
     def _seal(self) -> None:

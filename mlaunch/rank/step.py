@@ -54,6 +54,11 @@ def _world() -> Any:
     return distributed_c10d._world
 
 
+def is_apart() -> bool:
+    """Tells whether this rank is in no process group, since the function has destroyed it."""
+    return _world().default_pg is None
+
+
 def _groups() -> dict[str, dist.ProcessGroup]:
     """Returns the groups that this process belongs to, in the order in which they were made."""
     world = _world()

@@ -329,6 +329,63 @@ def test_a_group_that_was_destroyed_is_no_reason(ranks: Ranks) -> None:
         assert isinstance(caught(lambda: ranks.run(work)), ValueError)
 
 
+def all_destroy() -> None:
+    total()
+    dist.destroy_process_group()
+
+
+def one_destroys() -> None:
+    total()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+
+
+def one_destroys_and_both_fail() -> None:
+    one_destroys()
+    fail()
+
+
+def all_destroy_and_fail() -> None:
+    all_destroy()
+    fail()
+
+
+@pytest.mark.parametrize("work", [all_destroy, one_destroys, all_destroy_and_fail])
+def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks, work: Callable[[], None]) -> None:
+    """As functions do that were written for torchrun; what the ranks hold stays."""
+    for _ in range(2):
+        with intact(ranks):
+            held = ranks.hold(lambda: [3])
+            with contextlib.suppress(ValueError):
+                ranks.run(work)
+            assert ranks.submit(total).result(LIMIT) == [2.0, 2.0]
+            assert ranks.run(sum_in_a_new_group) == [2.0, 2.0]
+            assert held.fetch() == [[3], [3]]
+            error = caught(lambda: ranks.run(fail))
+            assert STAYED in notes(error)
+
+
+def test_a_default_group_that_one_rank_has_destroyed_in_a_call_that_failed(ranks: Ranks) -> None:
+    fails_and_is_lost(ranks, one_destroys_and_both_fail)
+
+
+def test_a_default_group_that_cannot_be_made_anew(ranks: Ranks) -> None:
+    def work() -> None:
+        group = sys.modules["mlaunch.rank.group"]
+
+        def refuse(*_: Any) -> None:
+            raise ConnectionError("no way")
+
+        group.join_world = refuse  # type: ignore[attr-defined]
+        dist.destroy_process_group()
+
+    ranks.run(work)
+    error = caught(lambda: ranks.run(total))
+    assert "an earlier call on these ranks has destroyed the default process group" in str(error)
+    assert "could not be made anew: no way" in str(error)
+
+
 def test_without_restart() -> None:
     with Ranks(n_gpus=2, grace_period=0.5, restart=False) as ranks:
         pids = ranks.run(os.getpid)
