@@ -96,7 +96,8 @@ class Board:
     def apart(self) -> int:
         """The number of the latest call after which a rank of this machine was in no process group; 0: there is none.
 
-        Ranks write it, before they answer, and read it, once all have: so the next call finds the same in each.
+        Ranks write it before they answer, so all find the same as the next call begins: if a faster one has written of
+        that call itself, nothing was left of one before.
         """
         number: int = _CALL.unpack_from(self._memory, _APART_AT)[0]
         return number

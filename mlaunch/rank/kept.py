@@ -92,7 +92,7 @@ class KeptRank(FunctionRank):
                 self._can_be_called_back = True
                 if self._is_to_end():  # the signal came before we listened
                     self._call_back(signal.SIGINT, None)
-                if self._joined_after != self._args.results.board.apart:
+                if self._joined_after != self._args.results.board.apart < task.number:  # else another one is faster
                     self._join_again(task.number)
                 super()._run_task(task)
             finally:

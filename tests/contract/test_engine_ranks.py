@@ -64,6 +64,13 @@ def test_they_stay(ranks: Ranks) -> None:
     ]  # fmt: skip
 
 
+def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks) -> None:
+    pids = ranks.run(os.getpid)
+    ranks.run(dist.destroy_process_group)
+    assert ranks.submit(total).result(LIMIT) == [3, 3, 3]
+    assert ranks.run(os.getpid) == pids
+
+
 def test_held_objects_scattered_values_and_futures(ranks: Ranks) -> None:
     held = ranks.hold(lambda size: torch.full((size,), float(dist.get_rank())), 1 << 20)
 

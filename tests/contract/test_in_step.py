@@ -366,6 +366,19 @@ def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks, wo
             assert STAYED in notes(error)
 
 
+def test_a_default_group_that_one_rank_has_destroyed_before_another_begins_the_call(ranks: Ranks) -> None:
+    pids, board = ranks.run(os.getpid), ranks._set.session.handle.history.board
+    assert board is not None
+    os.kill(pids[1], signal.SIGSTOP)
+    destroyed = ranks.submit(dist.destroy_process_group)
+    while not board.apart:
+        os.sched_yield()
+    os.kill(pids[1], signal.SIGCONT)
+    assert destroyed.result(LIMIT) == [None, None]
+    assert ranks.submit(total).result(LIMIT) == [2.0, 2.0]
+    assert ranks.run(os.getpid) == pids
+
+
 def test_a_default_group_that_one_rank_has_destroyed_in_a_call_that_failed(ranks: Ranks) -> None:
     fails_and_is_lost(ranks, one_destroys_and_both_fail)
 
