@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 import mlaunch
 import mlaunch.rank.progress
-from mlaunch import Ranks, launcher, progress
+from mlaunch import LaunchError, Ranks, launcher, progress
 from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.kept.session import Session
 from mlaunch.caller.status import status_lines
@@ -566,6 +567,33 @@ from mlaunch import Ranks
 ranks, others = Ranks(n_gpus=2), Ranks(n_gpus=1)
 print(*ranks.run(os.getpid), *others.run(os.getpid))
 """
+
+
+@pytest.mark.parametrize("end", ["die", "idle"])
+def test_ranks_that_are_started_again_have_the_surroundings_of_the_first(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that is made elsewhere finds them as before."""
+
+    def surroundings() -> tuple[str, str | None, bool]:
+        return os.getcwd(), os.environ.get("STARTED"), "/nowhere" in sys.path
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STARTED", "first")
+    with Ranks(n_gpus=1, idle_timeout=0.05 if end == "idle" else None) as ranks:
+        [(pid, *first)] = ranks.run(lambda: (os.getpid(), *surroundings()))
+        monkeypatch.chdir("/")
+        monkeypatch.setenv("STARTED", "later")
+        monkeypatch.setattr(sys, "path", [*sys.path, "/nowhere"])
+        if end == "die":
+            with pytest.raises(LaunchError):
+                ranks.run(os._exit, 3)
+        wait_gone([pid])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the error has told
+            [(again, *later)] = ranks.run(lambda: (os.getpid(), *surroundings()))
+        assert again != pid
+        assert later == first == [str(tmp_path), "first", False]
 
 
 LATE = """

@@ -19,6 +19,7 @@ from mlaunch.caller.plan import Attempt, Machine
 from mlaunch.caller.report.history import History
 from mlaunch.caller.start import send_launch, with_pipes
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import Context
 
 _INSTEAD = {
     "max_restarts": "it starts fresh ranks when they are lost; see restart=",
@@ -27,15 +28,15 @@ _INSTEAD = {
 }
 
 
-def open_session(options: Options, idle_timeout: float | None) -> Session:
-    """Starts ranks with these options; does not wait for them."""
+def open_session(options: Options, idle_timeout: float | None, surroundings: Context | None = None) -> Session:
+    """Starts ranks with these options; does not wait for them. ``surroundings``: None for those of this moment."""
     _check(options)
     if options.engine is not None:
         session: Session = options.engine.open_session(options, idle_timeout)
         return session
     with interrupts.deferred():
         history = History()
-        environ = {**os.environ, **(options.env or {})}
+        environ = surroundings.environ if surroundings is not None else {**os.environ, **(options.env or {})}
         server = server_for(options, Call(int, (), {}), environ)
         owned = options.start_method != "forkserver"
         try:
@@ -44,6 +45,7 @@ def open_session(options: Options, idle_timeout: float | None) -> Session:
                 machine = Machine(server.ready(None, line.show), server.count_devices)
             spec = planned(options, machine, "Ranks", environ, Attempt(0, None))
             spec = dataclasses.replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
+            spec = dataclasses.replace(spec, context=surroundings or spec.context)
             history.ready = time.monotonic()
             plan = output_plan(options.replaced({"log_dir": None}), spec, place)
             spec = with_pipes(spec, plan)

@@ -31,7 +31,7 @@ from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.destination import Destination
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import Context, LaunchSpec
 
 _KEPT = 20  # reports
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
@@ -58,7 +58,7 @@ class RankSet:
         self._numbers = itertools.count(1)
         self._freed: deque[tuple[str, int]] = deque()
         self._known: tuple[tuple[Session, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
-        self.session = self._open()
+        self.session = self._open(None)
 
     def next_number(self) -> int:
         """Returns a number that no call and no held value of these ranks has."""
@@ -173,8 +173,8 @@ class RankSet:
         self._known = (known, found) if found[1].directory is None and found[1].area is None else None
         return found
 
-    def _open(self) -> Session:
-        session = open_session(self.options, self._idle_timeout)
+    def _open(self, surroundings: Context | None) -> Session:
+        session = open_session(self.options, self._idle_timeout, surroundings)
         session.restart, session.yields, session.carry_on = self._restart, self._yields, self._carry_on
         _sessions.add(session)
         atexit.unregister(_close_all)
@@ -207,7 +207,7 @@ class RankSet:
             refused: list[tuple[KeptCall, RanksLost]] = []
             with self._opening:
                 if self.session is session and not self.closed:
-                    self.session = self._open()
+                    self.session = self._open(session.handle.idle_spec.context)  # of when they were made
                     refused = self._move(session)
             for call, error in refused:
                 call.refuse(session.report, session.why_lost, error)
