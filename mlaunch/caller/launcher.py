@@ -165,7 +165,7 @@ class launcher(Generic[P, R]):
         return self if instance is None else _make(self._function, self._options, (instance,), self._reports)
 
     def __repr__(self) -> str:
-        return f"<launcher of {self._name}(): {self._options}>"
+        return option_text.representation(self._name, self, self._options)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         module = getattr(self, "__module__", None)
@@ -217,6 +217,7 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
     __tracebackhide__ = True
     if isinstance(func, classmethod | staticmethod) or not callable(func):
         hint = "; put @launcher below @classmethod or @staticmethod" if hasattr(func, "__func__") else ""
+        hint = f"; for {func} ranks: @launcher(n_gpus={func})" if isinstance(func, int) else hint
         raise TypeError(f"launcher decorates a function, not {func!r}{hint}")
     if inspect.iscoroutinefunction(func):
         raise TypeError(f"launcher decorates a function, not the coroutine function {func!r}; call asyncio.run in it")

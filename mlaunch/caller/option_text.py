@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import reprlib
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
@@ -70,6 +71,36 @@ def with_options(docstring: str | None) -> str | None:
 def _argument(option: Field[Any], indent: str) -> list[str]:
     text = f"{option.name}: {about(option.name).meaning} Default: {option.default!r}."
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent + " " * 4)
+
+
+def representation(name: str, function: Callable[..., Any], options: Options) -> str:
+    """Returns "<launcher of train(lr, epochs=5): n_gpus=2>", with the options that differ from their defaults."""
+    shown = [option for option in fields(options) if option.repr and getattr(options, option.name) != option.default]
+    given = ", ".join(f"{option.name}={getattr(options, option.name)!r}" for option in shown)
+    return f"<launcher of {name}{_taken(function)}{': ' if given else ''}{given}>"
+
+
+def _taken(function: Callable[..., Any]) -> str:
+    """Returns what a function takes, without annotations, and of long defaults the beginning."""
+    try:
+        taken = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it does not say
+        return "(...)"
+    return str(Signature([one.replace(annotation=Parameter.empty, default=_Short.of(one.default)) for one in taken]))
+
+
+class _Short:
+    """Looks like a default, in short."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+    @classmethod
+    def of(cls, default: object) -> object:
+        return default if default is Parameter.empty else cls(reprlib.repr(default))
 
 
 def definitions() -> list[str]:

@@ -153,7 +153,8 @@ class Devices:
         if value is None:
             return
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(f"{name}={value!r}: allowed: a list of device numbers")
+            how_many = f"; for {value} ranks: n_gpus={value}" if isinstance(value, int) and value > 0 else ""
+            raise TypeError(f"{name}={value!r}: allowed: a list of device numbers{how_many}")
         for device in value:
             Whole(0).check(name, device)
         if not value or len(set(value)) != len(value):

@@ -225,5 +225,9 @@ class Options:
 def _perhaps(name: str, names: Sequence[str]) -> str:
     import difflib  # for this alone
 
+    from mlaunch.caller import peer_names
+
+    if found := peer_names.answer(name):
+        return found
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else "; help(launcher) lists what there is"

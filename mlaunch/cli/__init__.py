@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mlaunch.cli.parser import mlaunch_parser
+from mlaunch.cli.parser import PRINT_COMPLETION, mlaunch_parser, refuse_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from mlaunch.cli import run
 
             return run.main(arguments[1:])
-        args = mlaunch_parser().parse_args(arguments)
+        if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:  # made from the flags of run, too
+            from mlaunch.cli import run
+
+            return run.main(arguments, prog="mlaunch")
+        parser = mlaunch_parser()
+        refuse_script(parser, arguments)
+        args = parser.parse_args(arguments)
         return int(args.run(args))
     except BrokenPipeError:  # of a reader such as head, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Sequence
 
 from mlaunch._version import __version__
 from mlaunch.cli import doctor, inspect
 
+PRINT_COMPLETION = "--print-completion"
 _EXAMPLES = """\
 examples:
   mlaunch run --nproc-per-node 4 train.py
@@ -29,9 +32,19 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mlaunch {__version__}")
+    parser.add_argument(PRINT_COMPLETION, metavar="SHELL", help="print what makes a shell complete mlaunch: bash, zsh, "
+                        "tcsh, fish; needs shtab")  # fmt: skip
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     parents = [] if run is None else [run]
     commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
     inspect.add_commands(commands)
     doctor.add_command(commands)
     return parser
+
+
+def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Ends with the command that was meant, if a script or flags of ``mlaunch run`` stand where a command should."""
+    first = arguments[0] if arguments else ""
+    is_script = first.endswith(".py") or (first.startswith("-") and any(word.endswith(".py") for word in arguments))
+    if is_script:
+        parser.error(f"{first}: no command of mlaunch; to run a script: mlaunch run {shlex.join(arguments)}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mlaunch import cli
 from mlaunch.caller.options import Options, about
 from mlaunch.caller.output.plan import Policy
 from mlaunch.cli import flags, run
@@ -76,6 +77,38 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert "complete -o bashdefault -F _shtab_mlaunch mlaunch\n" in script
     assert re.search(r"^_shtab_mlaunch_run_option_strings=\(.*'?--nproc-per-node'? ", script, re.MULTILINE)
     assert "--print-completion shell: allowed: bash, zsh, tcsh" in refused(capsys, "--print-completion", "shell")
+
+
+def test_completion_of_the_whole_command(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    scripts = []
+    for command in (["run", "--print-completion", "bash"], ["--print-completion", "bash"], ["--print-completion=bash"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(command)
+        assert caught.value.code == 0
+        scripts.append(capsys.readouterr().out)
+    assert scripts[0] == scripts[1] == scripts[2]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--print-completion", "shell"])
+    assert caught.value.code == 2
+    assert "--print-completion shell: allowed: bash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (
+            ["train.py", "--lr", "a b"],
+            "train.py: no command of mlaunch; to run a script: mlaunch run train.py --lr 'a b'",
+        ),
+        (["--nproc-per-node", "2", "x/train.py"], "to run a script: mlaunch run --nproc-per-node 2 x/train.py"),
+    ],
+)
+def test_a_script_without_the_command(capsys: pytest.CaptureFixture[str], arguments: list[str], meant: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert meant in capsys.readouterr().err
 
 
 def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

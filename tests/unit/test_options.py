@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
-from mlaunch.caller import option_text, option_types, placement
+from mlaunch.caller import option_text, option_types, peer_names, placement
 from mlaunch.caller.options import Options, about
 from mlaunch.caller.plan import Attempt, Machine, plan
 from mlaunch.protocol.messages import Ready
@@ -58,6 +58,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"results": "rank1"}, ValueError, "results='rank1': allowed: 'all', 'rank0'"),
     ({"n_gpu": 1}, TypeError, "launcher has no option 'n_gpu'; did you mean 'n_gpus'?"),
     ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; did you mean 'n_gpus'?"),
+    ({"nproc_per_node": 4}, TypeError, "launcher has no option 'nproc_per_node'; here that is n_gpus="),
+    ({"num_nodes": 2}, TypeError, "launcher has no option 'num_nodes'; each machine says world_size= and"),
+    ({"strategy": "ddp"}, TypeError, "launcher has no option 'strategy'; how a model is spread over ranks is"),
+    ({"use_port": "1"}, TypeError, "launcher has no option 'use_port'; here that is port="),
+    ({"devices": 4}, TypeError, "devices=4: allowed: a list of device numbers; for 4 ranks: n_gpus=4"),
     ({"colour": 1}, TypeError, "launcher has no option 'colour'; help(launcher) lists what there is"),
 ]
 
@@ -169,11 +174,47 @@ def test_attributes_of_the_function() -> None:
 
 def test_positional_order_is_megengines() -> None:
     train = launcher(lambda: None, 2, 2, 0, "localhost", 0, "cpu", "gloo")
-    assert "n_gpus=2, world_size=2, rank_start=0, master_ip='localhost', port=0, device_type='cpu'" in repr(train)
+    given = train._options
+    assert (given.n_gpus, given.world_size, given.rank_start, given.master_ip) == (2, 2, 0, "localhost")
+    assert (given.port, given.device_type, given.backend) == (0, "cpu", "gloo")
     with pytest.raises(TypeError, match="launcher got n_gpus by position and by name"):
         launcher(lambda: None, 2, n_gpus=2)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="launcher takes the function and 7 options by position"):
         launcher(lambda: None, 2, 2, 0, "localhost", 0, "cpu", "gloo", [0])  # type: ignore[call-overload]
+
+
+def test_the_names_of_peers_are_no_options_of_ours() -> None:
+    """And what the table answers with is one."""
+    known = {option.name for option in fields(Options)}
+    for option, names in peer_names._OPTIONS.items():
+        assert set(option.split("= and ")) <= known
+        assert not known & set(names.split())
+    every = [
+        name for names in (*peer_names._OPTIONS.values(), *peer_names._OTHERWISE.values()) for name in names.split()
+    ]
+    assert len(every) == len(set(every))
+
+
+def test_a_launcher_at_a_prompt() -> None:
+    """Shows what the function takes, and what was chosen."""
+
+    def train(lr: float, epochs: int = 5, *, names: list[str] = ["name" * 100] * 100) -> None: ...
+
+    class Model:
+        @launcher
+        def fit(self, x: int) -> None: ...
+
+    shown = repr(launcher(train, 2, token="a secret of sixteen"))
+    assert shown.startswith(f"<launcher of {train.__qualname__}(lr, epochs=5, *, names=['")
+    assert shown.endswith("): n_gpus=2>")
+    assert len(shown) < 300
+    assert repr(Model().fit) == f"<launcher of {Model.__qualname__}.fit(x)>"
+    assert repr(launcher(dict.fromkeys)).startswith("<launcher of dict.fromkeys(")  # type: ignore[call-overload]
+
+
+def test_the_number_of_ranks_in_the_place_of_the_function() -> None:
+    with pytest.raises(TypeError, match=re.escape("decorates a function, not 2; for 2 ranks: @launcher(n_gpus=2)")):
+        launcher(2)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("thing", [3, classmethod(len), staticmethod(len)])
