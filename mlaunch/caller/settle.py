@@ -13,7 +13,7 @@ from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure
 from mlaunch.base.text import name_ranks
 from mlaunch.caller import notebook
 from mlaunch.caller.failure_text import FailureText, in_order, meanwhile
-from mlaunch.caller.hints import hints_of
+from mlaunch.caller.hints import hints_of, of_value
 from mlaunch.caller.outcome import Outcome
 from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -80,7 +80,7 @@ def _value(outcome: Outcome, rank: int) -> Any:
     except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
         raise LaunchError(
             f"the value that rank {rank} of {outcome.spec.name} returned cannot be unpickled here: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing.process
 import os
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
+from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -20,6 +22,8 @@ from mlaunch.protocol.prepared import Details, with_details
 from mlaunch.protocol.results import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device, process, progress, remote_error
+
+_EXIT_TEXT = 8192  # bytes of what sys.exit is given
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,17 @@ class Rank:
             self._enter(Phase.SEVERED)
             _end(f"{self._who} cannot answer: its function closed file descriptors that belong to mlaunch "
                  f"(os.closerange?); close only those that it opened")  # fmt: skip
+
+    def _note_exit(self, leaving: SystemExit) -> None:
+        """Leaves the text of ``sys.exit("text")`` for the report, where a crash leaves its stacks."""
+        if self._is_fork or leaving.code is None or isinstance(leaving.code, int):
+            return
+        fd, text = self._args.crash_fd, first_bytes(f"SystemExit: {leaving.code}", _EXIT_TEXT)
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(
+                "/memfd:mlaunch-crash-"
+            ):  # else it is a file of the user's by now
+                os.write(fd, f"{text}\n".encode())
 
     def _report(self, error: BaseException, *, kind: Kind = Kind.ERROR) -> None:
         """Answers with an exception, and stays until the others are stopped, whose collectives its end would break."""

@@ -66,6 +66,7 @@ class FunctionRank(Rank):
         code = process.exit_code(leaving)
         if code == 0 and self._phase not in {Phase.RUNNING, Phase.LEAVING}:
             return self._end_failed(leaving)
+        self._note_exit(leaving)
         atexit._run_exitfuncs()
         return code
 

@@ -51,6 +51,7 @@ class ScriptRank(Rank):
             code = 0
         except SystemExit as leaving:
             code = process.exit_code(leaving)
+            self._note_exit(leaving)
         except KeyboardInterrupt as interrupt:
             self._show(interrupt)
             code = -signal.SIGINT

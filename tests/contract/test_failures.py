@@ -269,6 +269,33 @@ def test_a_rank_that_dies(start_method: str, action: Any, words: str, exitcode: 
     assert "while running the function" in str(caught.value)
 
 
+def test_the_text_of_an_exit_is_in_the_report() -> None:
+    def leave() -> None:
+        sys.exit("no such luck \N{GRINNING FACE}")
+
+    with pytest.raises(LaunchError) as caught:
+        launcher(on_rank_1(leave), 2)()
+    assert caught.value.failures[0].traceback == "SystemExit: no such luck \N{GRINNING FACE}"
+    assert "\n  SystemExit: no such luck" in str(caught.value)
+
+
+def test_the_text_of_an_exit_is_not_written_into_a_file_of_the_functions(tmp_path: Path) -> None:
+    """Whose descriptor has the number of one that the function has closed."""
+    path = tmp_path / "file"
+
+    def leave() -> None:
+        memfds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+        crash = [fd for fd in memfds if "mlaunch-crash" in os.readlink(f"/proc/self/fd/{fd}")]
+        for fd in crash:
+            own = os.open(path, os.O_WRONLY | os.O_CREAT)
+            os.dup2(own, fd)
+        sys.exit("no such luck")
+
+    with pytest.raises(LaunchError, match="exited with code 1"):
+        launcher(leave, 1)()
+    assert path.read_text() == ""
+
+
 def test_a_segfault_shows_the_python_stack() -> None:
     with pytest.raises(LaunchError, match="was killed by SIGSEGV") as caught:
         launcher(on_rank_1(segfault), 2)()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import functools
 import inspect
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from tests.conftest import ROOT
 
 
@@ -152,6 +154,33 @@ def test_a_second_process_group() -> None:
     assert caught.value.__notes__[-1].startswith(hint)
     assert isinstance(caught.value.__cause__, LaunchError)
     assert f"\n  {hint}" in str(caught.value.__cause__)
+
+
+def test_a_collective_that_takes_longer_than_its_timeout() -> None:
+    def train() -> None:
+        if dist.get_rank() == 0:
+            signal.pause()
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RuntimeError, match="Timed out") as caught:
+        launcher(train, 2, device_type="cpu", timeout=1)()
+    hint = "a collective took longer than timeout=, an option of launcher in seconds: another rank does not take part"
+    assert caught.value.__notes__[-1].startswith(hint)
+    assert f"\n  {hint}" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("staying", [False, True])
+def test_a_value_that_belongs_to_a_process_group(staying: bool) -> None:
+    def train() -> torch.nn.Module:
+        return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    words = r"there is none here: of a model in DistributedDataParallel return model.module, or its state_dict\(\)"
+    with contextlib.ExitStack() as stack:
+        run: Any = launcher(train, 2, device_type="cpu")
+        if staying:
+            run = functools.partial(stack.enter_context(Ranks(n_gpus=2, device_type="cpu")).run, train)
+        with pytest.raises(LaunchError, match=words):
+            run()
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="from Python 3.14 on, pdb ends the process instead")
