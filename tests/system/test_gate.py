@@ -281,8 +281,9 @@ def test_a_refused_machine_may_be_gone_before_it_is_told(gate: Served, capfd: py
 def test_a_failure_from_another_machine_is_not_trusted() -> None:
     told = failure_of_record({"what": 7, "rank": "x", "pid": True, "host": "h", "final": 1, "hints": [1], "odd": 2})
     assert told == RankFailure(None, 0, "failed", host="h", hints=("1",))
-    long = shortened(RankFailure(1, 2, "x" * 10_000, traceback="y" * 99_999 + "end"))
-    assert (len(long.what), len(long.traceback), long.traceback[-3:]) == (4_000, 16_000, "end")
+    long = shortened(RankFailure(1, 2, "x" * 10_000, traceback="begin\n" + "y\n" * 99_999 + "end"))
+    assert (len(long.what), long.traceback[:5], long.traceback[-3:]) == (4_000, "begin", "end")
+    assert 15_000 < len(long.traceback) <= 16_000
 
 
 @pytest.mark.parametrize("letter", ["x", "\0", "\N{GRINNING FACE}", "\udcff", '"'])
