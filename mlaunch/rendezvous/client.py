@@ -25,6 +25,7 @@ _SPACE = "mlaunch/user"
 _NOTHING = "nothing"  # no pickle, and no number
 _KEPT = 2  # versions of a value, for readers that are just about to read
 _SLICE = 10.0  # seconds
+_LONGEST = 8 * 1024 * 1024 - 4096  # bytes of a value that torch's store takes, less a signature; beyond it hangs up
 
 
 class Client:
@@ -66,7 +67,7 @@ class Client:
     def user_set(self, key: str, val: Any) -> None:
         """Puts a picklable value under a name, in place of any before. Waits for nobody."""
         place, signer = f"value/{key}", self._known_signer(f"user_set({key!r})")
-        data = pickle.dumps(val)
+        data = _pickled(val, f"user_set({key!r})")
         version = self._store.add(f"{place}/version", 1)
         self._store.set(f"{place}/{version}", signer.sign(f"{place}/{version}", data))
         for name in (f"{place}/{version - _KEPT}", f"{place}/{version - _KEPT}/taken"):
@@ -118,7 +119,7 @@ class Client:
             TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
         """
         what = f"bcast_val(..., {key!r})"
-        signer, data = self._known_signer(what), pickle.dumps(val)
+        signer, data = self._known_signer(what), _pickled(val, what)
 
         def put(turn: Turn) -> None:
             if val is not None:
@@ -157,6 +158,16 @@ class Client:
 
     def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else timeout
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    data = pickle.dumps(value)
+    if len(data) > _LONGEST:
+        raise ValueError(
+            f"{what}: the value takes {len(data)} bytes pickled, and the store takes {_LONGEST} at most; "
+            f"exchange it by mlaunch.comm, or put it into a file and its path here"
+        )
+    return data
 
 
 def _connect(address: str, port: int, timeout: float) -> dist.Store:

@@ -13,12 +13,24 @@ from typing import Any
 
 from mlaunch.rendezvous.wire import LINE_LIMIT
 
+STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
 STRANGERS = 512  # connections at a time that have not proved themselves
 PATIENCE, CROWDED_PATIENCE = 10.0, 2.0  # seconds that one has for it; as soon as half of the places are taken
 _BACKLOG = 65_535  # the system cuts it to its own limit (net.core.somaxconn)
 _PAUSE = 1.0  # seconds, when descriptors are lacking
 
 Receive = Callable[["Guest", asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+class StrangersReader(asyncio.StreamReader):
+    """Keeps little of what comes, until ``trust``."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=STRANGERS_LINE)
+
+    def trust(self) -> None:
+        """Takes lines as long as any of ours."""
+        self._limit = LINE_LIMIT
 
 
 class Guest:
@@ -29,8 +41,10 @@ class Guest:
         self._stranger = True
         self.patience = patience  # seconds to prove itself
 
-    def known(self) -> None:
-        """Makes room for the next stranger; once."""
+    def known(self, reader: asyncio.StreamReader | None = None) -> None:
+        """Makes room for the next stranger; once. ``reader``: of one that has proved itself."""
+        if isinstance(reader, StrangersReader):
+            reader.trust()
         if self._stranger:
             self._stranger = False
             self._door.leave()
@@ -87,8 +101,11 @@ class Door:
             guest.known()
 
     async def _streams(self, end: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader = StrangersReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
         try:
-            return await asyncio.open_connection(sock=end, limit=LINE_LIMIT)
+            transport, _ = await self._loop.create_connection(lambda: protocol, sock=end)
         except OSError:
             end.close()
             raise
+        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)

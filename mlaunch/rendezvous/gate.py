@@ -77,7 +77,7 @@ class Gate:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 with wire.limited(reader, guest.patience):
                     role = await self._admit(reader, writer)
-                guest.known()
+                guest.known(reader)
                 if role == "store":
                     await serve_store(self._keys, reader, writer)
                 elif role == "control":

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+MOST = 1 << 28  # bytes of all keys and values: who asks for more is let go, lest it takes the master's memory
+_EACH = 200  # bytes that Python takes for each besides
 ARRIVED = "mlaunch/arrived"  # the key to which each rank appends its mark when it comes
 
 
@@ -23,6 +25,7 @@ class StoreKeys:
     """Values and queues by key. Whatever comes to be, those who wait for it are told of before the call returns."""
 
     def __init__(self) -> None:
+        self._size = 0
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waits: dict[bytes, dict[Wait, None]] = {}  # in the order of their coming
@@ -31,9 +34,17 @@ class StoreKeys:
     # Values
 
     def set(self, key: bytes, value: bytes) -> None:
+        old = self._values.get(key)
+        self._take_room(len(value) - len(old) if old is not None else _EACH + len(key) + len(value))
         self._values[key] = value
         if key in self._waits:
             self._wake(key, self._waits.pop(key))
+
+    def _take_room(self, size: int) -> None:
+        """Counts what is to be kept. ValueError if there is no room for it."""
+        if size > 0 and self._size + size > MOST:
+            raise ValueError(f"a request with {size} bytes; the store holds {self._size} of {MOST}")
+        self._size += size
 
     def get(self, key: bytes) -> bytes:
         return self._values[key]
@@ -59,7 +70,11 @@ class StoreKeys:
 
     def delete(self, key: bytes) -> int:
         """Returns how many were deleted."""
-        return 0 if self._values.pop(key, None) is None else 1
+        old = self._values.pop(key, None)
+        if old is None:
+            return 0
+        self._size -= _EACH + len(key) + len(old)
+        return 1
 
     def count(self) -> int:
         return len(self._values)
@@ -74,6 +89,7 @@ class StoreKeys:
 
     def push(self, key: bytes, value: bytes) -> None:
         """Puts a value at the end of a queue; of those who wait for one, the first is told."""
+        self._take_room(_EACH + len(key) + len(value))
         self._queues.setdefault(key, deque()).append(value)
         waiting = self._waits.get(key)
         if waiting:
@@ -87,6 +103,7 @@ class StoreKeys:
         if queue is None:
             return 0, b""
         length, value = len(queue), queue.popleft()
+        self._size -= _EACH + len(key) + len(value)
         if not queue:
             del self._queues[key]
         return length, value

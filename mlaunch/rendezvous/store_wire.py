@@ -15,8 +15,8 @@ from mlaunch.rendezvous.store_keys import StoreKeys, Wait
 
 SIZE, _NUMBER, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
 _MAGIC = 0x3C85F7CE
-_MOST_STRINGS = 1 << 21  # in a request; torch's own clients may ask for no more keys
-_LONGEST = 1 << 33  # bytes of a string
+_MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own store takes
+LONGEST = 1 << 23
 _READY, _NOT_READY = b"\0", b"\1"
 GO, GIVEN_UP = b"\0", b"\1"
 GIVE_UP = b"\x0c"
@@ -247,11 +247,11 @@ def count_of_strings(said: int) -> int:
 
 def length_of_string(said: int) -> int:
     """Returns how many bytes follow. ValueError for more than any client has."""
-    return bounded(said, _LONGEST)
+    return bounded(said, LONGEST)
 
 
-def bounded(number: int, most: int) -> int:
-    """Returns the number. ValueError if it is more."""
-    if number > most:
-        raise ValueError(f"a request with {number}; at most {most}")
+def bounded(number: int, most: int, least: int = 0) -> int:
+    """Returns the number. ValueError if it is more, or less."""
+    if not least <= number <= most:
+        raise ValueError(f"a request with {number}; from {least} to {most}")
     return number

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlaunch.rendezvous import store_wire, wire
 from mlaunch.rendezvous.meetings import Meetings
+from mlaunch.rendezvous.membership import MOST
 from mlaunch.rendezvous.pieces import MACHINE, Pieces
 from mlaunch.rendezvous.store_split import Splitter, marks
 from mlaunch.rendezvous.store_wire import Asked, Request
@@ -157,7 +158,8 @@ class _RankEnd(asyncio.Protocol):
         elif part.asked is Asked.PING:
             self._transport.write(store_wire.pong(part))
         elif part.asked is Asked.MEET:
-            self._streams.meetings.come(self, part.strings[0], part.number, self._go)
+            size = store_wire.bounded(part.number, MOST, least=1)
+            self._streams.meetings.come(self, part.strings[0], size, self._go)
         elif part.asked is Asked.APPEND:
             self._streams.mark(*part.strings)
         elif self._streams.meetings.leave(self):

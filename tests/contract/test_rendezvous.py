@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Client, Server, launcher
+from mlaunch.rendezvous import client as rendezvous_client
 from mlaunch.rendezvous import tcp_store
 from tests.conftest import ROOT
 from tests.processes import wait_gone
@@ -62,6 +63,22 @@ def test_a_value_of_a_stranger_is_not_unpickled(server: Server) -> None:
         client(server, secret="hush").user_get("hid")
     client(server, secret="hush").user_set("hid", 2)
     assert client(server, secret="hush").user_get("hid") == 2
+
+
+def test_a_value_that_the_store_would_not_take_is_refused(server: Server) -> None:
+    """torch's hangs up, and so does ours for ranks of several machines; the connection is of no use then."""
+    ours = client(server, timeout=60)
+    most = rendezvous_client._LONGEST
+    fits = b"x" * (most - len(pickle.dumps(b"x" * most)) + most)
+    ours.user_set("large", fits)
+    assert ours.user_get("large") == fits
+    for call in (lambda value: ours.user_set("large", value), lambda value: ours.bcast_val(value, "large", 1)):
+        with pytest.raises(
+            ValueError, match=rf"the value takes {most + 1} bytes pickled, and the store takes {most} at"
+        ):
+            call(fits + b"x")
+    ours.user_set("small", 1)
+    assert ours.user_get("small") == 1
 
 
 class Bomb:

@@ -414,6 +414,27 @@ def test_a_burst_waits_and_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(strangers) == 3
 
 
+def test_a_stranger_says_little(gate: Served) -> None:
+    """Before its proof; who has proved itself has a longer line."""
+
+    async def talk() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        with contextlib.suppress(OSError):
+            writer.write(json.dumps({**HELLO, "more": "x" * door_module.STRANGERS_LINE}).encode() + b"\n")
+            await writer.drain()
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            said = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        member = await enter(gate.port)
+        await wire.send(member[1], {"join": join(0, 1, 1, function="x" * 1000).as_record()})
+        await next_of(member[0], "plan")
+        member[1].close()
+        return said
+
+    assert asyncio.run(talk()) == b""
+
+
 def test_who_says_nothing_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are taken by strangers that are silent; soon they are sent away, and a machine comes in."""
     monkeypatch.setattr(door_module, "STRANGERS", 3)

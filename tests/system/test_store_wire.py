@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.rendezvous import names
+from mlaunch.rendezvous import names, store_keys
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_keys import ARRIVED, StoreKeys
 from mlaunch.rendezvous.store_split import Splitter, marks
@@ -246,7 +245,7 @@ def test_a_link_takes_a_mark_that_comes_in_one_piece() -> None:
 
 def test_a_link_keeps_nothing_of_a_large_value() -> None:
     splitter = Splitter()
-    begin = b"\x01\x01" + bytes(7) + b"k" + (1 << 30).to_bytes(8, "little")
+    begin = b"\x01\x01" + bytes(7) + b"k" + (1 << 23).to_bytes(8, "little")
     assert [*splitter.feed(begin)] == [begin]
     for _ in range(3):
         assert [*splitter.feed(bytes(1000))] == [bytes(1000)]
@@ -255,7 +254,7 @@ def test_a_link_keeps_nothing_of_a_large_value() -> None:
 
 def test_a_link_refuses_what_nobody_could_send() -> None:
     for nonsense in (b"\xff", b"\x01" + b"\xff" * 8, b"\x06" + b"\xff" * 8, b"\x12" + (1 << 20).to_bytes(8, "little")):
-        with pytest.raises(ValueError, match=r"is not a valid|at most|key"):
+        with pytest.raises(ValueError, match=r"is not a valid|from 0 to|key"):
             [*Splitter().feed(nonsense)]
 
 
@@ -274,5 +273,25 @@ def test_nonsense_is_refused_or_waits_for_more(seed: int) -> None:
 
 
 def test_a_value_is_refused_that_nobody_could_send() -> None:
-    with pytest.raises(ValueError, match=re.escape("at most")):
+    with pytest.raises(ValueError, match=r"a request with \d+; from 0 to 8388608"):
         list(Requests().feed(b"\x01" + b"\xff" * 8))
+
+
+def test_a_store_has_room_for_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches it could take the master's memory; what was deleted or taken makes room again."""
+    monkeypatch.setattr(store_keys, "MOST", 2000)
+    keys = StoreKeys()
+    for put in (keys.set, keys.append, keys.push):
+        with pytest.raises(ValueError, match="a request with 2201 bytes; the store holds 0 of 2000"):
+            put(b"k", bytes(2000))
+    for _ in range(3):
+        keys.set(b"k", bytes(1500))
+        keys.set(b"k", bytes(10))
+        keys.append(b"k", bytes(1000))
+        assert keys.delete(b"k") == 1
+        keys.push(b"q", bytes(1500))
+        assert keys.pop(b"q") == (1, bytes(1500))
+    keys.set(b"k", bytes(1000))
+    with pytest.raises(ValueError, match="the store holds 1201 of 2000"):
+        keys.append(b"k", bytes(1000))
+    assert keys.get(b"k") == bytes(1000)

@@ -16,17 +16,19 @@ from mlaunch.rendezvous.pieces import HEAD, MACHINE, Pieces
 from mlaunch.rendezvous.store_keys import ARRIVED, StoreKeys
 from mlaunch.rendezvous.store_service import serve_store
 from mlaunch.rendezvous.store_split import marks
-from mlaunch.rendezvous.store_wire import GIVE_UP, GIVEN_UP, GO, SIZE, Asked
+from mlaunch.rendezvous.store_wire import GIVE_UP, GIVEN_UP, GO, LONGEST, SIZE, Asked
 from mlaunch.rendezvous.streams import COMING, PASSED, RankStreams
 
 VALIDATE = b"\0\xce\xf7\x85\x3c"
-LARGE = 32 << 20
 
 
 def asking(asked: Asked, *strings: bytes) -> bytes:
     """What a client says that asks for one thing."""
     several = SIZE.pack(len(strings)) if asked in {Asked.WAIT, Asked.MULTI_GET} else b""
     return bytes([asked]) + several + b"".join(SIZE.pack(len(string)) + string for string in strings)
+
+
+LARGE = asking(Asked.SET, b"key", bytes(LONGEST)) * 8
 
 
 def meeting(key: bytes, size: int) -> bytes:
@@ -71,7 +73,7 @@ def test_a_rank_waits_while_the_gate_does_not_read() -> None:
     async def flood() -> tuple[int, bytes]:
         async with link() as (carried, port, reader, writer):
             _, flooding = await rank(port)
-            said = asking(Asked.SET, b"key", bytes(LARGE))
+            said = LARGE
             flooding.write(VALIDATE + said)
             await until(lambda: carried._resuming)
             assert carried._pieces is not None
@@ -86,7 +88,7 @@ def test_a_rank_waits_while_the_gate_does_not_read() -> None:
             return kept, bytes(came)
 
     kept, came = asyncio.run(flood())
-    assert came == asking(Asked.SET, b"key", bytes(LARGE))
+    assert came == LARGE
     assert kept < 2 * streams._AHEAD
 
 
@@ -126,18 +128,20 @@ def test_nothing_is_kept_of_ranks_that_have_left() -> None:
     asyncio.run(come_and_leave())
 
 
-def test_what_is_no_client_of_torchs_is_not_heard() -> None:
+def test_what_is_no_client_of_torchs_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
     async def come() -> list[bytes]:
         said = []
         async with link() as (_, port, __, ___):
-            for nonsense in (b"GET / HTTP/1.1", meeting(b"a", 4), VALIDATE + b"\xff", b"\0\0\0\0\0"):
+            nobody = VALIDATE + meeting(b"a", (1 << 64) - 1)
+            for nonsense in (b"GET / HTTP/1.1", meeting(b"a", 4), VALIDATE + b"\xff", b"\0\0\0\0\0", nobody):
                 reader, end = await rank(port)
                 end.write(nonsense)
                 said.append(await asyncio.wait_for(reader.read(), 60))
                 end.close()
         return said
 
-    assert asyncio.run(come()) == [b""] * 4
+    assert asyncio.run(come()) == [b""] * 5
+    assert capfd.readouterr().err == ""  # a log would be theirs to fill
 
 
 # Meetings
