@@ -54,7 +54,14 @@ class Hosts(Engine):
         return f"Hosts({[host for host, _ in self._hosts]})"
 
 
+def check_name(host: str) -> None:
+    """Raises ValueError for a name of which ``ssh`` would make an option: some of those run commands here."""
+    if host.startswith("-"):
+        raise ValueError(f"host {host!r}: allowed: a name as ssh takes it, which does not begin with '-'")
+
+
 def _parted(host: str) -> tuple[str, int | None]:
+    check_name(host)
     name, colon, size = host.rpartition(":")
     if not colon or not name or ":" in name:  # an IPv6 address has several
         return host, None

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from mlaunch.base.errors import LaunchError
 from mlaunch.engines.engine import Engine
+from mlaunch.engines.hosts import check_name
 from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes
 from mlaunch.engines.slurm_allocation import Allocation, Existing
@@ -40,6 +41,8 @@ class Slurm(Engine):
         for name in ("nodes", "ntasks", "job_name", "wrap", "array", "wait"):
             if name in options:
                 raise TypeError(f"Slurm: {name}= is the launcher's to say; machines= is the number of nodes")
+        if host is not None:
+            check_name(host)
         self._shell = Shell(host)
         self._options = [_flag(name, value) for name, value in options.items() if value is not False]
         self._per_task = [flag for flag in self._options if flag.startswith("--cpus-per-task")]

@@ -147,7 +147,7 @@ def _opened(directory: Path) -> Iterator[str]:
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(
                 f"{directory} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
-                f"{stat.S_IMODE(status.st_mode):04o}; remove it, or set XDG_RUNTIME_DIR"
+                f"{stat.S_IMODE(status.st_mode):04o}; set XDG_RUNTIME_DIR to a directory of yours, or remove it"
             )
         yield f"/proc/self/fd/{fd}"
     finally:

@@ -60,6 +60,7 @@ class Client:
             store = _connect(master_ip, port, timeout)
         self._store: Any = dist.PrefixStore(_SPACE, store)  # whose annotations lack bytes and ``append``
         self._timeout = timeout
+        self._seen: dict[str, int] = {}  # by place: the highest version
         secret = known(port) if secret is None else secret
         self._signer = None if secret is None else Signer(secret)
         self._variable = variable(port)
@@ -86,7 +87,11 @@ class Client:
         place, limit = f"value/{key}", self._limit(timeout)
         deadline = time.monotonic() + limit
         while True:
+            seen = self._seen.get(place, 0)  # before another thread hears of a later one
             version = self._store.add(f"{place}/version", 0)
+            if version < seen:
+                raise ValueError(f"{what}: the store has gone back to version {version}: somebody else writes to it")
+            self._seen[place] = version
             taken = self._peek(f"{place}/{version}/taken") is not None
             value = None if taken else self._peek(f"{place}/{version}")
             if value is not None and (not take or self._store.add(f"{place}/{version}/taken", 1) == 1):

@@ -578,6 +578,9 @@ def test_other_mistakes() -> None:
         Hosts("a")
     with pytest.raises(ValueError, match="'b:many': allowed: a name, or a name and a number of ranks"):
         Hosts(["a", "b:many"])
+    for made in (lambda name: Hosts(["a", name]), lambda name: Hosts([f"{name}:4"]), lambda name: Slurm(host=name)):
+        with pytest.raises(ValueError, match=r"host '-oProxyCommand=id(:4)?': allowed: a name as ssh takes it"):
+            made("-oProxyCommand=id")
     with pytest.raises(ValueError, match="machines=3 with 2 hosts: allowed: 1 to 2"):
         launcher(rank, engine=Hosts(["a", "b:4"]), machines=3)()
     with pytest.raises(TypeError, match="nodes= is the launcher's to say"):

@@ -119,6 +119,21 @@ def test_a_signature_holds_for_one_place(server: Server) -> None:
             ours.user_get(key)
 
 
+def test_an_old_value_that_is_put_back_is_refused(server: Server) -> None:
+    """With its own version, so that its signature is right."""
+    ours = client(server, timeout=60)
+    stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))
+    ours.user_set("back", "first")
+    signed = stranger.get("value/back/1")
+    ours.user_set("back", "second")
+    assert ours.user_get("back") == "second"
+    stranger.set("value/back/1", signed)
+    stranger.add("value/back/version", -1)
+    for call in (ours.user_get, ours.user_pop):
+        with pytest.raises(ValueError, match="the store has gone back to version 1: somebody else writes to it"):
+            call("back")
+
+
 def test_a_client_without_a_secret_carries_no_values(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"MLAUNCH_SECRET_{server.py_server_port}"
     assert os.environ[name] == server.secret

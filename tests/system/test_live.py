@@ -275,7 +275,7 @@ def test_a_directory_that_others_can_enter(
     assert main(["ps"]) == 1
     assert capsys.readouterr().err == (
         f"mlaunch: {tmp_path}/mlaunch must belong to this user with mode 0700, but it belongs to uid {os.getuid()} "
-        f"with mode 0755; remove it, or set XDG_RUNTIME_DIR\n"
+        f"with mode 0755; set XDG_RUNTIME_DIR to a directory of yours, or remove it\n"
     )
 
 
