@@ -104,9 +104,12 @@ class ForkServer:
 
     def describe_end(self) -> str:
         """Says how the server, whose connection was found closed, came to its end."""
+        return f"the fork server (pid {self.pid}) {self.describe_exit()}"
+
+    def describe_exit(self) -> str:
+        """Says how a server whose connection was found closed has ended."""
         exitcode = self._wait(5.0)
-        died = "closed its connection" if exitcode is None else describe_exit(exitcode)
-        return f"the fork server (pid {self.pid}) {died}"
+        return "closed its connection" if exitcode is None else describe_exit(exitcode)
 
     def alive(self) -> bool:
         """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's.

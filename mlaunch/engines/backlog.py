@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import select
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _LIMIT = 1 << 22  # bytes
@@ -62,16 +63,19 @@ class Backlog:
         pipe.ended = not data
         self._write(rank, stream)
 
-    def end_all(self) -> None:
-        """Notes that nobody will print more."""
+    def end(self, ranks: Collection[int]) -> None:
+        """Notes that these will print no more."""
         for rank, stream in list(self._pipes):
-            self.add(rank, stream, b"")
-
-    def end(self, rank: int) -> None:
-        """Notes that a rank will print no more."""
-        for number, stream in list(self._pipes):
-            if number == rank:
+            if rank in ranks:
                 self.add(rank, stream, b"")
+
+    def wait(self, other: int) -> bool:
+        """Waits until a pipe takes more; True if another descriptor can be read."""
+        poll = select.poll()
+        poll.register(other, select.POLLIN)
+        for fd in self.blocked():
+            poll.register(fd, select.POLLOUT)
+        return other in {fd for fd, _ in poll.poll()}
 
     def ends(self) -> dict[tuple[int, int], int]:
         """Returns for each pipe where what has been added until now ends."""

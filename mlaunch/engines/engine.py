@@ -11,7 +11,7 @@ from mlaunch.caller.options import Options, about
 from mlaunch.engines.call import call_on_machines
 from mlaunch.engines.cluster import Cluster
 from mlaunch.engines.kept_launch import open_on_machines
-from mlaunch.engines.machines import Machines
+from mlaunch.engines.machines import Machines, say
 from mlaunch.engines.placement import Placement
 
 if TYPE_CHECKING:
@@ -38,8 +38,16 @@ class Engine(ABC):
         """Asks for machines, on each of which ``command`` is to run; does not wait. None: the engine's own number."""
 
     def ask_for(self, wanted: int | None, n_gpus: int | None) -> Machines:
-        """Returns so many machines, which are asked for when they are needed. ValueError if ``lease`` is no time."""
+        """Returns so many machines, which are asked for when they are needed.
+
+        Raises:
+            TypeError: One of these, or ``lease``, is no number.
+            ValueError: It is none that is allowed.
+        """
         about("keep").allowed.check("lease", self.lease)
+        about("machines").allowed.check("machines", wanted)
+        if not isinstance(n_gpus, str):  # else it is a command's: "auto"
+            about("n_gpus").allowed.check("n_gpus", n_gpus)
         return Machines(self.place, self.python, wanted, n_gpus, self.lease)
 
     def hold(
@@ -47,14 +55,18 @@ class Engine(ABC):
     ) -> Cluster:
         """Takes machines that stay until ``close()``, for calls with ``engine=`` what this returns.
 
-        Waits until they are there. ``n_gpus``: ranks on each, for calls that do not say it. ``idle_timeout``: seconds
-        without a call after which they are given back. They are, too, when this process ends, however it ends.
+        Waits until they are there, and says for what. ``n_gpus``: ranks on each, for calls that do not say it.
+        ``idle_timeout``: seconds without a call after which they are given back. They are, too, when this process ends,
+        however it ends.
 
         Raises:
             LaunchError: The engine does not give them, or mlaunch cannot run there.
+            TypeError: An argument is no number.
+            ValueError: It is none that is allowed.
         """
+        about("keep").allowed.check("idle_timeout", idle_timeout)
         held = self.ask_for(machines, n_gpus)
-        held.open(Options().join_timeout)
+        held.open(Options().join_timeout, lambda state: say(f"hold() waits: {state}"))
         return Cluster(held, idle_timeout)
 
     def call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
@@ -15,6 +16,7 @@ from mlaunch.engines.stream import Stream
 
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
+_KEPT = 4096  # bytes of a line
 _WORDS = 3  # lines that are shown of it
 _NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
 
@@ -56,13 +58,18 @@ class Machine:
             EOFError: The member has ended without one.
             LaunchError: What runs there cannot understand what would be sent.
         """
-        line = self.stream.skip_to(MARK)
-        if line is None:
-            return False
-        hello: dict[str, Any] = json.loads(line)
+        hello: dict[str, Any] = {}
+        while "host" not in hello:
+            line = self.stream.skip_to(MARK)
+            if line is None:
+                return False
+            with contextlib.suppress(ValueError):  # somebody else writes of the mark: a shell that has not found it
+                hello = dict(json.loads(line))
         self.host = printable(str(hello["host"]), _NAME)
         for what, ours in versions().items():
-            self._compare(what, printable(str(hello[what]), _NAME), ours, parts=None if what == "mlaunch" else 2)
+            self._compare(
+                what, printable(str(hello.get(what, "")), _NAME), ours, parts=None if what == "mlaunch" else 2
+            )
         return True
 
     def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:
@@ -80,8 +87,9 @@ class Machine:
             data = os.read(self.stderr, _READ)
         except BlockingIOError:
             return True
-        *lines, self._line = (self._line + data).split(b"\n")
-        self._tail += [shown(line).rstrip() for line in lines]
+        *lines, line = (self._line + data).split(b"\n")
+        self._line = line[-_KEPT:]
+        self._tail += [shown(line[-_KEPT:]).rstrip() for line in lines]
         if data:
             return True
         self._tail += [shown(self._line)] if self._line else []

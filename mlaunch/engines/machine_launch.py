@@ -12,7 +12,7 @@ from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.limits import Limits
 from mlaunch.engines.lease import Term
 from mlaunch.engines.looks import Looks
-from mlaunch.engines.messages import FromAgent, Lease, Look, Over, Printed, Rows
+from mlaunch.engines.messages import FromAgent, Lease, Look, Over, Printed, Rows, ServerEnded
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, MeetAgain, NextCall, RanksBack, RanksStand
@@ -142,7 +142,7 @@ class MachineLaunch:
         try:
             record, fds = self._agent.receive()
         except EOFError:
-            self._stream.send(FromAgent(Reaped(1)))
+            self._stream.send(ServerEnded(self._server.describe_exit()))
             return False
         if isinstance(record, RankGone):
             self._tell_rows()

@@ -16,6 +16,7 @@ from mlaunch.engines.lease import Renewal
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.messages import Lease, NotPrepared, Prepare, command_of
 from mlaunch.engines.placement import Placement
+from mlaunch.engines.stream import NoiseError
 
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
 _LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
@@ -96,8 +97,11 @@ class Machines:
         """Waits until one has said something, by then; ``timeout``: seconds of all. Keeps their standard error."""
         errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
         fds = [*(machine.stream.fileno() for machine in machines), *errors]
-        ready = interrupts.wait_readable(fds, max(0.0, until - time.monotonic()))
+        left = until - time.monotonic()  # of one that prints without end something can always be read
+        ready = interrupts.wait_readable(fds, left) if left > 0 else []
         if not ready:
+            for machine in machines:
+                machine.lost = True  # for a call later on, too
             names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
             words = "\n".join(word for machine in machines if (word := machine.last_words()))
             raise LaunchTimeout(
@@ -147,10 +151,11 @@ class Machines:
             machine.stream.send(self._for(machine, order))
         waiting, until = list(self.machines), time.monotonic() + timeout
         while waiting:
-            self._wait(waiting, until, timeout)
             for machine in waiting:
-                self._hear_prepared(machine)
+                self._hear_prepared(machine)  # also what came with its first word, which is none of its own
             waiting = [machine for machine in waiting if machine.prepared is None]
+            if waiting:
+                self._wait(waiting, until, timeout)
         start = 0
         for machine in self.machines:
             machine.rank_start = start
@@ -164,6 +169,12 @@ class Machines:
     def _hear_prepared(self, machine: Machine) -> None:
         try:
             found = machine.stream.receive()
+        except NoiseError as error:
+            machine.lost = True
+            raise LaunchError(
+                f"host {machine.host} wrote something else than mlaunch on its standard output, beginning "
+                f"{error.beginning!r}: a profile that prints, or another program?"
+            ) from None
         except EOFError:
             machine.lost = True
             fate, words = self.end_of(machine)

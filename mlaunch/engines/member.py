@@ -15,7 +15,7 @@ import sys
 from typing import NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.errors import LaunchError, LaunchTimeout
 from mlaunch.caller.warm import warm_server
 from mlaunch.engines.lease import Term
 from mlaunch.engines.machine_launch import MachineLaunch
@@ -109,7 +109,7 @@ class _Member:
         try:
             launch = MachineLaunch(self._stream, plan.spec(order), plan.server, content, self._term)
         except (LaunchError, ValueError, OSError) as error:
-            self._stream.send(Over(f"{type(error).__name__}: {error}"))
+            self._stream.send(Over(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
             return
         launch.run()
 

@@ -20,7 +20,8 @@ from mlaunch.base.fds import close_all
 from mlaunch.engines.backlog import Backlog
 from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.machine import Machine, last_lines
-from mlaunch.engines.messages import FromAgent, Over, Printed, Rows, Seen
+from mlaunch.engines.messages import FromAgent, Over, Printed, Rows, Seen, ServerEnded
+from mlaunch.engines.stream import NoiseError
 from mlaunch.engines.times import Times
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
@@ -97,13 +98,9 @@ class MergedAgent:
 
     def _end_output(self) -> None:
         """Passes on what ranks printed last, to whose end the handle reads once it has heard of the launch's."""
-        self._backlog.end_all()
+        self._backlog.end(range(self._world_size))
         while self._backlog.blocked() and not self._hopeless:
-            poll = select.poll()
-            poll.register(self._theirs.fileno(), select.POLLIN)
-            for fd in self._backlog.blocked():
-                poll.register(fd, select.POLLOUT)
-            if self._theirs.fileno() in {fd for fd, _ in poll.poll()}:
+            if self._backlog.wait(self._theirs.fileno()):
                 self._hear_handle()
             self._backlog.flush()
         self._backlog.close()
@@ -169,19 +166,21 @@ class MergedAgent:
                     os.close(content)
                 if isinstance(record, Over):
                     del self._open[fd]
+        except NoiseError as error:
+            del self._open[fd]
+            self._lose(machine, f"was lost: the host {error}")
         except EOFError:
             del self._open[fd]
             self._lose(machine)
 
-    def _lose(self, machine: Machine) -> None:
+    def _lose(self, machine: Machine, what: str = "") -> None:
         """Tells that a machine is gone, and ends the launch on the others."""
         machine.lost = True
-        fate, words = self._end_of(machine)
-        what = f"was lost: {fate}" if fate else "was lost: its member has ended"
+        fate, words = self._end_of(machine) if not what else ("", "")
+        what = what or f"was lost: {fate or 'its member has ended'}"
         hints = tuple(f"it wrote: {line}" for line in last_lines(words))
         self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
-        for rank in machine.ranks:
-            self._backlog.end(rank)
+        self._backlog.end(machine.ranks)
         self._send(Cancel())
 
     def _fail(self, failure: RankFailure) -> None:
@@ -198,8 +197,11 @@ class MergedAgent:
             self._take_from_agent(machine, record.record, content)
         elif isinstance(record, Seen):
             self._lookout.take(machine, record.number, content)
+        elif isinstance(record, ServerEnded):
+            self._fail(RankFailure(None, 0, record.what, host=machine.host, subject="the fork server"))
+            self._send(Cancel(), but=machine)
         elif isinstance(record, Over) and record.error:
-            self._refuse(f"host {machine.host}: {record.error}")
+            self._refuse(f"host {machine.host}: {record.error}", late=record.late)
 
     def _take_from_agent(self, machine: Machine, record: Any, content: int) -> None:
         if isinstance(record, RanksStarting):
@@ -217,22 +219,21 @@ class MergedAgent:
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
         elif isinstance(record, RankFailure):
-            self._take_peers_failure(record)
+            self._take_peers_failure(machine, record)
         elif not isinstance(record, Value) and (machine.number == 0 or not isinstance(record, Waiting)):
             self._tell(self._shifted(machine, record), [content] if content >= 0 else [])
 
-    def _take_peers_failure(self, record: RankFailure) -> None:
+    def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
         if record.rank is None and self._hearsay is None:
-            self._hearsay = record
+            self._hearsay = record if record.host else dataclasses.replace(record, host=machine.host)
             self._times.begin_to_give_up()
 
     def _give_up(self) -> None:
         """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
         for machine in self._open.values():
             machine.lost = True
-            for rank in machine.ranks:
-                self._backlog.end(rank)
+            self._backlog.end(machine.ranks)
         self._open.clear()
 
     def _refuse(self, text: str, *, late: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
 caller -> member   Lease; Prepare, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for ranks that stay
-member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, Seen, and Over as the launch's last word
+member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, Seen, ServerEnded, and Over at last
 """
 
 from __future__ import annotations
@@ -140,6 +140,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Over:
-    """Nothing of the launch is left on this machine. ``error``: what kept it from starting."""
+    """Nothing of the launch is left on this machine. ``error``: what kept it from starting; ``late``: its deadline."""
 
     error: str = ""
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class ServerEnded:
+    """The machine's fork server has ended, and the launch with it. ``what``: how."""
+
+    what: str

@@ -18,18 +18,26 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.fds import close_all
+from mlaunch.engines.content import CHUNK, Content
 from mlaunch.engines.forks import close_in_forks
-from mlaunch.protocol import payload
 
 _HEAD = struct.Struct("!IQ")
 _END = b"\n"
-_CHUNK = 1 << 20  # bytes that are read or written at once
+_LINE = 1 << 16  # bytes of the first line, at most
+_SHOWN = 40  # bytes of what is not of mlaunch
 _MOST = 1 << 24  # bytes of a record: what says more is not one of ours
+
+
+class NoiseError(OSError):
+    """What came is not of mlaunch."""
+
+    def __init__(self, beginning: bytes) -> None:
+        super().__init__(f"wrote something else than mlaunch on its standard output, beginning {beginning!r}")
+        self.beginning = beginning
 
 
 @dataclass
@@ -44,7 +52,7 @@ class _Piece:
     def next(self) -> memoryview:
         """Returns what comes next; empty at the end."""
         if not self.data and self.fd >= 0 and self.offset < self.size:
-            self.data = memoryview(os.pread(self.fd, min(_CHUNK, self.size - self.offset), self.offset))
+            self.data = memoryview(os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset))
             self.offset += len(self.data)
             if not self.data:
                 raise OSError(f"a file of {self.size} bytes ended before its end; who cut it?")
@@ -65,12 +73,12 @@ class Stream:
         os.set_blocking(outgoing, False)
         for end in (incoming, outgoing):
             with contextlib.suppress(OSError):  # it is no pipe, or this user has too many large ones
-                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _CHUNK)
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, CHUNK)
         self.heard_at = time.monotonic()  # when something came last
         self._sending = threading.RLock()  # several threads may
         self._waiting: deque[_Piece] = deque()
         self._came = bytearray()
-        self._content: _Content | None = None
+        self._content: Content | None = None
 
     def fileno(self) -> int:
         return self.incoming
@@ -132,6 +140,10 @@ class Stream:
         start = self._came.find(mark)
         end = self._came.find(b"\n", start) if start >= 0 else -1
         if end < 0:
+            # Of what can come without end no more is kept than what may be the beginning of the line.
+            del self._came[: start if start >= 0 else max(0, len(self._came) - len(mark))]
+            if len(self._came) > _LINE:
+                del self._came[: len(mark)]
             return None
         line = bytes(self._came[start + len(mark) : end])
         del self._came[: end + 1]
@@ -161,7 +173,7 @@ class Stream:
 
     def _fill(self) -> None:
         try:
-            data = os.read(self.incoming, _CHUNK)
+            data = os.read(self.incoming, CHUNK)
         except ConnectionResetError:
             data = b""
         if not data:
@@ -184,6 +196,8 @@ class Stream:
                 return found
             if not self._came:
                 return found
+            if self._came[: len(_END)] != _END:
+                raise NoiseError(bytes(self._came[:_SHOWN]))
             del self._came[: len(_END)]
             found.append((pickle.loads(content.record), content.release()))
             self._content = None
@@ -194,10 +208,10 @@ class Stream:
             return False
         size, content = _HEAD.unpack_from(self._came)
         if size > _MOST:
-            raise OSError(f"a record of {size} bytes came: something else than mlaunch writes into this stream")
+            raise NoiseError(bytes(self._came[:_SHOWN]))
         if len(self._came) < _HEAD.size + size:
             return False
-        self._content = _Content(bytes(self._came[_HEAD.size : _HEAD.size + size]), content)
+        self._content = Content(bytes(self._came[_HEAD.size : _HEAD.size + size]), content)
         del self._came[: _HEAD.size + size]
         return True
 
@@ -208,44 +222,3 @@ class Stream:
             self._content.close()
         owned, self.incoming, self.outgoing = {self.incoming, self.outgoing}, -1, -1
         close_all(owned - {-1})
-
-
-class _Content:
-    """A record whose content is on its way into a memfd."""
-
-    def __init__(self, record: bytes, size: int) -> None:
-        self.record = record
-        self._left = size
-        self._fd = payload.create("content") if size else -1
-
-    def fill(self, incoming: int, note_life: Callable[[], None]) -> None:
-        """Moves the rest straight from the stream into the memfd. BlockingIOError: it has not all come."""
-        while self._left:
-            data = os.read(incoming, min(_CHUNK, self._left))
-            if not data:
-                raise EOFError("the other end of the stream is closed")
-            note_life()
-            self._write(data)
-
-    def take(self, came: bytearray) -> bool:
-        """Takes it from what has come before; True if nothing lacks."""
-        most = min(self._left, len(came))
-        if most:
-            self._write(bytes(came[:most]))
-            del came[:most]
-        return self._left == 0
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        self._left -= len(data)
-
-    def release(self) -> int:
-        """Returns the memfd; the receiver owns it."""
-        fd, self._fd = self._fd, -1
-        return fd
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)

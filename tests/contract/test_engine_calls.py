@@ -40,6 +40,7 @@ from mlaunch.engines.stream import Stream
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages import Finished, RanksStarting
 from tests import builds
+from tests.system.engine_caller import parent
 
 LIMIT = 60.0
 
@@ -478,6 +479,113 @@ def test_a_member_that_says_nothing() -> None:
         LaunchTimeout, match=r"mlaunch has not answered on machine 0, machine 1 within join_timeout=0\.1 s; "
     ):
         launcher(rank, 1, engine=Threads(serve), join_timeout=0.1)()
+
+
+def test_a_member_that_prints_without_end() -> None:
+    """What has no end and no line is kept no more than what is of use, and takes no more time."""
+    streams = list[Stream]()
+
+    def serve(stream: Stream, _host: str) -> None:
+        os.set_blocking(stream.outgoing, True)
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(stream.outgoing, b"y" * (1 << 16))
+
+    def note(stream: Stream, mark: bytes) -> bytes | None:
+        streams.append(stream)
+        return skip_to(stream, mark)
+
+    skip_to = Stream.skip_to
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "skip_to", note)
+        with pytest.raises(LaunchTimeout, match=r"has not answered on machine 0 within join_timeout=0\.3 s"):
+            launcher(rank, 1, engine=Threads(serve), machines=1, join_timeout=0.3)()
+    assert streams
+    assert max(len(stream._came) for stream in streams) < 1 << 16
+
+
+def test_a_member_among_other_words() -> None:
+    """A line that only looks like its first one is none; what comes after that is told with its host."""
+
+    def serve(stream: Stream, host: str) -> None:
+        os.write(stream.outgoing, MARK + b"not found\n")
+        hello(Python=platform.python_version())(stream, host)
+        os.write(stream.outgoing, b"You have new mail\n")
+        os.set_blocking(stream.incoming, True)
+        while os.read(stream.incoming, 1 << 16):
+            pass
+
+    with pytest.raises(
+        LaunchError, match=r"^host m0 wrote something else than mlaunch .*beginning b'You have new mail"
+    ):
+        launcher(rank, 1, engine=Threads(serve), machines=1)()
+
+
+def test_other_words_while_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def print_instead(launch: MachineLaunch, _fd: int) -> bool:
+        with contextlib.suppress(OSError):  # the caller has left by then
+            os.write(launch._stream.outgoing, b"Broadcast message from root")
+        return False
+
+    monkeypatch.setattr(MachineLaunch, "_carry", print_instead)
+
+    def work() -> None:
+        print("anything", flush=True)
+        signal.pause()
+
+    words = r"^host m0 of \S+work\(\) was lost: the host wrote something else than mlaunch .*b'Broadcast message"
+    with pytest.raises(LaunchError, match=words):
+        launcher(work, 1, engine=Threads(), machines=1, grace_period=0.1)()
+
+
+def test_a_held_machine_that_falls_silent_is_replaced(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that finds it so waits for it; the next one asks for others."""
+    with engine.hold(2, 1) as held:
+        call = launcher(rank, engine=held)
+        assert call() == [0, 1]
+        with monkeypatch.context() as patch:
+            patch.setattr(member._Member, "_prepare", lambda _member, _order: None)
+            with pytest.raises(LaunchTimeout, match=r"has not answered on m0, m1 within join_timeout=0\.2 s"):
+                call.options(join_timeout=0.2)()
+        assert call() == [0, 1]
+    assert len(engine.placements) == 2
+
+
+def test_a_fork_server_that_is_killed_over_there() -> None:
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(parent(os.getppid()), signal.SIGKILL)
+        signal.pause()
+
+    there = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
+    with pytest.raises(LaunchError, match=r"^the fork server of \S+work\(\) was killed by SIGKILL\n  host ") as caught:
+        launcher(work, 1, engine=there, grace_period=0.1)()
+    assert "sys.exit" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"machines": -1}, "machines=-1: allowed: whole numbers from 1"),
+        ({"machines": 0}, "machines=0: allowed: whole numbers from 1"),
+        ({"machines": "2"}, "machines='2': allowed: whole numbers from 1"),
+        ({"n_gpus": 0}, "n_gpus=0: allowed"),
+        ({"idle_timeout": "60"}, "idle_timeout='60': allowed: a number of seconds"),
+        ({"idle_timeout": -1}, "idle_timeout=-1: allowed: seconds, more than 0"),
+    ],
+)
+def test_what_is_held_is_checked_before_anything_is_asked_for(options: dict[str, Any], words: str) -> None:
+    engine = Threads()
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        engine.hold(**options)
+    assert not engine.placements
+
+
+def test_what_is_held_says_what_it_waits_for(capfd: pytest.CaptureFixture[str]) -> None:
+    with Threads(states=["queued (Priority)", "queued (Resources)"]).hold(1):
+        said = capfd.readouterr().err.splitlines()
+    assert said == ["mlaunch: hold() waits: queued (Priority)", "mlaunch: hold() waits: queued (Resources)"]
 
 
 def test_a_machine_that_is_lost_while_ranks_run(tmp_path: Path) -> None:

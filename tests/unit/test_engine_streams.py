@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from mlaunch.engines.lease import Term
 from mlaunch.engines.machine import last_lines
 from mlaunch.engines.messages import Lease
 from mlaunch.engines.mux import Mux
-from mlaunch.engines.stream import Stream
+from mlaunch.engines.stream import NoiseError, Stream
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import Phase
 
@@ -168,10 +170,14 @@ def test_what_comes_before_the_first_word_is_dropped() -> None:
         assert [record for record, _ in other.receive()] == [Word("next")]
 
 
-def test_something_else_than_a_frame_is_an_error() -> None:
+@pytest.mark.parametrize("frame_before", [False, True])
+def test_something_else_than_a_frame_is_an_error(*, frame_before: bool) -> None:
     with pair() as (one, other):
-        os.write(one.outgoing, b"\xff" * 100)
-        with pytest.raises(OSError, match="something else than mlaunch writes into this stream"):
+        if frame_before:
+            data = pickle.dumps(Word("x"))
+            os.write(one.outgoing, struct.pack("!IQ", len(data), 0) + data)
+        os.write(one.outgoing, b"You have new mail" * 3)
+        with pytest.raises(NoiseError, match=r"wrote something else than mlaunch .* beginning b'You have"):
             other.receive()
 
 
@@ -224,7 +230,7 @@ def test_what_ranks_print_waits_for_who_reads_it() -> None:
     backlog.limit = None
     assert not backlog.full
     backlog.add(3, 2, b"of a stream that is not ours")
-    backlog.end(3)
+    backlog.end([3])
     size = 0
     while data := os.read(reader, most):
         size += len(data)
@@ -245,7 +251,7 @@ def test_what_nobody_reads_is_dropped_once_nobody_waits_and_its_size_is_told() -
     for _ in range(6):
         backlog.add(3, 1, b"x" * (1 << 20))
     found = bytearray()
-    backlog.end_all()
+    backlog.end([3])
     while data := os.read(reader, 1 << 20):
         found += data
         backlog.flush()
