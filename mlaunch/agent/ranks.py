@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Answer, AnswerFile, Kind, Release
+from mlaunch.protocol.messages import Answer, AnswerFile, Kind, Phase, RankGone, Release
 from mlaunch.protocol.payload import Payload
 
 
@@ -71,6 +71,22 @@ class RankProcess:
     def release(self) -> None:
         """Tells it that nothing more comes."""
         self.channel.try_send(Release())
+
+    def describe_end(
+        self, exitcode: int, phase: Phase, now: float, peak_memory: int, hints: tuple[str, ...]
+    ) -> RankGone:
+        """Says how it ended. ``now``: when it was reaped, ``peak_memory``: in bytes; ``hints``: what else is known."""
+        return RankGone(
+            rank=self.rank,
+            pid=self.pid,
+            exitcode=exitcode,
+            phase=phase,
+            answered=self.answer is not None,
+            stopped=self.stopped,
+            at=now if self.ends_at is None else self.ends_at,
+            hints=hints,
+            peak_memory=peak_memory,
+        )
 
     def close(self) -> None:
         """Lets go of what is known of it, once it is reaped."""

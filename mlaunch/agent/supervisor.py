@@ -28,7 +28,6 @@ from mlaunch.protocol.messages import (
     DeadlinePassed,
     Kind,
     RankAnswered,
-    RankGone,
     RunCall,
     ServerGone,
 )
@@ -164,7 +163,9 @@ class Supervisor:
         self._signal_group(rank.pid, signal.SIGKILL)
         _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
-        record = self._describe_end(rank, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
+        exitcode, peak_memory = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+        hints = () if rank.stopped else self._evidence.hints(exitcode, peak_memory)
+        record = rank.describe_end(exitcode, self._results.board[rank.local_rank], self._clock(), peak_memory, hints)
         error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
         if not record.failed:
@@ -179,19 +180,6 @@ class Supervisor:
     def _must_stay(self) -> bool:
         """Tells whether a rank that ends well is a failure all the same."""
         return False
-
-    def _describe_end(self, rank: RankProcess, exitcode: int, peak_memory: int) -> RankGone:
-        return RankGone(
-            rank=rank.rank,
-            pid=rank.pid,
-            exitcode=exitcode,
-            phase=self._results.board[rank.local_rank],
-            answered=rank.answer is not None,
-            stopped=rank.stopped,
-            at=self._clock() if rank.ends_at is None else rank.ends_at,
-            hints=() if rank.stopped else self._evidence.hints(exitcode, peak_memory),
-            peak_memory=peak_memory,
-        )
 
     def _lose_server(self, server: StoreProcess) -> None:
         exitcode, self._server = server.reap(), None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterable, Iterator
+
+from mlaunch.base import linux
 
 
 class OwnedFds:
@@ -33,6 +36,46 @@ class OwnedFds:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._fds)
+
+
+class KeptFd:
+    """A descriptor that this process keeps while code of others runs in it, which may close it and open its own.
+
+    Descriptors without an inode of their own (eventfds, epolls) can be told from files, but not from each other.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._identity = linux.identity(fd)
+
+    def intact(self) -> bool:
+        """Tells whether the number still stands for what it did."""
+        return self._identity is not None and linux.identity(self.fd) == self._identity
+
+    def close(self) -> None:
+        """Closes the descriptor, unless it was closed or has become somebody else's."""
+        if self.intact():
+            os.close(self.fd)
+        self._identity = None
+
+
+class KeptEpoll(KeptFd):
+    """An epoll that this process keeps; ``poll`` is it."""
+
+    def __init__(self) -> None:
+        self.poll = select.epoll()
+        super().__init__(self.poll.fileno())
+
+    def close(self) -> None:
+        """Closes it, unless its number was closed or has become somebody else's."""
+        if self.intact():
+            self.poll.close()
+        elif self._identity is not None:
+            _lost.append(self.poll)
+        self._identity = None
+
+
+_lost: list[select.epoll] = []  # one that is collected closes its number, which others may have by now
 
 
 def close_all(fds: Iterable[int]) -> None:

@@ -74,7 +74,11 @@ def aside(fd: int) -> int:
 
 def identity(fd: int) -> tuple[int, int] | None:
     """Returns what a descriptor stands for; None if it is closed."""
-    return identities([fd])[fd]
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.fork_server import ServerGoneError
 from mlaunch.caller.limits import Limits
@@ -76,6 +76,10 @@ class LaunchHandle:
         """Returns a descriptor that can be read when ``step`` has something to do."""
         return self.relay.fileno()
 
+    def intact(self) -> bool:
+        """Tells whether the descriptors are still its own: others may have closed them and opened files."""
+        return self.relay.intact() and self.agent.intact()
+
     def timeout(self) -> float | None:
         """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
         due = [seconds for seconds in (self.relay.timeout(), self._limits.timeout()) if seconds is not None]
@@ -84,8 +88,8 @@ class LaunchHandle:
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the launch's last word."""
         ready = self.relay.carry()
-        if self._limits.agent in ready:
-            self.relay.unwatch(self._limits.agent)
+        if self._limits.agent is not None and self._limits.agent.fd in ready:
+            self.relay.unwatch(self._limits.agent.fd)
             self._limits.agent_ended()
         self._take_answers(ready)
         if self.agent.fileno() not in ready:
@@ -130,8 +134,7 @@ class LaunchHandle:
     def close(self) -> None:
         self.outcome.close()
         self.agent.close()
-        if self._limits.agent is not None:
-            os.close(self._limits.agent)
+        self._limits.close()
         self.relay.close()
         self.history.close()
 
@@ -178,7 +181,7 @@ class LaunchHandle:
             self._tidy_up()
             return False
         if isinstance(record, AgentStarted):
-            (self._limits.agent,) = fds
+            self._limits.agent = KeptFd(fds[0])
             self.relay.watch(fds[0])
         self._has_begun = self._has_begun or self._begins(record)
         self.history.take(record, fds)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
 _REACTION_TIMEOUT = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
@@ -26,7 +27,7 @@ class Limits:
     grace_period: float
     deadline: float | None
     kill_server: Callable[[], None]
-    agent: int | None = None  # its pidfd, once it is known
+    agent: KeptFd | None = None  # its pidfd, once it is known
     _due: float | None = None
     _steps: list[str] = field(default_factory=lambda: ["agent", "server", "nobody"])
 
@@ -53,14 +54,23 @@ class Limits:
             return ""
         self._due = time.monotonic() + _STEP_DELAY
         step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
-        if step == "agent" and (self.agent is None or linux.wait_readable([self.agent], 0.0)):  # none, or it has ended
+        if step == "agent" and not self._agent_lives():
             step = self._steps.pop(0)
         if step == "agent" and self.agent is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.agent, signal.SIGKILL)
+                signal.pidfd_send_signal(self.agent.fd, signal.SIGKILL)
         elif step == "server":
             self.kill_server()
         return step
+
+    def _agent_lives(self) -> bool:
+        """Tells whether it is known, and has not ended."""
+        return self.agent is not None and self.agent.intact() and not linux.wait_readable([self.agent.fd], 0.0)
+
+    def close(self) -> None:
+        """Lets go of the agent."""
+        if self.agent is not None:
+            self.agent.close()
 
     def _reaction(self) -> float:
         return STACKS_TIMEOUT + self.grace_period + _REACTION_TIMEOUT

@@ -87,7 +87,7 @@ def _is_there(channel: Channel) -> bool:
 
     What an agent says may come before the fork server's word that it was forked.
     """
-    if not linux.wait_readable([channel.fileno()], 0.0):
+    if not channel.intact() or not linux.wait_readable([channel.fileno()], 0.0):
         return False
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
@@ -100,7 +100,7 @@ def _is_there(channel: Channel) -> bool:
 def _drop(found: _Prepared) -> None:
     """Closes the channel, at which the launch ends by itself. One that is stopped would not, so it is killed."""
     with contextlib.closing(found.channel), contextlib.suppress(OSError, EOFError):
-        if not linux.wait_readable([found.channel.fileno()], 0.0):
+        if not found.channel.intact() or not linux.wait_readable([found.channel.fileno()], 0.0):
             return
         record = found.channel.peek()
         if isinstance(record, AgentStarted) and state_of(record.pid) in STOPPED:

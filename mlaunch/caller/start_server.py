@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
 from mlaunch.forkserver import main as server_main
@@ -111,17 +112,19 @@ class _Waiter:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = KeptFd(os.pidfd_open(pid))
         self._exitcode: int | None = None
 
     def __call__(self, seconds: float) -> int | None:
-        if self._exitcode is None and linux.wait_readable([self._pidfd], seconds):
+        if self._exitcode is None and not self._pidfd.intact():
+            self._pidfd = KeptFd(os.pidfd_open(self._pid))  # it is not reaped, so the number is its own
+        if self._exitcode is None and linux.wait_readable([self._pidfd.fd], seconds):
             try:
                 _, status = os.waitpid(self._pid, 0)
             except ChildProcessError:  # somebody in this process waits for any child
                 status = 0
             self._exitcode = os.waitstatus_to_exitcode(status)
-            os.close(self._pidfd)
+            self._pidfd.close()
         return self._exitcode
 
 

@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Sequence
 
-from mlaunch.base.fds import close_all
+from mlaunch.base.fds import KeptFd, close_all
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.limits import Limits
 from mlaunch.engines.lease import Term
@@ -156,7 +156,7 @@ class MachineLaunch:
     def _take(self, record: object, fds: Sequence[int]) -> None:
         """Takes the descriptors, which are this machine's business."""
         if isinstance(record, AgentStarted):
-            self._limits.agent = fds[0]
+            self._limits.agent = KeptFd(fds[0])
         elif isinstance(record, RanksStarting):
             self._board = Board(fds[0])
             self._looks.learn(record)
@@ -216,7 +216,6 @@ class MachineLaunch:
         close_all(content for _, content in self._early if content >= 0)
         self._looks.close()
         self._agent.close()
-        if self._limits.agent is not None:
-            os.close(self._limits.agent)
+        self._limits.close()
         if self._board is not None:
             self._board.close()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.messages import Phase
 
 _HEAD = 64  # bytes before the first row
@@ -63,6 +64,7 @@ class Board:
     def __init__(self, fd: int) -> None:
         """Takes over the descriptor of a board."""
         self.fd = fd
+        self._kept = KeptFd(fd)
         self._memory = mmap.mmap(fd, 0)
         self._ranks = (len(self._memory) - _HEAD) // (_ROW + _CALL.size)
         self._done_at = _HEAD + self._ranks * _ROW
@@ -188,7 +190,7 @@ class Board:
 
     def close(self) -> None:
         self._memory.close()
-        os.close(self.fd)
+        self._kept.close()
 
 
 def read_times(row: bytes) -> tuple[float, ...]:

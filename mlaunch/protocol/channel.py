@@ -16,6 +16,7 @@ from mlaunch.base import linux
 RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
 TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
 FD_LIMIT = 8  # descriptors beside a record
+_NOT_OURS = "other code in this process has closed the channel's descriptor"
 _ROOM = socket.CMSG_LEN(FD_LIMIT * array.array("i").itemsize)
 _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socket.MSG_TRUNC, socket.MSG_CTRUNC))
 
@@ -67,14 +68,19 @@ class Channel:
         """Sends a record, and duplicates of file descriptors.
 
         Raises:
-            BrokenPipeError, ConnectionResetError: The other end is gone.
+            BrokenPipeError, ConnectionResetError: The other end is gone, or this one is somebody else's by now.
             ValueError: The record is larger than a receiver can take, which would cut it.
         """
-        socket.send_fds(self._socket, [pickled(record)], fds)
+        data = pickled(record)
+        if not self.intact():
+            raise BrokenPipeError(errno.EPIPE, _NOT_OURS)
+        socket.send_fds(self._socket, [data], fds)
 
     def try_send(self, record: object, fds: Sequence[int] = ()) -> None:
         """Sends as ``send`` does, but a lost listener is no error."""
-        self.try_send_pickled(pickled(record), fds)
+        data = pickled(record)
+        if self.intact():
+            self.try_send_pickled(data, fds)
 
     def try_send_pickled(self, record: bytes, fds: Sequence[int] = ()) -> None:
         """Sends what ``pickled`` has made of a record, which several channels may get."""
@@ -90,9 +96,10 @@ class Channel:
         """Returns the next record and its file descriptors, which the receiver owns.
 
         Raises:
-            EOFError: The other end is gone.
+            EOFError: The other end is gone, or this one is somebody else's by now: nothing of theirs is unpickled.
             OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
         """
+        self._check()
         try:
             data, fds, flags = self._take()
         except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
@@ -118,11 +125,16 @@ class Channel:
         return data, fds.tolist(), flags
 
     def peek(self) -> Any:
-        """Returns the next record, without descriptors, and leaves it there. EOFError if the other end is gone."""
+        """Returns the next record, without descriptors, and leaves it there. EOFError as ``receive``."""
+        self._check()
         data = self._socket.recv(RECORD_LIMIT, socket.MSG_PEEK)
         if not data:
             raise EOFError("the other end of the channel is closed")
         return pickle.loads(data)
+
+    def _check(self) -> None:
+        if not self.intact():
+            raise EOFError(_NOT_OURS)
 
     def close(self) -> None:
         """Closes the descriptor, unless it has become somebody else's."""

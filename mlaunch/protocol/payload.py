@@ -11,6 +11,7 @@ and tensors are writable, cost no further copy, and eight ranks that only read s
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import mmap
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
@@ -41,6 +43,10 @@ class Payload:
     data: bytes = b""
     memfd: int = -1
     originals: tuple[object, ...] = field(default=(), repr=False, compare=False, kw_only=True)
+    _kept: KeptFd | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kept", KeptFd(self.memfd) if self.memfd >= 0 else None)
 
     @property
     def size(self) -> int:
@@ -52,7 +58,9 @@ class Payload:
         return [] if self.data else [self.memfd]
 
     def read(self) -> Any:
-        """Returns the value."""
+        """Returns the value. OSError: other code in this process has closed the memfd."""
+        if self._kept is not None and not self._kept.intact():
+            raise OSError(errno.EBADF, "other code in this process has closed the file that holds the value")
         return pickle.loads(self.data) if self.data else read(self.memfd)
 
     def parts(self) -> tuple[bytes | memoryview, list[memoryview]]:
@@ -60,8 +68,8 @@ class Payload:
         return (self.data, []) if self.data else parts(self.memfd)
 
     def close(self) -> None:
-        if self.memfd >= 0:
-            os.close(self.memfd)
+        if self._kept is not None:
+            self._kept.close()
 
 
 @contextlib.contextmanager

@@ -91,6 +91,10 @@ class ResultQueue(SimpleQueue[R]):
         """Leaves the reading to the one process that does it; called in a writer."""
         self._reader.close()
 
+    def leave_reader(self) -> None:
+        """Leaves the closing of the reading end to who has given it."""
+        self._reader._handle = None  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Closes both ends, where it was made."""
         self._reader.close()

@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from mlaunch.base import linux
 from mlaunch.caller import prepared as caller_prepared
 from mlaunch.caller.warm import warm_server
 from mlaunch.cli import main
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
 from tests import builds
@@ -327,3 +328,29 @@ def test_the_end_of_a_caller_that_has_one_prepared(run_script: Any, end: str) ->
     )
     assert len(done.stdout.split()) == 3, done.stderr
     wait_gone([int(pid) for pid in done.stdout.split()], LIMIT)
+
+
+class Told:
+    """Notes that it was unpickled."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Told.seen.append, ("unpickled",)
+
+
+@pytest.mark.parametrize("end", [launcher(int, 2), caller_prepared.preparation.drop], ids=["taken", "dropped"])
+def test_a_number_that_others_have_taken_is_not_asked_for_what_was_prepared(end: Callable[[], object]) -> None:
+    with preparing():
+        launcher(int, 2)()
+        prepared()
+        waiting = caller_prepared.preparation._next
+        assert waiting is not None
+        number, (stranger, other) = waiting.channel.fileno(), Channel.pair()
+        other.send(Told())
+        os.dup2(stranger.fileno(), number)
+        assert end() in ([0, 0], None)
+        assert Told.seen == []
+        os.close(number)  # it was left to its owner
+        stranger.close()
+        other.close()

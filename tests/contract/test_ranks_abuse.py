@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import Ranks, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from tests import builds
+from tests.contract import crashes
 from tests.contract.functions import caught, total
 from tests.processes import wait_gone
 
@@ -339,6 +341,66 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
 
     with the_same(ranks), pytest.raises(ValueError, match="no such luck"):
         ranks.run(work)
+
+
+# Descriptors of the caller
+
+
+def kept_numbers(ranks: Ranks) -> dict[str, int]:
+    session = ranks._set.session
+    handle, driver = session.handle, session._driver
+    agent = handle._limits.agent
+    assert agent is not None
+    return {
+        "wakes": driver._wake.fd,
+        "ends": driver._end.fd,
+        "thread": driver._kept.fd,
+        "relay": handle.relay.fileno(),
+        "channel": handle.agent.fileno(),
+        "agent": agent.fd,
+        "way": handle._direct._ranks[0].fileno(),
+        "answers": handle._direct._kept[0].fd,
+        "all there": handle._direct.fd,
+        "output": next(iter(handle.relay._pipes)),
+    }
+
+
+KEPT = ["wakes", "ends", "thread", "relay", "channel", "agent", "way", "answers", "all there", "output"]
+
+
+@pytest.mark.parametrize("submitted", [False, True], ids=["run", "submitted"])
+@pytest.mark.parametrize("which", [*([name] for name in KEPT), KEPT], ids=[*KEPT, "all"])
+def test_a_file_that_took_a_number_of_the_caller_s(tmp_path: Path, which: list[str], submitted: bool) -> None:
+    with Ranks(n_gpus=2) as ranks, open(tmp_path / "mine", "w+b") as file:
+        ranks.run(int)
+        numbers = [kept_numbers(ranks)[name] for name in which]
+        for number in numbers:
+            os.dup2(file.fileno(), number)
+        lost = set(which) - {"agent", "output"}  # without which calls go on
+        told = pytest.warns(RuntimeWarning, match="other code in this process closed the descriptors")
+        with told if lost and not submitted else contextlib.nullcontext(), warnings.catch_warnings():
+            if submitted:
+                warnings.simplefilter("ignore")  # whether the thread has found out by then is a matter of time
+            for _ in range(2):
+                assert (ranks.submit(int).result(LIMIT) if submitted else ranks.run(int)) == [0, 0]
+        ranks.close()
+        assert os.fstat(file.fileno()).st_size == 0
+        for number in numbers:
+            assert os.path.samestat(os.fstat(number), os.fstat(file.fileno()))
+            os.close(number)
+
+
+def test_a_call_that_runs_as_the_numbers_are_closed() -> None:
+    """It is lost, since nobody hears of it any more; the next one runs."""
+    with Ranks(n_gpus=2) as ranks:
+        ranks.run(int)
+        future = ranks.submit(crashes.hang)
+        for number in kept_numbers(ranks).values():
+            with contextlib.suppress(OSError):  # the thread has heard of it, and closes what is left
+                os.close(number)
+        with pytest.raises(LaunchError, match="other code in this process closed"):
+            future.result(LIMIT)
+        assert ranks.run(int) == [0, 0]
 
 
 # Signal handlers

@@ -7,6 +7,8 @@ import errno
 import os
 import pickle
 import socket
+from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
@@ -51,6 +53,48 @@ def test_a_record_that_was_cut_is_an_error_and_leaks_no_descriptor() -> None:
     assert os.read(reader, 1) == b""  # nobody holds the other end
     os.close(reader)
     ours.close()
+    theirs.close()
+
+
+class Told:
+    """Notes that it was unpickled."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Told.seen.append, ("unpickled",)
+
+
+@pytest.mark.parametrize("use", [Channel.receive, Channel.peek])
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "closed"])
+def test_a_number_that_was_closed_is_not_read(use: Callable[[Channel], object], taken: bool) -> None:
+    ours, theirs = Channel.pair()
+    number, (stranger, other) = ours.fileno(), Channel.pair()
+    other.send(Told())
+    os.dup2(stranger.fileno(), number) if taken else os.close(number)
+    with pytest.raises(EOFError, match="other code in this process has closed"):
+        use(ours)
+    assert Told.seen == []
+    ours.close()
+    for channel in (theirs, stranger, other):
+        channel.close()
+    if taken:
+        os.close(number)  # it was left to its owner
+
+
+def test_a_number_that_was_taken_is_not_written_to() -> None:
+    ours, theirs = Channel.pair()
+    reader, writer = os.pipe()
+    os.dup2(writer, ours.fileno())
+    number = ours.fileno()
+    ours.try_send("record")
+    with pytest.raises(BrokenPipeError, match="other code in this process has closed"):
+        ours.send("record")
+    os.close(writer)
+    ours.close()
+    os.close(number)
+    assert os.read(reader, 100) == b""
+    os.close(reader)
     theirs.close()
 
 

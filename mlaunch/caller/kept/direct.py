@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.kept_messages import DirectAnswer
@@ -21,6 +22,7 @@ class DirectWays:
     def __init__(self) -> None:
         self._ranks: dict[int, Channel] = {}
         self._answers: ResultQueue[DirectAnswer] | None = None
+        self._kept: tuple[KeptFd, ...] = ()  # what answers come on, and ``fd``
         self.fd = -1  # can be read when all have answered; -1: none can
 
     def __len__(self) -> int:
@@ -35,6 +37,11 @@ class DirectWays:
     def take_answers(self, fd: int, all_there: int) -> None:
         """Takes the end on which answers come, and what tells that all have."""
         self.fd, self._answers = all_there, ResultQueue(Connection(fd, writable=False))
+        self._kept = KeptFd(fd), KeptFd(all_there)
+
+    def intact(self) -> bool:
+        """Tells whether the descriptors are still these ways': others may have closed them and opened files."""
+        return all(one.intact() for one in self._kept) and all(way.intact() for way in self._ranks.values())
 
     def take_rank(self, rank: int, fd: int) -> None:
         """Takes the end on which a rank hears."""
@@ -49,7 +56,7 @@ class DirectWays:
 
     def drain(self) -> Sequence[DirectAnswer]:
         """Returns the answers that have come. EOFError: the ranks are gone, and their agent."""
-        if self._answers is None:
+        if self._answers is None or not all(one.intact() for one in self._kept):
             return ()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
@@ -58,9 +65,10 @@ class DirectWays:
     def close_answers(self) -> None:
         """Closes the end on which answers came."""
         if self._answers is not None:
-            self._answers.close_reader()
-            os.close(self.fd)
-        self.fd, self._answers = -1, None
+            self._answers.leave_reader()
+        for one in self._kept:
+            one.close()
+        self.fd, self._answers, self._kept = -1, None, ()
 
     def close(self) -> None:
         self.close_answers()

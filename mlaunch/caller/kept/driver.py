@@ -10,9 +10,12 @@ import contextlib
 import os
 import select
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
 
 
@@ -61,14 +64,20 @@ class Driver(Generic[Call]):
         self._pid = os.getpid()
         self._leader: int | None = None  # a thread
         self._closing = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        driven.watch(self._wake)
-        self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._watched = select.epoll()  # by the thread; what is driven only while nobody else does
-        self._watched.register(self._end, select.EPOLLIN)
+        self._wake = KeptFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        driven.watch(self._wake.fd)
+        # The thread wakes as the other end closes, also by others: a poll holds what it waits for, unlike an epoll.
+        self._ending, self._end = (KeptFd(fd) for fd in os.pipe2(os.O_CLOEXEC))
+        self._kept = KeptEpoll()
+        self._watched = self._kept.poll  # by the thread; what is driven only while nobody else does
         self._watched.register(driven.fileno(), select.EPOLLIN)
+        _drivers.add(self)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
+
+    def intact(self) -> bool:
+        """Tells whether the descriptors are still its own: others may have closed them and opened files."""
+        return all(one.intact() for one in (self._wake, self._ending, self._end, self._kept))
 
     def drive(self, call: Call) -> None:
         """Steps until the call is over, or all has ended, if nobody else does; else waits for it. Can be interrupted.
@@ -106,7 +115,8 @@ class Driver(Generic[Call]):
         """Has a thread drive, or nobody but ours; called under the lock."""
         self._leader = thread
         if not self._driven.ended.is_set():  # else ours has left, or is about to
-            self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
+            with contextlib.suppress(OSError):  # they were closed, which a step will find
+                self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
 
     def drive_to_end(self) -> None:
         """Has what is driven end, and waits for that. Can be interrupted."""
@@ -124,9 +134,9 @@ class Driver(Generic[Call]):
 
     def _wait_for_end(self) -> None:
         with self._closing:
-            if self._watched.closed:
+            if not self._ending.intact():
                 return
-            end = os.dup(self._end)
+            end = os.dup(self._ending.fd)
         try:
             interrupts.wait_readable([end])
         finally:
@@ -134,37 +144,39 @@ class Driver(Generic[Call]):
 
     def notify(self) -> None:
         """Has whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
-        self._write(self._wake)
-
-    def end(self) -> None:
-        """Has the thread look whether what is driven has ended."""
-        self._write(self._end)
-
-    def _write(self, fd: int) -> None:
         if self._pid != os.getpid():  # a fork shares the descriptor, and some thread may have held the lock
             return
         with self._closing:
-            if not self._watched.closed:
-                os.eventfd_write(fd, 1)
+            if self._wake.intact():
+                os.eventfd_write(self._wake.fd, 1)
+
+    def end(self) -> None:
+        """Has the thread look whether what is driven has ended."""
+        if self._pid == os.getpid():
+            with self._closing:
+                self._end.close()
+
+    def _leave_to_parent(self) -> None:
+        """Closes a fork's copy of the end at whose closing the parent's thread wakes."""
+        self._end.close()
 
     def _read_wake(self) -> None:
         with self._closing, contextlib.suppress(BlockingIOError):
-            if not self._watched.closed:
-                os.eventfd_read(self._wake)
+            if self._wake.intact():
+                os.eventfd_read(self._wake.fd)
 
     def _follow(self) -> None:
         """Drives while nobody else does; the thread's life."""
         while not self._driven.ended.is_set():
             self._follow_once()
         with self._closing:
-            self._watched.close()
-            os.close(self._wake)
-            os.close(self._end)
+            for one in (self._kept, self._wake, self._ending, self._end):
+                one.close()
 
     def _follow_once(self) -> None:
-        self._watched.poll(self._timeout())
+        linux.wait_readable([self._kept.fd, self._ending.fd], self._timeout())
         with self._driven.lock:  # for all of the step: who begins to drive meanwhile would wait for what it has closed
-            drives = self._leader is None and not self._driven.ended.is_set()
+            drives = (self._leader is None or not self.intact()) and not self._driven.ended.is_set()
             if drives:
                 self._read_wake()
                 self._driven.step()
@@ -185,3 +197,12 @@ class Driver(Generic[Call]):
                 return 0.0
             due = self._driven.timeout() if self._leader is None else None
             return min((one for one in (due, self._driven.idle_timeout) if one is not None), default=None)
+
+
+def _leave_all_to_parent() -> None:
+    for driver in list(_drivers):
+        driver._leave_to_parent()
+
+
+_drivers: weakref.WeakSet[Driver[Any]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -87,6 +87,9 @@ class KeptHandle(LaunchHandle):
         self._is_settled = True
         return ended, stale
 
+    def intact(self) -> bool:
+        return super().intact() and self._direct.intact()
+
     # Ahead: most calls are short, and nothing happens but that all values come
 
     def wait_ahead(self) -> list[int]:
@@ -96,7 +99,7 @@ class KeptHandle(LaunchHandle):
 
     def hear_ahead(self, ready: list[int]) -> bool:
         """Takes in values; False if something else has come, or somebody else has taken them in."""
-        if not self.ahead or ready != [self._direct.fd]:
+        if not self.ahead or ready != [self._direct.fd] or not self._direct.intact():
             return False
         for answer in self._direct.drain():
             if answer[1] == self._number:

@@ -198,6 +198,9 @@ class RankSet:
         while True:
             self._check()
             session = self.session
+            if not session.whole():
+                session.step()
+                session.tell()
             if not session.over:
                 return session
             session.see_end()

@@ -13,7 +13,7 @@ from mlaunch.caller.kept.driver import Driver
 from mlaunch.caller.kept.handle import KeptHandle
 from mlaunch.caller.kept.kept_call import KeptCall
 from mlaunch.caller.kept.queue import Queue
-from mlaunch.caller.kept.words import add_loss, add_staying, how_lost
+from mlaunch.caller.kept.words import CLOSED, add_loss, add_staying, how_lost
 from mlaunch.caller.settle import Ended
 
 
@@ -33,16 +33,15 @@ class Session:
         self.was_told = False  # the caller, that they are lost
         self._losing = False  # one has ended while no call ran, and the others are about to
         self.expired = False  # they ended because nobody called
-        self._own_server = own_server
-        self._abandoned = False
-        self._closing = False
+        self._own_server, self._abandoned, self._closing = own_server, False, False
         self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
         self._queue = Queue()
         self._present: KeptCall | None = None
         self._numbers = itertools.count(1)
         self.report = handle.report()  # of the ranks themselves
-        self._driver = Driver(self)
+        with self.lock:  # the driver's thread takes it first
+            self._driver = Driver(self)
 
     @property
     def over(self) -> bool:
@@ -53,6 +52,10 @@ class Session:
     def idle(self) -> bool:
         """Whether no call runs or waits."""
         return self._present is None and not self._queue
+
+    def whole(self) -> bool:
+        """Tells whether its descriptors are still its own, not closed by other code; else the next step ends it."""
+        return self.ended.is_set() or (self._driver.intact() and self.handle.intact())
 
     def submit(self, call: KeptCall) -> None:
         """Queues the call, which ``run`` or ``leave_to_thread`` is to drive. RanksLost if the ranks are gone."""
@@ -163,7 +166,11 @@ class Session:
             return self._queue.take_left()
 
     def _take_step(self) -> None:
-        if not self.handle.step():
+        if not self.whole():
+            self.handle.cancel(force=True)
+            self.handle.outcome.broken = CLOSED
+            self._end()
+        elif not self.handle.step():
             self._end()
         elif self.handle.over and self._present is not None:
             self._finish_present()
@@ -175,8 +182,8 @@ class Session:
 
     def _break(self, error: Exception) -> None:
         """Ends the ranks, of which nobody knows any more what they have answered."""
-        outcome = self.handle.outcome
-        outcome.interrupt = outcome.interrupt or error
+        if self.whole():  # else the next step says why
+            self.handle.outcome.interrupt = self.handle.outcome.interrupt or error
         if not self.handle.ending:
             self.handle.cancel(force=True)
 

@@ -10,6 +10,7 @@ from mlaunch.caller.settle import add_note
 _STAYED = "the ranks are in step and stay, with what they hold"
 _GONE = "the ranks were ended ({why}); what they held is lost, and {next}{doing}"
 _NEXT = {True: "the next call starts fresh ones", False: "no call starts others (restart=False)"}
+CLOSED = "other code in this process closed the descriptors by which their caller speaks to them"
 _OUT_OF_STEP = "not all of them came back in step"
 
 
@@ -26,6 +27,8 @@ def add_loss(error: BaseException, why: str, *, restart: bool, doing: Sequence[s
 
 def how_lost(error: BaseException | None, server: str) -> str:
     """Says why a launch has ended that nobody ended, by its error. ``server``: how its fork server has ended, if so."""
+    if error is not None and str(error).endswith(CLOSED):
+        return CLOSED
     report = report_of(error) if error is not None else None
     if report is None or not report.failures:
         unknown = error is None or isinstance(error, KeyboardInterrupt)

@@ -16,6 +16,7 @@ import termios
 import time
 from collections.abc import Callable, Sequence
 
+from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.output.call_output import CallOutput, Stream
 from mlaunch.caller.output.plan import OutputPlan
@@ -47,7 +48,13 @@ class Relay:
         self._streams: dict[int, Stream] = {}  # by file descriptor
         self._watched: set[int] = set()
         self._awaited: int | None = None  # what people read, while they do not read it; ranks wait as long
-        self._poll = select.epoll()
+        self._kept = KeptEpoll()
+        self._poll = self._kept.poll
+        self._pipes: dict[int, KeptFd] = {}  # by file descriptor, as the streams
+
+    def intact(self) -> bool:
+        """Tells whether the descriptor that ``fileno`` returns is still its own: others may have closed it."""
+        return self._kept.intact()
 
     def fileno(self) -> int:
         """Returns a descriptor that can be read when ``carry`` has something to do."""
@@ -61,12 +68,14 @@ class Relay:
     def unwatch(self, fd: int) -> None:
         """Ends that."""
         self._watched.discard(fd)
-        self._poll.unregister(fd)
+        with contextlib.suppress(OSError):  # it was closed
+            self._poll.unregister(fd)
 
     def adopt(self, rank: int, local_rank: int, fds: Sequence[int], board: Board | None = None) -> None:
         """Takes over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
             os.set_blocking(fd, False)
+            self._pipes[fd] = KeptFd(fd)
             self._streams[fd] = self.output.open_stream(rank, local_rank, number, board)
             if fd in self._readable():
                 self._poll.register(fd, select.EPOLLIN)
@@ -137,7 +146,7 @@ class Relay:
         self.output.close()
         for fd in list(self._streams):
             self._close(fd)
-        self._poll.close()
+        self._kept.close()
 
     def _readable(self) -> list[int]:
         """Returns the pipes that are read now: a rank whose lines people do not read must wait."""
@@ -155,10 +164,11 @@ class Relay:
         if fd is not None:
             self._poll.register(fd, select.EPOLLOUT)
         after = set(self._readable())
-        for pipe in before - after:
-            self._poll.unregister(pipe)
-        for pipe in after - before:
-            self._poll.register(pipe, select.EPOLLIN)
+        with contextlib.suppress(OSError):  # they were closed
+            for pipe in before - after:
+                self._poll.unregister(pipe)
+            for pipe in after - before:
+                self._poll.register(pipe, select.EPOLLIN)
 
     def _read_round(self, ready: set[int]) -> bool:
         """Reads what had come at one moment from all pipes, if one is ready; False if nothing had.
@@ -166,9 +176,16 @@ class Relay:
         Of what came later there may be a line in a pipe that is read late, whose predecessor is in one that was read
         before: ranks print, meet and print.
         """
+        if ready:
+            self._drop_foreign()
         sizes = self._sizes() if ready else {}
         found = [self._read(fd, min(size, _READ) or 1) for fd, size in sizes.items() if size or fd in ready]
         return any(found)
+
+    def _drop_foreign(self) -> None:
+        """Ends streams whose pipes others have closed: they would read from a file of theirs."""
+        for fd in [fd for fd, pipe in self._pipes.items() if not pipe.intact()]:
+            self._close(fd)
 
     def _sizes(self) -> dict[int, int]:
         """Returns how many bytes waited in each pipe at one moment.
@@ -199,7 +216,7 @@ class Relay:
         stream = self._streams.pop(fd)
         with contextlib.suppress(OSError):
             self._poll.unregister(fd)
-        os.close(fd)
+        self._pipes.pop(fd).close()
         self.output.end_stream(stream)
 
 
