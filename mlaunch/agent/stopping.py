@@ -111,7 +111,7 @@ class Stopping:
         for rank in self._ranks.values():
             if rank.ends_at is None:  # else it ends by itself, and is why the others are stopped
                 rank.stopped = True
-                self._signal(rank, signal.SIGKILL)
+                self._system.process(rank.pid, signal.SIGKILL)  # what it has started is ended later
         self._kill_at = None
 
     def _signal(self, rank: RankProcess, number: int) -> None:

@@ -16,7 +16,7 @@ from mlaunch.agent.peers import FAREWELL_TIMEOUT
 from mlaunch.agent.ranks import RankProcess
 from mlaunch.agent.stopping import Stopping
 from mlaunch.agent.supervision import OngoingCall, Supervision
-from mlaunch.base import linux
+from mlaunch.base import orphans
 from mlaunch.base.errors import RankFailure
 from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, failures
@@ -89,7 +89,7 @@ class Supervisor:
             self._take_steps()
         if self._server is not None:
             self._server.kill()
-        linux.kill_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
+        orphans.end_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
         return not self._stopping.begun
 
     # What is waited for
@@ -160,7 +160,7 @@ class Supervisor:
 
     def _reap(self, rank: RankProcess) -> None:
         # Its group goes while the dead leader still holds the number, so that no other group can be hit.
-        self._signal_group(rank.pid, signal.SIGKILL)
+        self._signal_group(rank.pid, signal.SIGTERM)
         _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode, peak_memory = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from mlaunch.base import linux
+from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
@@ -70,7 +70,7 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
     except BaseException:
         traceback.print_exc()
     finally:
-        linux.kill_children()
+        orphans.end_children()
         os._exit(code)
 
 
@@ -221,7 +221,7 @@ class _ForkServer:
         self.children.remove(child)
         os.close(child.pidfd)
         _, status = os.waitpid(child.pid, 0)
-        linux.kill_children(spare={other.pid for other in self.children})
+        orphans.end_children(spare={other.pid for other in self.children})
         child.say_last(os.waitstatus_to_exitcode(status))
         if child.is_trial:
             self.late.end(status)

@@ -9,7 +9,10 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Callable
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +243,63 @@ def test_buffers_are_aligned(size: int) -> None:
     addresses = [array.__array_interface__["data"][0] for array in read[1:4]] + [read[4].data_ptr()]
     assert [address % 64 for address in addresses] == [0] * 4
     assert np.array_equal(read[3], given[3])
+
+
+# What others tidy up
+
+
+def makes_a_block() -> None:
+    block = shared_memory.SharedMemory(create=True, size=1)
+    if os.fork() == 0:  # a worker, which holds what the tracker waits for
+        time.sleep(1000)
+    _blocks.append(block)
+
+
+_blocks: list[object] = []
+
+
+def makes_a_block_and(end: Callable[[], object]) -> None:
+    makes_a_block()
+    end()
+
+
+def shares_files() -> None:
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    _blocks.append(torch.ones(1000).share_memory_())
+
+
+def kills_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kills_its_agent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+@pytest.mark.parametrize("end", [crashes.raise_error, kills_itself, kills_its_agent], ids=["raises", "killed", "agent"])
+def test_a_block_of_a_rank_that_fails_is_removed_by_its_tracker(end: Callable[[], object]) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises((ValueError, LaunchError)):
+        launcher(makes_a_block_and, 2)(end)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker() -> None:
+    """Its group is not killed with it."""
+
+    def train() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        makes_a_block()
+        crashes.hang()
+
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(LaunchError):
+        launcher(train, 1, deadline=5, grace_period=0.1)()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_files_of_tensors_are_removed_by_torchs_manager() -> None:
+    before = set(os.listdir("/dev/shm"))
+    launcher(shares_files, 1)()
+    assert set(os.listdir("/dev/shm")) <= before

@@ -91,7 +91,7 @@ class World:
         self.ranks = [self._rank(index) for index in range(self.size)]
         self.pids = {rank.pid: rank.rank for rank in self.ranks}
         self.monkeypatch.setattr(supervisor_module, "wait_readable", self._wait)
-        self.monkeypatch.setattr(supervisor_module.linux, "kill_children", lambda _spare: None)
+        self.monkeypatch.setattr(supervisor_module.orphans, "end_children", lambda _spare: None)
         self.theirs = theirs
         self.supervisor = self.kind(
             Supervision(
@@ -105,6 +105,7 @@ class World:
                 system=System(
                     clock=lambda: self.now,
                     group=self._signal,
+                    process=self._signal,
                     stray=lambda _pid, _pidfd, _number: None,
                     request=lambda pid, _phase, _number: self.pids[pid] in self.talkative,
                     is_ending=lambda pid, _phase: self.pids[pid] in self.ending,
