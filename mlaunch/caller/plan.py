@@ -15,6 +15,7 @@ from mlaunch.caller.options import Options
 from mlaunch.caller.placement import Placement
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages import Ready
+from mlaunch.protocol.settings import of_this_process
 from mlaunch.protocol.spec import Cluster, Context, LaunchSpec, new_launch_id
 from mlaunch.rank import device
 
@@ -107,7 +108,9 @@ def _context(environ: Mapping[str, str]) -> Context:
     main_name = getattr(getattr(main, "__spec__", None), "name", None)
     argv = tuple(getattr(sys, "argv", ()))
     authkey = bytes(current_process().authkey)
-    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), authkey)
+    return Context(
+        dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), of_this_process(), authkey
+    )
 
 
 def working_directory() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from mlaunch.protocol.settings import Settings
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -32,6 +33,7 @@ class Details:
     seed: int | str | None
     rank0_only: bool
     argv: tuple[str, ...]
+    settings: Settings = ()
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,15 @@ class CallBegun:
 
 def details_of(spec: LaunchSpec) -> Details:
     """Returns a launch's details."""
-    return Details(spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only, spec.context.argv)
+    own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
+    return Details(*own, spec.context.argv, spec.context.settings)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     """Returns the launch with these details."""
-    given = vars(details) | {"context": dataclasses.replace(spec.context, argv=details.argv)}
-    del given["argv"]
+    context = dataclasses.replace(spec.context, argv=details.argv, settings=details.settings)
+    given = vars(details) | {"context": context}
+    del given["argv"], given["settings"]
     return dataclasses.replace(spec, **given)
 
 

@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlaunch.protocol.settings import Settings
+
 
 def new_launch_id() -> str:
     """Returns one that no other launch has."""
@@ -23,6 +25,7 @@ class Context:
     main_file: str | None  # __main__.__file__
     main_name: str | None  # of the module that python -m runs
     caller: int  # its pid
+    settings: Settings = ()
     authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
 
 

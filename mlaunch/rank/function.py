@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import cores, rlimits, seeding
-from mlaunch.protocol import calls, explain, late_imports, originals, receiving, this_rank
+from mlaunch.protocol import calls, explain, late_imports, originals, receiving, settings, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import Kind, Phase
 from mlaunch.protocol.payload import Payload
@@ -51,7 +51,11 @@ class FunctionRank(Rank):
         """Becomes a rank, answers calls until it is released, leaves. Returns the exit code."""
         try:
             self._become_rank()
+            if not self._spec.prepared:
+                self._take_settings()
             while (task := self._task if self._is_early else self._next_task()) is not None:
+                if self._spec.prepared:
+                    self._take_settings()
                 self._is_early = False
                 self._run_task(task)
             self._leave()
@@ -102,6 +106,11 @@ class FunctionRank(Rank):
             if spec.rehearses:
                 self._rehearse()
             self._expect_call()
+
+    def _take_settings(self) -> None:
+        """Takes over the caller's, last: how ranks join is none of its business."""
+        if self._args.inherited is None:
+            settings.apply(self._spec.context.settings)
 
     def _say_who(self) -> None:
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.

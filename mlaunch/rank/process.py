@@ -10,6 +10,7 @@ import multiprocessing.process
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import TextIO
 
@@ -55,12 +56,15 @@ def _shut_down_logging(inherited: list[object]) -> None:
 
 
 def set_environ(wanted: dict[str, str]) -> None:
-    """Makes it the whole environment."""
+    """Makes it the whole environment; the clock follows."""
+    zone = os.environ.get("TZ")
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     for name, value in wanted.items():
         if os.environ.get(name) != value:  # each change is a call of putenv
             os.environ[name] = value
+    if zone != wanted.get("TZ"):
+        time.tzset()
 
 
 def _by_lines(file: io.FileIO) -> TextIO:

@@ -1,0 +1,238 @@
+"""The settings of a caller's process that are no variables, and that a fork of it would have: its ranks take them over.
+
+Torch's and numpy's are looked at where they are imported. Most are what they were when the process began; of these
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import locale
+import os
+import re
+import resource
+import sys
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlaunch.base import timers
+
+Settings = tuple[tuple[str, object], ...]  # in types that any process knows
+
+_UMASK = re.compile(r"^Umask:\s+(\d+)$", re.MULTILINE)
+_LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
+_SCORE = Path("/proc/self/oom_score_adj")
+_MOST_FILTERS = 200
+_NUMPY = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+# By name: the settings of torch with what they are at first.
+_TORCH: Mapping[str, object] = {
+    "dtype": "float32",
+    "deterministic": (False, False),
+    "precision": "highest",
+    "grad": True,
+    "sharing": "file_descriptor",
+    "device": "",
+}
+_FLAGS: Mapping[tuple[str, str], bool] = {
+    ("cudnn", "enabled"): True,
+    ("cudnn", "benchmark"): False,
+    ("cudnn", "deterministic"): False,
+    ("cudnn", "allow_tf32"): True,
+    ("cuda.matmul", "allow_fp16_reduced_precision_reduction"): True,
+    ("cuda.matmul", "allow_bf16_reduced_precision_reduction"): True,
+}
+
+
+def of_this_process() -> Settings:
+    """Returns what a rank has to ``apply``."""
+    found: dict[str, object] = {
+        "umask": _umask(),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "affinity": tuple(sorted(os.sched_getaffinity(0))),
+        "limits": tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
+        "score": _score(),
+        "slack": timers.slack(),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "filters": _filters(),
+    }
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        found["numpy"] = tuple(sorted(np.geterr().items()))
+    if "torch" in sys.modules:
+        found |= _of_torch()
+    return tuple(found.items())
+
+
+def apply(settings: Settings) -> None:
+    """Takes over what differs here. What the system does not allow is left as it is."""
+    for name, value in settings:
+        with contextlib.suppress(OSError, ValueError, locale.Error):
+            _APPLY[name](value)
+
+
+def _umask() -> int:
+    """Returns it as the kernel tells it: to ask for it is to change it, for all threads."""
+    found = _UMASK.search(Path("/proc/self/status").read_text(errors="replace"))
+    return int(found[1], 8) if found else 0o022
+
+
+def _score() -> str:
+    with contextlib.suppress(OSError):
+        return _SCORE.read_text().strip()
+    return ""
+
+
+def _set_score(value: str) -> None:
+    if value and value != _score():
+        _SCORE.write_text(value)
+
+
+def _set_nice(value: int) -> None:
+    if value != os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, value)
+
+
+def _set_limits(value: tuple[tuple[int, int, int], ...]) -> None:
+    for number, *limits in value:
+        if tuple(limits) != resource.getrlimit(number):
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(number, (limits[0], limits[1]))
+
+
+def _set_affinity(value: tuple[int, ...]) -> None:
+    if set(value) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, value)
+
+
+def _set_locale(value: str) -> None:
+    if value != locale.setlocale(locale.LC_ALL):
+        locale.setlocale(locale.LC_ALL, value)
+
+
+# warnings
+
+
+def _filters() -> tuple[tuple[object, ...], ...]:
+    """Returns the filters of warnings, less those of classes that are the script's own."""
+    return tuple(
+        (action, _pattern(text), f"{kind.__module__}:{kind.__qualname__}", _pattern(module), line)
+        for action, text, kind, module, line in warnings.filters[:_MOST_FILTERS]
+        if isinstance(kind, type) and kind.__module__ != "__main__"
+    )
+
+
+def _pattern(found: re.Pattern[str] | str | None) -> tuple[str, int] | str | None:
+    return (found.pattern, found.flags) if isinstance(found, re.Pattern) else found
+
+
+def _set_filters(value: tuple[tuple[Any, ...], ...]) -> None:
+    if value == _filters():
+        return
+    found = []
+    for action, text, kind, module, line in value:
+        with contextlib.suppress(Exception):  # whatever a module may raise
+            found.append((action, _compiled(text), _class(kind), _compiled(module), line))
+    warnings.filters[:] = [*found, *(one for one in warnings.filters if one not in found)]  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def _compiled(found: tuple[str, int] | str | None) -> re.Pattern[str] | str | None:
+    return re.compile(*found) if isinstance(found, tuple) else found
+
+
+def _class(name: str) -> object:
+    module, _, qualname = name.partition(":")
+    found: Any = __import__(module, fromlist=["_"])
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# torch and numpy
+
+
+def _of_torch() -> dict[str, object]:
+    """Returns what is not as torch has it at first."""
+    import torch
+    import torch.multiprocessing
+
+    device = getattr(getattr(torch.utils, "_device", None), "CURRENT_DEVICE", None)
+    found: dict[str, object] = {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "precision": torch.get_float32_matmul_precision(),
+        "grad": torch.is_grad_enabled(),
+        "sharing": torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        "device": device.type if device is not None else "",  # the number is the caller's own
+    }
+    changed = {name: value for name, value in found.items() if value != _TORCH[name]}
+    flags = [(*key, value) for key, value in ((key, _flag(*key)) for key in _FLAGS) if value != _FLAGS[key]]
+    return changed | ({"flags": tuple(flags)} if flags else {})
+
+
+def _backend(name: str) -> Any:
+    import torch
+
+    found: Any = torch.backends
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _flag(backend: str, name: str) -> object:
+    try:
+        value = getattr(_backend(backend), name)
+    except (AttributeError, RuntimeError):  # this torch has none, or it was set in torch's other way
+        return _FLAGS[backend, name]
+    return value if isinstance(value, bool) else _FLAGS[backend, name]
+
+
+def _set_flags(value: tuple[tuple[str, str, bool], ...]) -> None:
+    for backend, name, wanted in value:
+        setattr(_backend(backend), name, wanted)
+
+
+def _set_sharing(value: str) -> None:
+    import torch.multiprocessing
+
+    torch.multiprocessing.set_sharing_strategy(value)  # type: ignore[no-untyped-call]
+
+
+def _torch() -> types.ModuleType:
+    import torch
+
+    return torch
+
+
+def _set_numpy(value: tuple[tuple[str, Any], ...]) -> None:
+    if dict(value) != _NUMPY:
+        import numpy as np
+
+        np.seterr(**dict(value))
+
+
+_APPLY: Mapping[str, Callable[[Any], object]] = {
+    "umask": os.umask,
+    "limits": _set_limits,
+    "nice": _set_nice,
+    "affinity": _set_affinity,
+    "score": _set_score,
+    "slack": timers.set_slack,
+    "locale": _set_locale,
+    "filters": _set_filters,
+    "numpy": _set_numpy,
+    "dtype": lambda value: _torch().set_default_dtype(getattr(_torch(), value)),
+    "deterministic": lambda value: _torch().use_deterministic_algorithms(value[0], warn_only=value[1]),
+    "precision": lambda value: _torch().set_float32_matmul_precision(value),
+    "grad": lambda value: _torch().set_grad_enabled(value),
+    "sharing": _set_sharing,
+    "device": lambda value: _torch().set_default_device(value),
+    "flags": _set_flags,
+}

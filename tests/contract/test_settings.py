@@ -1,0 +1,123 @@
+"""The caller's settings that are no variables are its ranks', whichever way the ranks come to be."""
+
+from __future__ import annotations
+
+import locale
+import os
+import resource
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mlaunch import Ranks, launcher
+from mlaunch.base import timers
+from mlaunch.protocol import settings
+from tests.contract.preparing import prepared, preparing
+
+BACKENDS = torch.backends
+
+
+def change_umask() -> None:
+    os.umask(0o077)
+
+
+def change_limits() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def filter_warnings() -> None:
+    warnings.filterwarnings("error", message="something of (mine|yours)")
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "umask": change_umask,
+    "limits": change_limits,
+    "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "slack": lambda: timers.set_slack(70_000),
+    "locale": lambda: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8"),
+    "filters": filter_warnings,
+    "numpy": lambda: np.seterr(divide="ignore"),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "deterministic": lambda: torch.set_deterministic_debug_mode("warn"),
+    "precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "grad": lambda: torch.set_grad_enabled(False),
+    "sharing": lambda: torch.multiprocessing.set_sharing_strategy("file_system"),  # type: ignore[no-untyped-call]
+    "device": lambda: torch.set_default_device("meta"),
+    "flags": lambda: setattr(BACKENDS.cudnn, "benchmark", True),
+}
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """Puts all of them back."""
+    before, filters = settings.of_this_process(), list(warnings.filters)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_deterministic_debug_mode(0)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_grad_enabled(True)
+    torch.multiprocessing.set_sharing_strategy("file_descriptor")  # type: ignore[no-untyped-call]
+    torch.set_default_device(None)
+    BACKENDS.cudnn.benchmark = False
+    settings.apply(before)
+    np.seterr(divide="warn")
+    warnings.filters[:] = filters  # type: ignore[index]
+
+
+def told(name: str) -> Any:
+    return dict(settings.of_this_process()).get(name)
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("way", ["call", "prepared", "stays"])
+def test_a_setting_of_the_caller(name: str, way: str) -> None:
+    if way == "prepared":
+        with preparing():
+            launcher(told, 1)(name)
+            prepared()
+            CHANGES[name]()
+            here, there = told(name), launcher(told, 1)(name)[0]
+    elif way == "stays":
+        CHANGES[name]()
+        with Ranks(n_gpus=1) as ranks:
+            here, there = told(name), ranks.run(told, name)[0]
+    else:
+        CHANGES[name]()
+        here, there = told(name), launcher(told, 1)(name)[0]
+    if name == "filters":
+        here, there = here[0], there[0]
+    assert there == here
+    assert here is not None
+
+
+def test_a_filter_of_the_caller_counts_before_those_of_a_rank() -> None:
+    def warn() -> str:
+        try:
+            warnings.warn("something of yours", stacklevel=1)
+        except UserWarning:
+            return "raised"
+        return "shown"
+
+    with warnings.catch_warnings():
+        filter_warnings()
+        assert launcher(warn, 1)() == ["raised"]
+
+
+def test_a_time_zone_that_was_set_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hour() -> str:
+        return time.strftime("%H %Z", time.localtime(0))
+
+    for zone in ("UTC", "Asia/Tokyo"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert launcher(hour, 1)() == [hour()]
+    assert launcher(hour, 1, env={"TZ": "UTC"})() == ["00 UTC"]
+    monkeypatch.undo()
+    time.tzset()
