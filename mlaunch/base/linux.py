@@ -74,11 +74,7 @@ def aside(fd: int) -> int:
 
 def identity(fd: int) -> tuple[int, int] | None:
     """Returns what a descriptor stands for; None if it is closed."""
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    return identities([fd])[fd]
 
 
 def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
@@ -114,11 +110,6 @@ def memory_is_short() -> bool:
 def print_by_lines() -> None:
     """Has C code write each line as it prints it, even into a pipe."""
     _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _IOLBF, 0)
-
-
-def flush_c_streams() -> None:
-    """Writes out what C code has printed, as the end of a process does unless it is _exit."""
-    _libc.fflush(None)
 
 
 def signal_group(pgid: int, number: int) -> None:
@@ -171,8 +162,13 @@ def _numbers(pid: str) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tells whether a child of this process has been stopped by a signal."""
-    with contextlib.suppress(ChildProcessError):
+    """Tells whether a child of this process is being stopped by a signal, or has been.
+
+    The kernel tells a parent of it only when the last thread has stopped, so /proc is asked, if its numbers are ours.
+    """
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in {b"T", b"t"}
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False
 

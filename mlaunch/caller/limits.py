@@ -40,12 +40,15 @@ class Limits:
         return None if self._due is None else max(0.0, self._due - time.monotonic())
 
     def begin_cancel(self, *, force: bool) -> None:
-        """Begins to count: the agent was asked to end the launch."""
-        self._due = time.monotonic() + (_STEP_DELAY if force else self._reaction())
+        """Begins to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
+        self._bring_forward(_STEP_DELAY if force else self._reaction())
 
     def agent_ended(self) -> None:
         """The fork server has nothing left to do but to say so."""
-        due = time.monotonic() + 2 * _REACTION_TIMEOUT  # it also ends what the launch left
+        self._bring_forward(2 * _REACTION_TIMEOUT)  # it also ends what the launch left
+
+    def _bring_forward(self, seconds: float) -> None:
+        due = time.monotonic() + seconds
         self._due = due if self._due is None else min(self._due, due)
 
     def overdue(self) -> str:

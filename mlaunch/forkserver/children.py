@@ -7,7 +7,6 @@ import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from mlaunch.agent.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentStarted, Reaped
@@ -87,8 +86,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def _is_stopped(self) -> bool:
-        # The kernel tells a parent of it only when the last thread has stopped, and its store's may be on the way.
-        return state_of(self.pid) in {"T", "t"}
+        return linux.is_stopped(self.pid)
 
     def say_last(self, code: int) -> None:
         """Says how it ended; nobody hears of it any more."""

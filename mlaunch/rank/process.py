@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import io
 import logging
@@ -14,9 +15,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from mlaunch.base import linux
 from mlaunch.rank.whole_lines import Text, WholeLines
 
+_libc = ctypes.CDLL(None)
 _INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
@@ -79,7 +80,7 @@ def flush() -> None:
             stream.flush()
         except Exception:  # None, a full disk, closed, what a stream of the user's raises: nobody is left to hear of it
             continue
-    linux.flush_c_streams()
+    _libc.fflush(None)
 
 
 def fill_streams() -> None:

@@ -1,0 +1,39 @@
+"""What a caller does by itself where nobody answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlaunch.caller import limits
+from mlaunch.caller.limits import Limits
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("deadline", [None, 1.0])
+@pytest.mark.parametrize("force", [False, True])
+def test_presses_of_ctrl_c_put_no_step_off(
+    monkeypatch: pytest.MonkeyPatch, force: bool, deadline: float | None
+) -> None:
+    clock, killed = Clock(), []
+    monkeypatch.setattr(limits, "time", clock)
+    waiting = Limits(1.0, deadline, lambda: killed.append("server"))
+    steps = []
+    for _ in range(25):  # one a second
+        waiting.begin_cancel(force=force)
+        clock.now += 1
+        steps.append(waiting.overdue())
+    assert killed == ["server"]
+    assert "nobody" in steps
+
+
+def test_a_press_brings_the_end_of_a_deadline_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "time", Clock())
+    waiting = Limits(1.0, 1000.0, lambda: None)
+    waiting.begin_cancel(force=True)
+    assert waiting.timeout() == 2.0
