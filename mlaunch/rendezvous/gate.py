@@ -171,7 +171,8 @@ class Gate:
         for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
             own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
             member.join = join
-            member.writer.write(wire.encode({"plan": {**plan, **own}}))
+            with contextlib.suppress(ConnectionError):  # of its end we hear where it is read
+                wire.write(member.writer, wire.encode({"plan": {**plan, **own}}))
 
     async def _hear(self, member: _Member, record: wire.Record) -> None:
         if isinstance(record.get("failure"), dict):
@@ -252,7 +253,8 @@ class Gate:
         line = wire.encode(record)
         for member in self._members:
             if member is not besides and not member.gone.is_set():
-                member.writer.write(line)  # without waiting for a slow one
+                with contextlib.suppress(ConnectionError):
+                    wire.write(member.writer, line)  # without waiting for a slow one
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -8,8 +8,11 @@ sent within one turn of the event loop goes out in one write.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import AsyncIterator
+
+from mlaunch.rendezvous import wire
 
 MACHINE = (1 << 64) - 1  # the stream of what the ranks of a machine say together
 HEAD = struct.Struct("<QQ")  # stream, size
@@ -36,8 +39,8 @@ class Pieces:
 
     def _flush(self) -> None:
         out, self._out = self._out, []
-        if not self._writer.is_closing():
-            self._writer.write(b"".join(out))
+        with contextlib.suppress(ConnectionError):  # of its end we hear where it is read
+            wire.write(self._writer, b"".join(out))
 
     @property
     def unsent(self) -> int:

@@ -52,8 +52,18 @@ def encode(record: Record) -> bytes:
     return line
 
 
+def write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Writes without waiting. ConnectionError if it is closed: asyncio says nothing of that, uvloop RuntimeError."""
+    if writer.is_closing():
+        raise ConnectionResetError("the connection was closed")
+    try:
+        writer.write(data)
+    except RuntimeError as error:
+        raise ConnectionResetError("the connection was closed") from error
+
+
 async def send(writer: asyncio.StreamWriter, record: Record) -> None:
-    writer.write(encode(record))
+    write(writer, encode(record))
     await writer.drain()
 
 

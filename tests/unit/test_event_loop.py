@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 
 import pytest
 
-from mlaunch.rendezvous import event_loop
+from mlaunch.rendezvous import event_loop, wire
 from tests.processes import said_in_fork
 
 
@@ -40,3 +41,36 @@ def test_asyncios_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_asyncios_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(event_loop.VARIABLE, "0")
     assert package() == "asyncio"
+
+
+@pytest.mark.parametrize("uvloop", ["1", "0"])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_closed_connection_is_one_kind_of_error(monkeypatch: pytest.MonkeyPatch, uvloop: str, aborted: bool) -> None:
+    """Whatever the loop says of it, and whoever has closed it."""
+    monkeypatch.setenv(event_loop.VARIABLE, uvloop)
+
+    async def write() -> str:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            _, writer = await asyncio.open_connection(sock=ours)
+            if aborted:
+                writer.transport.abort()
+            else:
+                writer.close()
+            await writer.wait_closed()
+            try:
+                await wire.send(writer, {"over": 1})
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def run() -> str:
+        found = []
+
+        async def note() -> None:
+            found.append(await write())
+
+        event_loop.run(note())
+        return found[0]
+
+    assert said_in_fork(run) == "ConnectionResetError: the connection was closed"
