@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ class Cluster:
         self._session: Session | None = None  # of ranks that stay
         self._closed = ""  # why
         self._lock = threading.Lock()
+        self._pid = os.getpid()  # whose machines they are: in a fork, another thread's lock would stay locked
         self._start_timer()
 
     def __enter__(self) -> Cluster:
@@ -69,6 +71,11 @@ class Cluster:
     @contextlib.contextmanager
     def _taken(self, options: Options) -> Iterator[None]:
         """Gives the machines to one who may have them."""
+        if os.getpid() != self._pid:
+            raise LaunchError(
+                f"these machines belong to process {self._pid}, of which this one (pid {os.getpid()}) is a fork: "
+                f"hold() others here"
+            )
         with self._lock:
             if self._closed:
                 raise LaunchError(f"this allocation was given back ({self._closed}); hold() another one")
@@ -99,7 +106,12 @@ class Cluster:
         self._used_at = time.monotonic()
 
     def close(self) -> None:
-        """Gives the machines back, once a call that runs is over, and ends ranks there. May be called again."""
+        """Gives the machines back, once a call that runs is over, and ends ranks there. May be called again.
+
+        Does nothing in a fork of the process that holds them.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._leave("close() was called")
 

@@ -54,7 +54,8 @@ def main() -> NoReturn:
 def _say_where(outgoing: int, port: int, secret: str) -> Where:
     number, size = next(((os.environ[a], os.environ[b]) for a, b in _NUMBERS if {a, b} <= os.environ.keys()), (-1, 0))
     address = next(iter(addresses()), LOOPBACK)
-    where = Where(f"{socket.gethostname()}-{os.getpid()}", address, port, int(number), int(size), secret)
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"  # clones and containers share names and pids
+    where = Where(name, address, port, int(number), int(size), secret)
     os.write(outgoing, b"\n" + MARK + json.dumps(vars(where)).encode() + b"\n")
     return where
 

@@ -153,7 +153,8 @@ class MachinesLaunch:
         """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
         if self.options.master_ip != "localhost":
             return self.options.master_ip
-        return LOOPBACK if len(set(self.placed.hosts)) == 1 else head.address
+        networks = {machine.given.identity for machine in self.placed.machines}
+        return LOOPBACK if len(networks) == 1 else head.address
 
     def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
         """Returns the launch as this process sees it: one machine with all ranks."""

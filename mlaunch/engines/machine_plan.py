@@ -16,7 +16,7 @@ from mlaunch.caller.warm import warm_server
 from mlaunch.engines.messages import Prepare, Prepared, Start
 from mlaunch.protocol.prepared import with_details
 from mlaunch.protocol.spec import Command, LaunchSpec
-from mlaunch.rendezvous.address import addresses, is_taken
+from mlaunch.rendezvous.address import addresses, identity, is_taken
 
 _STREAMS = (1, 2)
 _PORTS = range(15000, 25000)
@@ -43,6 +43,7 @@ class MachinePlan:
             self._placed.visible_devices,
             self._machine.ready.torch_version,
             next(iter(addresses()), socket.gethostname()),
+            identity(),
             _free_port(),
             time.monotonic(),
         )

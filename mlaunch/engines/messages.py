@@ -71,6 +71,7 @@ class Prepared:
     visible_devices: str | None
     torch_version: str
     address: str  # at which other machines find it
+    identity: str  # of the machine and its network, which a name is not: clones and containers may have one name
     port: int  # that is free there
     clock: float
 

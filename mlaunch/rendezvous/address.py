@@ -6,12 +6,14 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_FLAGS, _UP = 16, 0x1  # where the kernel puts an interface's flags; that of one that is up
 _NAME = 256  # bytes for the name in the ioctl's argument
 _ADDRESS = slice(20, 24)  # where the kernel puts the address into it
 
@@ -79,14 +81,30 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def identity() -> str:
+    """Names this machine's network: two processes with the same one find each other on loopback."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{machine} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _is_up(probe: socket.socket, name: str) -> bool:
+    answer = fcntl.ioctl(probe, _SIOCGIFFLAGS, struct.pack(f"{_NAME}s", name.encode()))
+    flags: int = struct.unpack_from("H", answer, _FLAGS)[0]
+    return bool(flags & _UP)
+
+
 def addresses() -> list[str]:
-    """Returns this machine's IPv4 addresses, those of loopback left out, that of the way to everywhere else first."""
+    """Returns this machine's IPv4 addresses, that of the way to everywhere else first.
+
+    Those of loopback are left out, and those of interfaces that are down.
+    """
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack(f"{_NAME}s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[_ADDRESS])
+                if _is_up(probe, name):
+                    found[name] = socket.inet_ntoa(answer[_ADDRESS])
     usual = _usual_interface()
     ordered = sorted(found, key=lambda name: name != usual)
     return [found[name] for name in ordered if not ipaddress.ip_address(found[name]).is_loopback]

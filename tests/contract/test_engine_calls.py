@@ -34,12 +34,15 @@ from mlaunch.engines.lookout import Lookout
 from mlaunch.engines.looks import Looks
 from mlaunch.engines.machine import Machine
 from mlaunch.engines.machine_launch import MachineLaunch
+from mlaunch.engines.machine_plan import MachinePlan
 from mlaunch.engines.merged import MergedAgent
-from mlaunch.engines.messages import MARK, Look, Over, Seen
+from mlaunch.engines.messages import MARK, Look, Over, Seen, Start
 from mlaunch.engines.stream import Stream
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages import Finished, RanksStarting
+from mlaunch.protocol.spec import LaunchSpec
 from tests import builds
+from tests.processes import said_in_fork
 from tests.system.engine_caller import parent
 
 LIMIT = 60.0
@@ -410,6 +413,39 @@ def test_a_fork_of_the_caller_does_not_keep_machines(engine: Threads) -> None:
     finally:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
+
+
+def test_held_machines_in_a_fork(engine: Threads) -> None:
+    """Which was made while another thread was calling, whose lock nobody gives back there."""
+    with engine.hold(1, 1) as held:
+
+        def run() -> str:
+            held.close()
+            with pytest.raises(LaunchError) as caught:
+                launcher(rank, engine=held)()
+            return str(caught.value)
+
+        with held._lock:
+            said = said_in_fork(run)
+    assert said.startswith(f"these machines belong to process {os.getpid()}, of which this one (pid ")
+
+
+def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not one for that, and do not meet on loopback."""
+    names, found, spec = iter("abcdef"), set[str](), MachinePlan.spec
+
+    def note(plan: MachinePlan, order: Start) -> LaunchSpec:
+        found.add(order.master_ip)
+        return spec(plan, order)
+
+    monkeypatch.setattr(MachinePlan, "spec", note)
+    with engine.hold(2, 1) as held:
+        assert launcher(rank, engine=held)() == [0, 1]
+        assert found == {"127.0.0.1"}
+        monkeypatch.setattr("mlaunch.engines.machine_plan.identity", lambda: next(names))
+        monkeypatch.setattr("mlaunch.engines.machine_plan.addresses", lambda: ["127.0.0.2"])
+        assert launcher(rank, engine=held)() == [0, 1]
+    assert found == {"127.0.0.1", "127.0.0.2"}
 
 
 def test_machines_that_nobody_uses_are_given_back(engine: Threads) -> None:

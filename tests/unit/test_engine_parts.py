@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Listener
@@ -23,6 +25,8 @@ from mlaunch.engines.processes import Processes
 from mlaunch.engines.ray import Pump
 from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
+from mlaunch.rendezvous.address import identity
+from tests.conftest import ROOT
 from tests.processes import wait_gone
 
 
@@ -226,3 +230,24 @@ def accept(listener: Listener, found: list[str]) -> None:
                 found.append(end.makefile().read())
         except Exception as error:
             found.append(type(error).__name__)
+
+
+def in_own_network(commands: str) -> str:
+    """What this machine's network is called and has, there."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root, and iproute2")
+    code = "from mlaunch.rendezvous.address import *; print(identity()); print(*addresses())"
+    inside = ["unshare", "-n", "sh", "-c", f'{commands}; exec "$0" "$@"', sys.executable, "-c", code]
+    return subprocess.run(inside, check=True, capture_output=True, text=True, timeout=60, cwd=ROOT).stdout
+
+
+def test_a_machine_is_named_by_its_network() -> None:
+    there = in_own_network("ip link set lo up").splitlines()[0]
+    assert there.split()[0] == identity().split()[0]
+    assert there != identity()
+
+
+def test_an_interface_that_is_down_has_no_address_for_others() -> None:
+    made = "ip link add d0 type veth peer name d1; ip addr add 10.9.0.1/24 dev d0"
+    assert in_own_network(made).splitlines()[1] == ""
+    assert in_own_network(f"{made}; ip link set d0 up").splitlines()[1] == "10.9.0.1"
