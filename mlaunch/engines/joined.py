@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import secrets
 import select
-import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NoReturn
 
 from mlaunch.base import linux
@@ -29,7 +30,8 @@ from mlaunch.engines.mux import Mux
 from mlaunch.engines.stream import Stream
 from mlaunch.rendezvous.address import LOOPBACK, addresses
 
-_JOIN_TIMEOUT = 60  # seconds in which the first one must come
+_STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
+_LOOK_DELAY = 1.0  # seconds between looks whether what has started this process is there
 _READ = 65536
 # The number of a process, and how many there are, as programs say it.
 _NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE"),
@@ -40,13 +42,13 @@ def main() -> NoReturn:
     """Serves until the caller ends, or the first one."""
     incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
     os.dup2(2, 1)
-    secret = secrets.token_hex(32)
-    with Listener(("0.0.0.0", 0), authkey=secret.encode()) as listener:
-        where = _say_where(outgoing, listener.address[1], secret)
+    secret, starter = secrets.token_hex(32), os.getppid()
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        where = _say_where(outgoing, listener.getsockname()[1], secret)
         stream = Stream(incoming, outgoing)
         lead = _hear(stream, where)
         if lead is None:
-            _follow(listener)
+            _follow(listener, secret.encode(), starter)
     _lead(stream, lead, where)
     os._exit(0)
 
@@ -82,16 +84,37 @@ def _drain(incoming: int) -> None:
         pass
 
 
-def _follow(listener: Listener) -> NoReturn:
-    """Is a member for the first one."""
-    signal.alarm(_JOIN_TIMEOUT)
+def _admit_all(listener: socket.socket, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
     while True:
-        try:
-            connection = listener.accept()
-            break
-        except (AuthenticationError, OSError, EOFError):  # a stranger
-            continue
-    signal.alarm(0)
+        end, _ = listener.accept()
+        threading.Thread(target=_admit, args=(end, secret, found), daemon=True).start()
+
+
+def _admit(end: socket.socket, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
+    """Passes on a connection that has the secret. A stranger takes nobody's time, and soon not even its thread's."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_TIMEOUT, 0))
+    connection = Connection(end.detach())
+    try:
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+    except (AuthenticationError, OSError, EOFError):
+        connection.close()
+        return
+    with socket.socket(fileno=os.dup(connection.fileno())) as known:
+        known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    found.put(connection)
+
+
+def _follow(listener: socket.socket, secret: bytes, starter: int) -> NoReturn:
+    """Is a member for the first one, which waits for the last to start; nobody else knows for how long."""
+    found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    threading.Thread(target=_admit_all, args=(listener, secret, found), daemon=True).start()
+    connection = None
+    while connection is None:
+        with contextlib.suppress(queue.Empty):
+            connection = found.get(timeout=_LOOK_DELAY)
+        if connection is None and os.getppid() != starter:  # what has started us is gone, and nobody comes
+            os._exit(1)
     with without_delay(os.dup(connection.fileno())) as end:
         for standard in (0, 1):
             os.dup2(end.fileno(), standard)

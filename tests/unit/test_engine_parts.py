@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,31 @@ def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPat
     assert found == ["AuthenticationError", "hello"]
     os.close(reader)
     os.close(writer)
+
+
+def test_strangers_hold_up_nobody_who_joins() -> None:
+    """Neither one that says nothing, nor one with another secret."""
+    found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
+    thread = threading.Thread(target=admit, args=(listener, found), daemon=True)
+    thread.start()
+    with socket.create_connection((address, port)):
+        with pytest.raises(ConnectionError, match="is somebody else"):
+            Where("b", address, port, 1, 2, "guessed").connect()
+        ours = Where("b", address, port, 1, 2, "secret").connect()
+        with ours, found.get(timeout=60) as theirs, socket.socket(fileno=os.dup(theirs.fileno())) as end:
+            ours.sendall(b"hello")
+            assert end.recv(5) == b"hello"
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == bytes(16)
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(60)
+    listener.close()
+
+
+def admit(listener: socket.socket, found: queue.SimpleQueue[Connection]) -> None:
+    with contextlib.suppress(OSError):  # it is closed at the end
+        joined._admit_all(listener, b"secret", found)
 
 
 def accept(listener: Listener, found: list[str]) -> None:
