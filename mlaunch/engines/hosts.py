@@ -15,11 +15,15 @@ _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "Se
         "ServerAliveCountMax=3")  # fmt: skip
 
 
+_MOST_RANKS = 1023  # of a machine; from 1024 on a number after a colon is somebody's port
+
+
 class Hosts(Engine):
     """Uses the ``ssh`` program, with the user's configuration: aliases, keys, agent, jump hosts.
 
     Args:
-        hosts: Their names, as ``ssh`` takes them; "b:4" for four ranks on b, whatever ``n_gpus`` says.
+        hosts: Their names, as ``ssh`` takes them; "b:4" for four ranks on b, whatever ``n_gpus`` says, "[::1]:4" for
+            an address of IPv6, "ssh://me@b:2222*4" with a port.
         python: The interpreter there; None: the path of this one. mlaunch must be installed for it, in this version.
         cwd: The directory of the ranks there; None: that of this process if it exists there, else the login's.
         ssh: The program and its options.
@@ -61,12 +65,21 @@ def check_name(host: str) -> None:
 
 
 def _parted(host: str) -> tuple[str, int | None]:
-    check_name(host)
-    name, colon, size = host.rpartition(":")
-    if not colon or not name or ":" in name:  # an IPv6 address has several
-        return host, None
-    if not size.isdecimal() or int(size) < 1:
-        raise ValueError(f"hosts: {host!r}: allowed: a name, or a name and a number of ranks, 'b:4'")
+    if host.startswith("ssh://"):
+        name, star, size = host.partition("*")
+    else:
+        name, star, size = host.rpartition(":")
+        if not star or not name or (":" in name and not name.endswith("]")):  # an IPv6 address has several
+            name, star, size = host, "", ""
+        name = name.replace("[", "").replace("]", "")  # ssh takes an address without them
+    check_name(name)
+    if not star:
+        return name, None
+    if not size.isdecimal() or not 1 <= int(size) <= _MOST_RANKS:
+        raise ValueError(
+            f"hosts: {host!r}: allowed: a name, or a name and a number of ranks up to {_MOST_RANKS}, 'b:4', '[::1]:4'; "
+            f"a port is said as ssh does, 'ssh://me@b:2222', with ranks behind a star, 'ssh://me@b:2222*4'"
+        )
     return name, int(size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mlaunch.engines.command import Command
@@ -10,11 +11,14 @@ from mlaunch.engines.hosts import Hosts
 from mlaunch.engines.ray import Ray
 from mlaunch.engines.slurm import Slurm
 
+_PART = re.compile(r"""(?:[^,'"\[]|'[^']*'|"[^"]*"|\[[^\]]*\])+""")
 ALLOWED = "slurm[:NAME=VALUE,...], ssh:HOST[:RANKS],..., ray[:CPU=N,GPU=N,...], command:PROGRAM with its options"
 
 
 def engine_named(text: str) -> Engine:
     """Makes the engine: "slurm:partition=gpu,time=1:00:00", "ssh:a,b:4", "ray:GPU=4", "command:mpirun -N 1".
+
+    A comma that is part of a value stands in quotes or brackets: "slurm:nodelist='n1,n2'".
 
     Raises:
         ValueError: There is no such engine, or it has no such option.
@@ -25,7 +29,7 @@ def engine_named(text: str) -> Engine:
             options: dict[str, Any] = {key: value or True for key, value in _pairs(rest)}
             return Slurm(**options)
         if name == "ssh":
-            return Hosts([host for host in rest.split(",") if host])
+            return Hosts(_parts(rest))
         if name == "ray":
             return Ray(resources={key: float(value) for key, value in _pairs(rest)} or None)
         if name == "command":
@@ -35,6 +39,11 @@ def engine_named(text: str) -> Engine:
     raise ValueError(f"{text}: allowed: {ALLOWED}")
 
 
+def _parts(text: str) -> list[str]:
+    """Splits at commas, those in quotes or brackets left out: "nodelist='n1,n2'", "nodelist=n[1,3]"."""
+    return [re.sub("['\"]", "", part) for part in _PART.findall(text)]
+
+
 def _pairs(text: str) -> list[tuple[str, str]]:
-    parts = [part.partition("=") for part in text.split(",") if part]
+    parts = [part.partition("=") for part in _parts(text)]
     return [(key.strip().lstrip("-").replace("-", "_"), value.strip()) for key, _, value in parts]

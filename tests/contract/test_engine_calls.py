@@ -738,6 +738,9 @@ def test_other_mistakes() -> None:
 NAMES = [
     ("slurm:partition=gpu,exclusive,gpus-per-node=8", "Slurm(--partition=gpu --exclusive --gpus-per-node=8)"),
     ("ssh:a,b:4", "Hosts(['a', 'b'])"),
+    ("slurm:nodelist='n1,n2',time=1:00:00", "Slurm(--nodelist=n1,n2 --time=1:00:00)"),
+    ("slurm:nodelist=n[1,3-5],exclusive", "Slurm(--nodelist=n[1,3-5] --exclusive)"),
+    ("ssh:me@a:2,[::1]:2,::1,ssh://me@b:2222*4", "Hosts(['me@a', '::1', '::1', 'ssh://me@b:2222'])"),
     ("ray:GPU=4", "Ray({'GPU': 4.0})"),
     ("command:mpirun -N 1", "Command('mpirun -N 1')"),
 ]
@@ -752,6 +755,7 @@ REFUSED = [
     (["--engine", "pbs"], "--engine pbs: allowed: slurm[:NAME=VALUE,...], ssh:HOST"),
     (["--engine", "ssh:"], "--engine ssh:: hosts=[]: allowed: a list of at least one name"),
     (["--engine", "slurm:nodes=2"], "--engine slurm:nodes=2: Slurm: nodes= is the launcher's to say"),
+    (["--engine", "ssh:me@a:2222"], "a port is said as ssh does, 'ssh://me@b:2222'"),
     (["--engine", "slurm", "--devices", "1"], "--devices with --engine: allowed: one of the two"),
     (["--engine", "ssh:a", "--nnodes", "2"], "machines=2 with 1 hosts: allowed: 1 to 1"),
 ]
