@@ -47,5 +47,7 @@ class Content:
         return fd
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        """May be called again."""
+        fd = self.release()
+        if fd >= 0:
+            os.close(fd)

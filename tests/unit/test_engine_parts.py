@@ -26,6 +26,7 @@ from mlaunch.engines.processes import Processes
 from mlaunch.engines.ray import Pump
 from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
+from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import wait_gone
@@ -189,6 +190,30 @@ def test_programs_that_reach_machines() -> None:
     assert processes.fate(0, "ssh to a") == "ssh to a exited with code 3"
     processes.end()
     wait_gone([pid])
+
+
+def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.engines.processes._END_TIMEOUT", 0.0)
+    processes = Processes()
+    ends = processes.start(0, ["sh", "-c", "trap '' TERM; echo $$; while :; do :; done"])
+    with open(ends.stdout) as out:
+        pid = int(out.readline())
+        os.close(ends.stdin)
+        processes.end()
+        monkeypatch.undo()
+        processes.end()
+        assert processes.fate(0, "ssh to a") == "ssh to a was killed by SIGKILL"
+    os.close(ends.stderr)
+    wait_gone([pid])
+
+
+def test_a_launch_that_cannot_be_prepared_is_refused_by_the_end_of_its_socket() -> None:
+    ours, theirs = socket.socketpair()
+    following = NextLaunch()
+    with ours:
+        following.want(theirs.detach())
+        assert not following.wanted
+        assert ours.recv(1) == b""
 
 
 def test_an_actor_passes_on_bytes() -> None:

@@ -160,6 +160,38 @@ def test_a_stream_that_is_closed_owns_nothing() -> None:
             os.close(fd)
 
 
+def test_content_that_has_half_come_is_closed_with_its_stream() -> None:
+    with pair() as (one, other):
+        os.write(one.outgoing, struct.pack("!IQ", 1, 100) + b"r" + b"half of it")
+        assert other.receive() == []
+        content = other._content
+        assert content is not None
+        fd = content._fd
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        other.close()
+        assert not os.path.exists(f"/proc/self/fd/{fd}")
+
+
+@pytest.mark.parametrize("side", ["incoming", "outgoing"])
+def test_who_carries_several_streams_reads_no_more_than_can_be_passed_on(
+    monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    monkeypatch.setattr("mlaunch.engines.mux._FULL", 10)
+    with pair() as (one, other):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            mux = Mux(one, {0: ours})
+            theirs.sendall(b"x")
+            os.write(other.outgoing, b"x")
+            assert set(mux._wait()) == {one.incoming, ours.fileno()}
+            if side == "incoming":
+                mux._ends[0].waiting += bytes(11)
+                assert one.incoming not in mux._wait()
+            else:
+                monkeypatch.setattr(Stream, "unsent", 11)
+                assert mux._wait().get(ours.fileno(), 0) == 0
+
+
 def test_what_comes_before_the_first_word_is_dropped() -> None:
     with pair() as (one, other):
         os.write(one.outgoing, b"Welcome to host7!\nLast login: yesterday\nmark {")
