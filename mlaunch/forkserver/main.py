@@ -112,11 +112,12 @@ class _ForkServer:
         self._outlive_agents()
 
     def _prepare(self) -> bool:
-        from mlaunch.rank import device
+        from mlaunch.rank import device, stale
 
         gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
         try:
             device.check_version()
+            stale.watch()
             for module in (*_PRELOAD, *self.preload):
                 __import__(module)
             from mlaunch.agent.evidence import Evidence

@@ -6,11 +6,13 @@ A rank that stays has the code of the moment at which it imported it. Functions 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import os
 import sys
 import sysconfig
 import traceback
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,7 @@ class _Modules:
 
     known: set[str] = field(default_factory=set)  # all that were looked at
     count: int = 0  # of all modules, when they were looked at
+    read: dict[str, int] = field(default_factory=dict)  # by file: its time of change in ns, as it was imported
     files: dict[str, tuple[str, int]] = field(default_factory=dict)  # by name: the file, and its time of change in ns
     before: dict[str, dict[str, Any]] = field(default_factory=dict)  # the contents, before a reload
 
@@ -33,9 +36,28 @@ class _Modules:
 _modules = _Modules()
 
 
+def watch() -> None:
+    """Notes from now on, in this process and its forks, of when the files are that are imported.
+
+    It is too late to ask for it afterwards: a call may take hours, and its files are edited meanwhile.
+    """
+    loader = importlib.machinery.SourceFileLoader
+    original = loader.path_stats
+
+    def path_stats(self: importlib.machinery.SourceFileLoader, path: str) -> Mapping[str, Any]:
+        if _is_of_the_user(path):
+            _modules.read[path] = _changed_at(path)
+        return original(self, path)
+
+    loader.path_stats = path_stats  # type: ignore[method-assign]
+
+
 def begin() -> None:
-    """Takes what is there for the libraries of the fork server, which loads nothing else."""
+    """Takes what is there for libraries, except what the fork server has imported for the user (``preload=``)."""
     _modules.known.update(sys.modules)
+    if _modules.read:
+        files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+        _modules.known -= {name for name, file in files.items() if file in _modules.read}
 
 
 def note() -> None:
@@ -46,8 +68,12 @@ def note() -> None:
     for name in [name for name in sys.modules if name not in _modules.known]:
         _modules.known.add(name)
         file = getattr(sys.modules[name], "__file__", None)
-        if isinstance(file, str) and not file.startswith(_LIBRARIES) and not is_ours(file):
-            _modules.files[name] = file, _changed_at(file)
+        if isinstance(file, str) and _is_of_the_user(file):
+            _modules.files[name] = file, _modules.read.get(file, _changed_at(file))
+
+
+def _is_of_the_user(file: str) -> bool:
+    return not file.startswith(_LIBRARIES) and not is_ours(file)
 
 
 def _changed_at(file: str) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch import Ranks
+from mlaunch.rank import stale
 
 Write = Callable[[str], None]
 
@@ -99,3 +100,48 @@ def test_a_reload_names_held_objects_that_keep_their_class(write: Write, name: s
         with pytest.warns(RuntimeWarning, match=r"the held values \d+ keep the classes of before the reload"):
             assert ranks.reload() == [name]
         assert ranks.run(lambda model: model.size, held) == [1, 1]
+
+
+def answer_after(name: str, imported: str, edited: str) -> int:
+    module = importlib.import_module(name)
+    Path(imported + os.environ["RANK"]).touch()
+    while not Path(edited).exists():
+        os.sched_yield()
+    return int(module.answer())
+
+
+def test_a_module_that_is_edited_while_the_call_runs_that_has_imported_it(
+    name: str, write: Write, ranks: Ranks, tmp_path: Path
+) -> None:
+    write("def answer(): return 1\n")
+    imported, edited = tmp_path / "imported", tmp_path / "edited"
+    future = ranks.submit(answer_after, name, str(imported), str(edited))
+    while not (all(Path(f"{imported}{rank}").exists() for rank in range(2)) or future.done()):
+        os.sched_yield()
+    write("def answer(): return 2\n")
+
+    def end() -> list[list[int]]:
+        edited.touch()
+        return [future.result(60), ranks.run(answer_of, name)]
+
+    with pytest.warns(RuntimeWarning, match=name):
+        assert end() == [[1, 1], [1, 1]]
+    assert ranks.reload() == [name]
+    assert ranks.run(answer_of, name) == [2, 2]
+
+
+def test_a_module_that_the_fork_server_has_imported_for_the_user(name: str, write: Write) -> None:
+    """Its own and torch's are libraries."""
+    write("def answer(): return 1\n")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            stale.watch()
+            importlib.import_module(name)
+            write("def answer(): return 2\n")
+            stale.begin()
+            code = int(stale.changed() != [name])
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
