@@ -25,10 +25,12 @@ Reduced = str | tuple[Any, ...]
 def of_function(function: types.FunctionType) -> Reduced | None:
     """Reduces what ``torch.compile`` made of a function: to that, compiled anew. None for any other function."""
     original = function.__dict__.get("_torchdynamo_orig_callable")
+    if original is None:
+        return None
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     closure = {name: cell.cell_contents for name, cell in cells}
     links = list(_chain(closure.get("callback")))
-    if original is None or not links:
+    if not links:  # torch.compiler.disable's
         return None
     fullgraph = getattr(closure.get("self"), "fullgraph", type(links[1]).__name__ == "ConvertFrameAssert")
     return _compile_again, (original, {**_backend(links[-1]), "dynamic": links[-1].dynamic, "fullgraph": fullgraph})
