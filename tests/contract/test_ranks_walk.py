@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, launcher
@@ -16,6 +20,7 @@ from tests.contract.functions import total, wait_in_vain
 from tests.processes import wait_gone
 
 SEED = int(os.environ.get("MLAUNCH_WALK_SEED", str(random.SystemRandom().randrange(1_000_000))))
+LIMIT = 60.0  # seconds, of every wait
 COUNT = int(os.environ.get("MLAUNCH_WALK", "300"))
 
 
@@ -41,6 +46,29 @@ def kill() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     spin()
+
+
+def send_and_fail() -> None:
+    sys.left_here = dist.isend(torch.ones(3), 1 - dist.get_rank())  # type: ignore[attr-defined]
+    dist.barrier()
+    raise ValueError("no such luck")
+
+
+def held_numbers() -> list[int]:
+    return sorted(sys.modules["mlaunch.rank.held"].table.objects)
+
+
+def follow(other: Future[Any], one: Future[Any]) -> None:
+    """Has one end as another does."""
+
+    def end(_: object) -> None:
+        error = other.exception()
+        if error is None:
+            one.set_result(other.result())
+        else:
+            one.set_exception(error)
+
+    other.add_done_callback(end)
 
 
 def make(number: int) -> list[int]:
@@ -69,7 +97,9 @@ class Walk:
 
     def step(self) -> str:
         steps: list[Callable[[], None]] = [self.run, self.hold, self.fetch, self.free, self.use_gone, self.fail]
+        steps += [self.cancel, self.free_with_a_cancelled_call, self.submit_in_a_callback]
         rare: list[Callable[[], None]] = [self.interrupt, self.deadline, self.mismatch, self.kill, self.close]
+        rare += [self.kill_before_others, self.close_in_a_callback, self.destroy_the_group, self.message, self.fork]
         chosen = self.chance.choice(steps * 3 + rare)
         chosen()
         return chosen.__name__
@@ -144,6 +174,67 @@ class Walk:
         self.gone += self.held
         self.held.clear()
         self.open()
+
+    def cancel(self) -> None:
+        first, second, third = (self.ranks.submit(total) for _ in range(3))
+        is_cancelled = second.cancel()  # else it was begun already
+        assert first.result(LIMIT) == third.result(LIMIT) == [2.0, 2.0]
+        assert is_cancelled or second.result(LIMIT) == [2.0, 2.0]
+
+    def free_with_a_cancelled_call(self) -> None:
+        first = self.ranks.submit(total)
+        self.free()
+        self.ranks.submit(total).cancel()
+        first.result(LIMIT)
+        wanted = sorted(held._number for held in self.held)
+        assert self.ranks.run(held_numbers) == [wanted, wanted]
+
+    def submit_in_a_callback(self) -> None:
+        again: Future[list[float]] = Future()
+        self.ranks.submit(total).add_done_callback(lambda _: follow(self.ranks.submit(total), again))
+        assert self.ranks.run(total) == again.result(LIMIT) == [2.0, 2.0]
+
+    def kill_before_others(self) -> None:
+        """What waits runs on fresh ranks, as does what a callback of the failed call submits."""
+        again: Future[list[float]] = Future()
+        failed = self.ranks.submit(kill)
+        failed.add_done_callback(lambda _: follow(self.ranks.submit(total), again))
+        waiting, cancelled = self.ranks.submit(total), self.ranks.submit(total)
+        cancelled.cancel()
+        assert "was killed by SIGKILL" in str(failed.exception(LIMIT))
+        assert waiting.result(LIMIT) == again.result(LIMIT) == [2.0, 2.0]
+        self.lose()
+
+    def close_in_a_callback(self) -> None:
+        closed: Future[None] = Future()
+
+        def close(_: object) -> None:
+            self.ranks.close(cancel_futures=bool(self.chance.randrange(2)))
+            closed.set_result(None)
+
+        self.ranks.submit(total).add_done_callback(close)
+        closed.result(LIMIT)
+        self.close()
+
+    def destroy_the_group(self) -> None:
+        assert self.ranks.run(dist.destroy_process_group) == [None, None]
+
+    def message(self) -> None:
+        with pytest.raises(ValueError, match="no such luck"):
+            self.ranks.run(send_and_fail)
+        self.lose()
+
+    def fork(self) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(LIMIT))
+            try:
+                self.ranks.run(total)
+            except RuntimeError:
+                self.ranks.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def some(self) -> list[Held]:
         return [self.chance.choice(list(self.held))] if self.held else []
