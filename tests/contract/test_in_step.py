@@ -460,9 +460,13 @@ def test_calls_that_wait_for_lost_ranks_which_are_closed(tmp_path: Path) -> None
 
 
 def end_once(path: str) -> None:
+    wait_for_file(path)
+    os._exit(3)
+
+
+def wait_for_file(path: str) -> None:
     while not os.path.exists(path):
         os.sched_yield()
-    os._exit(3)
 
 
 # What cannot travel
@@ -676,17 +680,20 @@ def test_a_call_that_will_not_end(ranks: Ranks) -> None:
 
 def test_an_interrupt_while_another_threads_call_runs(ranks: Ranks, tmp_path: Any) -> None:
     """It ends the call of the main thread, which has not begun."""
-    gate = str(tmp_path / "gate")
 
-    def work(caller: int, gate: str) -> int:
+    def work(caller: int, directory: str) -> int:
+        wait_for_file(f"{directory}/submitted")
         interrupt(caller)
-        while not os.path.exists(gate):
-            os.sched_yield()
+        wait_for_file(f"{directory}/gate")
         return 6
 
+    def call() -> object:
+        (tmp_path / "submitted").touch()
+        return ranks.run(total)
+
     with intact(ranks):
-        first = ranks.submit(work, os.getpid(), gate)
-        assert isinstance(caught(lambda: ranks.run(total)), KeyboardInterrupt)
+        first = ranks.submit(work, os.getpid(), str(tmp_path))
+        assert isinstance(caught(call), KeyboardInterrupt)
         (tmp_path / "gate").touch()
         assert first.result(LIMIT) == [6, 6]
 
