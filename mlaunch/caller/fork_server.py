@@ -78,12 +78,9 @@ class ForkServer:
             record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
         except (EOFError, ConnectionResetError):
             raise LaunchError(f"{self.describe_end()} before it was ready") from None
-        if isinstance(record, NotReady) and "\n" not in record.reason:
-            raise LaunchError(record.reason)
         if isinstance(record, NotReady):
-            raise LaunchError(
-                f"the fork server (pid {self.pid}) could not import its modules:\n{record.reason.rstrip()}"
-            )
+            told, whole = f"the fork server (pid {self.pid}) could not import its modules:\n", "\n" not in record.reason
+            raise LaunchError(record.reason if whole else told + record.reason.rstrip())
         if not isinstance(record, Ready):
             raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
         return record

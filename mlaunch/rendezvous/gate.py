@@ -171,8 +171,7 @@ class Gate:
         for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
             own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
             member.join = join
-            with contextlib.suppress(ConnectionError):  # of its end we hear where it is read
-                wire.write(member.writer, wire.encode({"plan": {**plan, **own}}))
+            wire.post(member.writer, wire.encode({"plan": {**plan, **own}}))
 
     async def _hear(self, member: _Member, record: wire.Record) -> None:
         if isinstance(record.get("failure"), dict):
@@ -253,8 +252,7 @@ class Gate:
         line = wire.encode(record)
         for member in self._members:
             if member is not besides and not member.gone.is_set():
-                with contextlib.suppress(ConnectionError):
-                    wire.write(member.writer, line)  # without waiting for a slow one
+                wire.post(member.writer, line)  # without waiting for a slow one
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

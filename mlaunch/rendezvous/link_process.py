@@ -245,8 +245,7 @@ class LinkProcess:
 
     def _post(self, record: wire.Record) -> None:
         if self._writer is not None:
-            with contextlib.suppress(ConnectionError):  # of its end we hear where it is read
-                wire.write(self._writer, wire.encode(record))
+            wire.post(self._writer, wire.encode(record))
 
     async def _carry(self, listener: socket.socket) -> None:
         """Carries the ranks' traffic with the store."""

@@ -8,7 +8,6 @@ sent within one turn of the event loop goes out in one write.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 from collections.abc import AsyncIterator
 
@@ -39,8 +38,7 @@ class Pieces:
 
     def _flush(self) -> None:
         out, self._out = self._out, []
-        with contextlib.suppress(ConnectionError):  # of its end we hear where it is read
-            wire.write(self._writer, b"".join(out))
+        wire.post(self._writer, b"".join(out))
 
     @property
     def unsent(self) -> int:

@@ -62,6 +62,12 @@ def write(writer: asyncio.StreamWriter, data: bytes) -> None:
         raise ConnectionResetError("the connection was closed") from error
 
 
+def post(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Writes without waiting. Whoever reads from a connection that is closed hears of its end there."""
+    with contextlib.suppress(ConnectionError):
+        write(writer, data)
+
+
 async def send(writer: asyncio.StreamWriter, record: Record) -> None:
     write(writer, encode(record))
     await writer.drain()
