@@ -94,6 +94,9 @@ def engine() -> Iterator[Threads]:
     made = Threads()
     yield made
     assert made.placements
+    for placed in made.placements:
+        for thread in placed.threads:
+            thread.join(LIMIT)
     assert not [thread for placed in made.placements for thread in placed.threads if thread.is_alive()]
 
 
