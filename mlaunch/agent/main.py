@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -100,6 +101,7 @@ def _rest(link: Channel, parent: int) -> Order | None:
     """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
     store.let_go()
     _leave_streams()
+    os.chdir("/")  # nor does it keep a file system busy
     if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
         return None
     try:
@@ -139,6 +141,8 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
     os.close(order.spec_fd)
     name_process("agent", spec.name)
+    with contextlib.suppress(OSError):  # which a rank will tell
+        os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
     priority = lower_priority() if spec.prepared else None
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()

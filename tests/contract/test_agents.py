@@ -299,3 +299,13 @@ def test_how_many_rest(launches: list[int], rest: int) -> None:
     assert (children.resting is not None) == bool(rest)
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_ranks_are_forked_in_the_callers_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """Also by an agent that has rested; hooks that follow a fork write into it."""
+    for number in range(calls):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        monkeypatch.chdir(directory)
+        assert launcher(lambda: os.readlink(f"/proc/{os.getppid()}/cwd"), 1)() == [str(directory)]
