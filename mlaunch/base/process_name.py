@@ -38,7 +38,7 @@ def _short(role: str) -> str:
 def _command_line() -> tuple[int, int]:
     """Returns where this process's command line is, and its size in bytes; 0 where the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):
-        _, _, rest = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")
+        _, _, rest = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
         start, end = map(int, rest.split()[_ARGUMENTS])
         return start, end - start
     return 0, 0

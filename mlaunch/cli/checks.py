@@ -90,7 +90,7 @@ def token_of(file: str | None, environ: Mapping[str, str]) -> str | None:
             raise UsageError(str(error)) from None
         return environ.get(tokens.VARIABLE)
     try:
-        with open(file) as opened:
+        with open(file, encoding="utf-8") as opened:
             readable = os.fstat(opened.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH)
             token = opened.read().strip()
     except (OSError, UnicodeDecodeError) as error:

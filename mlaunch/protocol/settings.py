@@ -76,19 +76,19 @@ def apply(settings: Settings) -> None:
 
 def _umask() -> int:
     """Returns it as the kernel tells it: to ask for it is to change it, for all threads."""
-    found = _UMASK.search(Path("/proc/self/status").read_text(errors="replace"))
+    found = _UMASK.search(Path("/proc/self/status").read_text(encoding="utf-8", errors="replace"))
     return int(found[1], 8) if found else 0o022
 
 
 def _score() -> str:
     with contextlib.suppress(OSError):
-        return _SCORE.read_text().strip()
+        return _SCORE.read_text(encoding="ascii").strip()
     return ""
 
 
 def _set_score(value: str) -> None:
     if value and value != _score():
-        _SCORE.write_text(value)
+        _SCORE.write_text(value, encoding="ascii")
 
 
 def _set_nice(value: int) -> None:

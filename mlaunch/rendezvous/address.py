@@ -83,7 +83,7 @@ def interface_of(address: str) -> str:
 
 def identity() -> str:
     """Names this machine's network: two processes with the same one find each other on loopback."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{machine} {os.stat('/proc/self/ns/net').st_ino}"
 
 

@@ -22,7 +22,7 @@ async def carry(fd: int, token: str) -> tuple[int, int | None, str]:
     reader, back = await asyncio.open_connection(sock=far, limit=wire.LINE_LIMIT)
     sending = asyncio.ensure_future(values.send(writer, 3, fd, values.Signature("hush", "launch", 3)))
     try:
-        return await values.receive(reader, token, "launch", 2)
+        return await values.receive(reader, token, "launch", 4)
     finally:
         await sending
         writer.close()
