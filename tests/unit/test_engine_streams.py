@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pytest
 
 from mlaunch.engines.backlog import Backlog
+from mlaunch.engines.content import Content
 from mlaunch.engines.lease import Term
 from mlaunch.engines.machine import last_lines
 from mlaunch.engines.messages import Lease
@@ -158,6 +159,16 @@ def test_a_stream_that_is_closed_owns_nothing() -> None:
         assert os.waitpid(fork, 0)[1] == 0
         for fd in taken:
             os.close(fd)
+
+
+def test_content_is_released_once() -> None:
+    content = Content(b"record", 3)
+    assert not content.take(bytearray(b"ab"))
+    assert content.take(rest := bytearray(b"cd"))
+    assert rest == b"d"
+    fd = content.release()
+    content.close()  # the receiver owns the file now
+    assert content_of(fd) == b"abc"
 
 
 def test_content_that_has_half_come_is_closed_with_its_stream() -> None:
