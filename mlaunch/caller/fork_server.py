@@ -14,7 +14,7 @@ from mlaunch.base import linux
 from mlaunch.base.errors import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.base.fds import close_all
 from mlaunch.caller import interrupts
-from mlaunch.protocol import payload
+from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Cancel, NotReady, Ready
@@ -154,7 +154,7 @@ class ForkServer:
         """
         with _standard_streams() as streams:
             beside = streams if following is None else [*streams, following.fileno()]
-            return self._ask(StartLaunch(more), [("spec", spec), ("call", call)], beside)
+            return self._ask(StartLaunch(more, error_file.directory_of(spec)), [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: Channel, *, like: LaunchSpec | None = None) -> None:
         """Has a launch prepared, as the last one was. OSError if the server is gone.

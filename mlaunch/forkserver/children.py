@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Child:
     link: Channel | None = None
     rests: bool = False  # between two launches, or after its last
     launches: int = 0
+    directory: str = ""  # that it removes at its end, unless it is killed
 
     @property
     def is_trial(self) -> bool:
@@ -100,6 +102,13 @@ class Child:
             self.channel.close()
         self.dismiss()
 
+    def reap(self) -> int:
+        """Takes in that it has ended; returns its status, as os.waitpid does."""
+        _, status = os.waitpid(self.pid, 0)
+        if self.directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        return status
+
     def wait_for_agent(self) -> None:
         """Waits until an agent has ended, which its grace period bounds; wakes one that somebody has stopped."""
         number = signal.SIGCONT  # it ends its launch, and tidies up
@@ -107,7 +116,7 @@ class Child:
             if self._is_stopped():
                 os.kill(self.pid, number)
                 number = signal.SIGKILL
-        os.waitpid(self.pid, 0)
+        self.reap()
 
 
 class Children:

@@ -20,13 +20,14 @@ class Launch:
     """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
 
     ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``: see the agent's
-    Order.
+    Order. ``directory``: see StartLaunch.
     """
 
     fds: tuple[int, int, int, int, int]
     call: Call | None = None
     more: bool = False
     rehearses: bool = False
+    directory: str = ""
 
     @property
     def socket(self) -> int:
@@ -61,7 +62,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
     if agents_link is not None:
         agents_link.close()
     if pid is not None:
-        child = Child(pid, os.pidfd_open(pid), None, is_agent=True, link=link)
+        child = Child(pid, os.pidfd_open(pid), None, is_agent=True, link=link, directory=launch.directory)
         children.add(child)
         child.begin(Channel.adopt(launch.socket))
     elif link is not None:

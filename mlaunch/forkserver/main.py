@@ -172,7 +172,7 @@ class _ForkServer:
         except EOFError:
             return False
         if isinstance(record, StartLaunch):
-            self._start(fds, caller, more=record.more)
+            self._start(fds, caller, record)
         elif isinstance(record, Prepare):
             if fds[1:]:
                 self.next.remember(fds[1:], announced=True)
@@ -183,10 +183,13 @@ class _ForkServer:
             self.retiring = True
         return True
 
-    def _start(self, fds: list[int], caller: int, *, more: bool) -> None:
+    def _start(self, fds: list[int], caller: int, order: StartLaunch) -> None:
         spec_fd, call_fd, launcher_fd, out, err, *wanted = fds
         self.next.forget()
-        self._launch(Launch((spec_fd, call_fd, launcher_fd, out, err), self.call, more=more), caller)
+        launch = Launch(
+            (spec_fd, call_fd, launcher_fd, out, err), self.call, more=order.more, directory=order.directory
+        )
+        self._launch(launch, caller)
         os.close(call_fd)
         self.next.remember((spec_fd, out, err))
         if wanted:
@@ -221,7 +224,7 @@ class _ForkServer:
         """Reaps a child and whatever it left, then says its last word."""
         self.children.remove(child)
         os.close(child.pidfd)
-        _, status = os.waitpid(child.pid, 0)
+        status = child.reap()
         orphans.end_children(spare={other.pid for other in self.children})
         child.say_last(os.waitstatus_to_exitcode(status))
         if child.is_trial:

@@ -43,10 +43,15 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def directory_of(spec: LaunchSpec) -> str:
+    """Returns the directory that an agent makes for them; "" if it makes none."""
+    return _own_directory(spec) if spec.command is not None and not spec.command.error_dir else ""
+
+
 def remove_directory(spec: LaunchSpec) -> None:
     """Removes what an agent has left that was killed; called by its launcher."""
-    if spec.command is not None and not spec.command.error_dir:
-        shutil.rmtree(_own_directory(spec), ignore_errors=True)
+    if directory := directory_of(spec):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _own_directory(spec: LaunchSpec) -> str:

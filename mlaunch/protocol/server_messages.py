@@ -28,10 +28,12 @@ class DeviceCount:
 class StartLaunch:
     """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare.
 
-    ``more``: others like it may follow, for which its agent can stay.
+    ``more``: others like it may follow, for which its agent can stay. ``directory``: removed when its agent is gone,
+    who does that unless it is killed; "": none.
     """
 
     more: bool = False
+    directory: str = ""
 
 
 @dataclass(frozen=True)

@@ -250,6 +250,20 @@ def test_the_command_is_killed(tmp_path: Path) -> None:
     os.close(end)
 
 
+def test_the_command_and_its_agent_are_killed(tmp_path: Path) -> None:
+    """The fork server removes what neither of them can."""
+    process, end = start_waiting(tmp_path)
+    family = descendants(process.pid)
+    [agent] = children(children(process.pid)[0])
+    os.kill(agent, signal.SIGSTOP)  # it cannot tidy up between the two
+    process.send_signal(signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    process.communicate()
+    wait_gone(family)
+    assert os.listdir(tmp_path / "temporary") == []
+    os.close(end)
+
+
 def test_the_agent_is_killed(tmp_path: Path) -> None:
     """Its directory goes with it, though it could not remove it."""
     process, end = start_waiting(tmp_path)
