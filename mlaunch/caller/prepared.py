@@ -18,6 +18,7 @@ from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.prepared import shape_of
 from mlaunch.protocol.spec import LaunchSpec
 
+_DEATH_TIMEOUT = 5.0  # seconds for a killed agent
 _RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more
 _VARIABLE = "MLAUNCH_PREPARE"  # "0": prepare nothing
 _Streams = tuple[tuple[int, int] | None, ...]
@@ -109,13 +110,19 @@ def _drop(found: _Prepared) -> None:
 
 def _kill(found: _Prepared) -> None:
     """Kills the agent, with which its ranks die, and removes what it would have removed."""
+    launch_id, agent = "", -1
     while linux.wait_readable([found.channel.fileno()], 0.0):
         record, fds = found.channel.receive()
         if isinstance(record, AgentStarted):
-            signal.pidfd_send_signal(fds[0], signal.SIGKILL)
+            agent = fds.pop()
+            signal.pidfd_send_signal(agent, signal.SIGKILL)
         elif isinstance(record, RanksStarting):
-            registry.remove(found.shape.context.environ, record.launch_id)
+            launch_id = record.launch_id
         close_all(fds)
+    if agent >= 0:
+        linux.wait_readable([agent], _DEATH_TIMEOUT)  # the socket of one that lives is not removed
+        os.close(agent)
+    registry.remove(found.shape.context.environ, launch_id)
 
 
 def _streams() -> _Streams:

@@ -76,8 +76,13 @@ def apply(settings: Settings) -> None:
 
 def _umask() -> int:
     """Returns it as the kernel tells it: to ask for it is to change it, for all threads."""
-    found = _UMASK.search(Path("/proc/self/status").read_text(encoding="utf-8", errors="replace"))
-    return int(found[1], 8) if found else 0o022
+    with contextlib.suppress(OSError):
+        found = _UMASK.search(Path("/proc/self/status").read_text(encoding="utf-8", errors="replace"))
+        if found:
+            return int(found[1], 8)
+    mask = os.umask(0o077)  # there is no /proc: for a moment, files of other threads are this user's alone
+    os.umask(mask)
+    return mask
 
 
 def _score() -> str:
