@@ -821,6 +821,7 @@ def test_who_is_in_step(told: list[Numbers], agree: bool) -> None:
 
 def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group itself knows that of one."""
+    pytest.importorskip("torch", reason="the groups are torch's")
     numbers = {"cpu": 1, "cuda": 1}
 
     def backend_of(device: Any) -> Any:
