@@ -381,7 +381,7 @@ def test_what_is_known_by_name_comes_back_as_itself(top: dict[str, Any]) -> None
     known = [top[name] for name in ("MISSING", "UserId")] + [top["Color"].RED]
     with Ranks(n_gpus=1) as ranks:
         [back] = ranks.run(lambda *got: got, *known)
-        assert all(one is other for one, other in zip(back, known, strict=True))
+        assert [one is other for one, other in zip(back, known, strict=True)] == [True, True, True]
         held = ranks.hold(lambda got: got, top["MISSING"])
         assert ranks.run(lambda one, other: one is other, held, top["MISSING"]) == [True]
 
