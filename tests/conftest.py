@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -42,6 +43,7 @@ LONGEST_FIRST = (
     "unit/",
     "",
 )
+_REMOVAL_TIMEOUT = 10.0  # seconds
 interpreters = Watch()
 
 
@@ -111,6 +113,8 @@ def nothing_left_behind():  # type: ignore[no-untyped-def]
     if after != before:
         mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
         after = _what_is_there()
+    if _differs(before["shared memory"], after["shared memory"]):
+        after["shared memory"] = _wait_for_removal(before["shared memory"])
     left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
     assert not left, "\n".join(left)
 
@@ -151,8 +155,20 @@ def _what_is_there() -> dict[str, object]:
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
         "cwd": os.getcwd(),
         "runtime files": [str(path) for path in registry.home(os.environ).glob("*")],
-        "shared memory": [name for name in os.listdir("/dev/shm") if _is_left(name)],
+        "shared memory": _shared_memory(),
     }
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if _is_left(name)}
+
+
+def _wait_for_removal(before: object) -> set[str]:
+    """Returns what stays. torch removes what ranks have left, here or in another session, after two seconds."""
+    end = time.monotonic() + _REMOVAL_TIMEOUT
+    while _differs(before, found := _shared_memory()) and time.monotonic() < end:
+        signal.sigtimedwait([], 0.05)
+    return found
 
 
 def _is_left(name: str) -> bool:

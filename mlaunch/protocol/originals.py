@@ -76,7 +76,8 @@ def can_be_known(found: Any) -> bool:
     """Tells whether an object that is neither class nor function can have a number."""
     kind: Any = type(found)
     plain: Any = object
-    return kind.__hash__ is plain.__hash__ and kind.__eq__ is plain.__eq__ and kind.__weakrefoffset__ > 0
+    has_weak_references = kind.__weakrefoffset__ != 0  # it is negative where the interpreter keeps them (3.12)
+    return kind.__hash__ is plain.__hash__ and kind.__eq__ is plain.__eq__ and has_weak_references
 
 
 def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Source | None]) -> None:

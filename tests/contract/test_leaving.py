@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from multiprocessing import shared_memory
@@ -251,7 +250,7 @@ def test_buffers_are_aligned(size: int) -> None:
 def makes_a_block() -> None:
     block = shared_memory.SharedMemory(create=True, size=1)
     if os.fork() == 0:  # a worker, which holds what the tracker waits for
-        time.sleep(1000)
+        signal.pause()
     _blocks.append(block)
 
 

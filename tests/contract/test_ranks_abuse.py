@@ -166,7 +166,6 @@ def test_a_callback_may_exit(ranks: Ranks, tmp_path: Path) -> None:
 # Callers
 
 
-@builds.silent  # ranks that print have pipes open, one of which may close meanwhile
 def die() -> None:
     os._exit(3)
 
@@ -282,6 +281,7 @@ def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> N
     assert ranks.run(total) == [2.0, 2.0]
 
 
+@builds.silent  # ranks that print have pipes open, one of which may close meanwhile
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_descriptor_is_left_for_what_ranks_answer(ranks: Ranks, *, waits: bool) -> None:
     assert ranks.run(total) == [2.0, 2.0]

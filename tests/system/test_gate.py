@@ -641,6 +641,16 @@ def test_machines_of_a_launch_get_a_secret_that_no_other_launch_has() -> None:
     assert both[0] != both[1]
 
 
+@contextlib.asynccontextmanager
+async def link_to(serve: Any, agent: channel.Channel) -> AsyncIterator[LinkProcess]:
+    """A machine's link, without a token, to a master that answers as ``serve`` does."""
+    with listen() as listener:
+        server = await asyncio.start_server(serve, sock=listener)
+        cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
+        yield LinkProcess(cluster, join(1, 1, 2), agent)
+        server.close()
+
+
 def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
     """Whoever listens at the master's port first may be anybody, without a token."""
     plan = {"launch_id": "../../users", "attempt": 0, "num_nodes": 2, "world_size": 2, "node_rank": 1, "rank_start": 1,
@@ -661,14 +671,11 @@ def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
 
     async def link() -> None:
         ours, theirs = channel.Channel.pair()
-        with listen() as listener:
-            server = await asyncio.start_server(plan_evil, sock=listener)
-            cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
-            machine = asyncio.ensure_future(LinkProcess(cluster, join(1, 1, 2), theirs).run(None))
+        async with link_to(plan_evil, theirs) as machine:
+            running = asyncio.ensure_future(machine.run(None))
             await asyncio.wait_for(tried.wait(), 60)
-            machine.cancel()
-            await asyncio.gather(machine, return_exceptions=True)
-            server.close()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         theirs.close()
         with contextlib.suppress(EOFError):
             while True:
@@ -829,12 +836,8 @@ def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch)
 
     async def look() -> None:
         ours, theirs = channel.Channel.pair()
-        with listen() as listener:
-            server = await asyncio.start_server(turn_away, sock=listener)
-            cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
-            machine = LinkProcess(cluster, join(1, 1, 2), theirs)
+        async with link_to(turn_away, theirs) as machine:
             await asyncio.wait_for(machine.run(None), 60)
-            server.close()
         asyncio.get_running_loop().remove_reader(theirs.fileno())
         for end in (ours, theirs):
             end.close()

@@ -328,6 +328,7 @@ def test_stop_ends_ranks_that_stay() -> None:
             ranks.run(int)
 
 
+@builds.silent
 def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop"]) == 1
     assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here")
