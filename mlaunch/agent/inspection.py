@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.reception import ALL_STACKS, STATUS, STOP, Reception, answer, pid_of
+from mlaunch.agent.reception import ALL_STACKS, STATUS, Reception, answer
 from mlaunch.agent.stack_requests import StackRequests, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
@@ -40,8 +40,6 @@ class Inspection:
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         self._curious: list[socket.socket] = []  # those who wait for stacks
-        self._stoppers: list[socket.socket] = []  # those who wait for the end
-        self.asked_to_stop: int | None = None  # the process that wants the launch to end
         self._answer_at: float | None = None  # when they get what there is
         self._listen_at: float | None = self._start + _LISTEN_DELAY
 
@@ -49,6 +47,11 @@ class Inspection:
     def due(self) -> float | None:
         """When ``serve`` is to be called though nobody has come; None: it need not."""
         return min((at for at in (self._answer_at, self._listen_at) if at is not None), default=None)
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The process that has asked the launch to end; None: none has."""
+        return self._reception.stopped_by
 
     def fds(self) -> list[int]:
         return self._reception.fds()
@@ -69,17 +72,11 @@ class Inspection:
         self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:
-        for visitor in self._stoppers:
-            answer(visitor, self._status(with_stacks=False))
         self._reception.close()
 
     def _hear(self, visitor: socket.socket, word: bytes, requests: StackRequests) -> None:
         if word == STATUS:
             answer(visitor, self._status(with_stacks=False))
-            return
-        if word == STOP:
-            self.asked_to_stop = pid_of(visitor)
-            self._stoppers.append(visitor)
             return
         for rank in self._ranks:
             if rank.alive:

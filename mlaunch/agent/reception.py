@@ -28,6 +28,8 @@ class Reception:
         self._name = name
         self._owner = os.getpid()
         self._visitors: dict[int, socket.socket] = {}
+        self._stoppers: list[socket.socket] = []  # those who wait for the end
+        self.stopped_by: int | None = None  # the process that has asked the launch to end
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
@@ -37,20 +39,23 @@ class Reception:
 
     def close(self) -> None:
         """Lets go of all who have come, and can be found no more; a fork of the owner lets go alone."""
-        for visitor in self._visitors.values():
+        for visitor in [*self._visitors.values(), *self._stoppers]:
             visitor.close()
         if self._listener is not None:
             self._listener.close()
         if self._listener is not None and self._owner == os.getpid():
             registry.remove(self._environ, self._name)
-        self._visitors, self._listener = {}, None
+        self._visitors, self._stoppers, self._listener = {}, [], None
 
     def fds(self) -> list[int]:
         """Returns what is to be watched."""
         return [*([] if self._listener is None else [self._listener.fileno()]), *self._visitors]
 
     def take(self, ready: Collection[int]) -> list[tuple[socket.socket, bytes]]:
-        """Returns who has said what; those who said nothing that we know are sent away."""
+        """Returns who wants to know what; those who said nothing that we know are sent away.
+
+        Who asks the launch to end is noted, and hears of its end by ours.
+        """
         visitors = [self._visitors.pop(fd) for fd in self._visitors.keys() & set(ready)]
         heard = [(visitor, _word_of(visitor)) for visitor in visitors]
         if self._listener is not None and self._listener.fileno() in ready:  # last: who comes may get a ready number
@@ -58,7 +63,10 @@ class Reception:
         for visitor, word in heard:
             if not word:
                 visitor.close()
-        return [(visitor, word) for visitor, word in heard if word]
+            elif word == STOP:
+                self.stopped_by = _pid_of(visitor)
+                self._stoppers.append(visitor)
+        return [(visitor, word) for visitor, word in heard if word and word != STOP]
 
     def _welcome(self, listener: socket.socket) -> None:
         """Accepts a visitor. Too many that say nothing make way, the oldest first: the listener would stay readable."""
@@ -87,7 +95,7 @@ def _word_of(visitor: socket.socket) -> bytes:
     return b""
 
 
-def pid_of(visitor: socket.socket) -> int:
+def _pid_of(visitor: socket.socket) -> int:
     """Returns the process that has connected; 0 if it is of another namespace."""
     pid, _, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(pid)

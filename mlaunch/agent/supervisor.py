@@ -113,9 +113,8 @@ class Supervisor:
         if self._inspection is None:
             return
         self._inspection.serve(ready, self._stopping.asked)
-        pid, self._inspection.asked_to_stop = self._inspection.asked_to_stop, None
-        if pid is not None and not self._stopping.begun:
-            failure = failures.from_stop(pid)
+        if self._inspection.stopped_by is not None and not self._stopping.begun:
+            failure = failures.from_stop(self._inspection.stopped_by)
             self._launcher.try_send(failure)
             self._remember(lambda: failure)
             self._stopping.within(0.0)

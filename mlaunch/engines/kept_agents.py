@@ -82,7 +82,7 @@ class KeptAgents(MergedAgent):
             if failed or isinstance(record, DeadlinePassed):
                 self._end_call(self._number, machine)
             elif isinstance(record, RankGone | Reaped) and not self._leaving:
-                self._lose_ranks()
+                self._cancel()
 
     def _take_back(self, machine: Machine) -> None:
         """Takes in that the call is over on a machine; before it has failed on another one, that is too early."""
@@ -100,7 +100,7 @@ class KeptAgents(MergedAgent):
             self._state = _State.MEETING
             self._send(MeetAgain(self._number))
         elif complete:
-            self._lose_ranks()
+            self._cancel()
         elif step.is_lost(self._told, self._here):
             self._end_those_inside()
 
@@ -110,10 +110,9 @@ class KeptAgents(MergedAgent):
             if machine.number not in self._complete:
                 machine.stream.send(Cancel())
 
-    def _lose_ranks(self) -> None:
-        """Has all end, since some have ended, or are out of step."""
+    def _cancel(self) -> None:
         self._leaving = True
-        self._send(Cancel())
+        super()._cancel()
 
     def _step(self) -> None:
         super()._step()

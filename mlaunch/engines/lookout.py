@@ -57,6 +57,11 @@ class Lookout:
         """When ``serve`` is to be called though nothing has come."""
         return min((question.due for question in self._questions.values()), default=math.inf)
 
+    @property
+    def stopped_by(self) -> int | None:
+        """The process that has asked the launch to end; None: none has."""
+        return self._reception.stopped_by
+
     def fds(self) -> list[int]:
         """Returns what is to be watched."""
         return self._reception.fds()

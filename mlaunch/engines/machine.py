@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections import deque
@@ -13,6 +14,7 @@ from mlaunch.base.text import printable
 from mlaunch.engines.messages import MARK, Prepared, versions
 from mlaunch.engines.placement import Ends
 from mlaunch.engines.stream import Stream
+from mlaunch.protocol.messages import RankAnswered, RankGone, RankStarted
 
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
@@ -96,6 +98,12 @@ class Machine:
         os.close(self.stderr)
         self.stderr = -1
         return False
+
+    def shifted(self, record: Any) -> Any:
+        """Returns a record of its agent's with the time as this machine's clock has it."""
+        if isinstance(record, RankStarted | RankAnswered | RankGone):
+            return dataclasses.replace(record, at=record.at + self.shift)
+        return record
 
     def last_words(self) -> str:
         """Returns the end of what it wrote to standard error."""

@@ -23,19 +23,11 @@ from mlaunch.engines.machine import Machine, last_lines
 from mlaunch.engines.messages import FromAgent, Over, Printed, Rows, Seen, ServerEnded
 from mlaunch.engines.stream import NoiseError
 from mlaunch.engines.times import Times
+from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machine_messages import Refused, Value, Waiting
-from mlaunch.protocol.messages import (
-    AgentFailed,
-    Cancel,
-    Finished,
-    RankAnswered,
-    RankGone,
-    RanksStarting,
-    RankStarted,
-    Reaped,
-)
+from mlaunch.protocol.messages import AgentFailed, Cancel, Finished, RankGone, RanksStarting, RankStarted, Reaped
 
 _STREAMS = (1, 2)
 
@@ -121,6 +113,9 @@ class MergedAgent:
         for fd in ready & self._open.keys():
             self._hear(fd, self._open[fd])
         self._lookout.serve(ready, list(self._open.values()))
+        if self._lookout.stopped_by is not None and not self._lost:
+            self._fail(failures.from_stop(self._lookout.stopped_by))
+            self._cancel()
         if self._theirs.fileno() in ready:
             self._hear_handle()
 
@@ -183,6 +178,10 @@ class MergedAgent:
         self._backlog.end(machine.ranks)
         self._send(Cancel())
 
+    def _cancel(self) -> None:
+        """Asks all machines to end the launch."""
+        self._send(Cancel())
+
     def _fail(self, failure: RankFailure) -> None:
         self._lost = True
         self._tell(failure)
@@ -208,10 +207,10 @@ class MergedAgent:
             self._begin(record)
         elif isinstance(record, RankStarted):
             readers = self._backlog.open(record.rank, _STREAMS)
-            self._tell(self._shifted(machine, record), readers)
+            self._tell(machine.shifted(record), readers)
             close_all(readers)
         elif isinstance(record, RankGone):
-            self._tell(self._shifted(machine, record), [content if content >= 0 else self._nothing])
+            self._tell(machine.shifted(record), [content if content >= 0 else self._nothing])
         elif isinstance(record, Reaped):
             if record.exitcode != 0:
                 who = f"the agent on host {machine.host}"
@@ -221,7 +220,7 @@ class MergedAgent:
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
         elif not isinstance(record, Value) and (machine.number == 0 or not isinstance(record, Waiting)):
-            self._tell(self._shifted(machine, record), [content] if content >= 0 else [])
+            self._tell(machine.shifted(record), [content] if content >= 0 else [])
 
     def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
@@ -249,12 +248,6 @@ class MergedAgent:
         self._started = True
         all_of_them = RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size)
         self._tell(all_of_them, [self._board.fd])
-
-    def _shifted(self, machine: Machine, record: Any) -> Any:
-        """Returns a record with its time as this machine's clock has it."""
-        if isinstance(record, RankStarted | RankAnswered | RankGone):
-            return dataclasses.replace(record, at=record.at + machine.shift)
-        return record
 
     def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)

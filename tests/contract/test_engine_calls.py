@@ -241,6 +241,27 @@ def test_it_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys: pyte
     assert not [one for one in ask(STATUS) if one["id"] == launch["id"]]
 
 
+def test_stop_ends_the_ranks_of_all_machines() -> None:
+    """Also those of a machine whose agent does not listen yet."""
+
+    def stop() -> int:
+        while not (ours := [one["id"] for one in ask(STATUS) if one["agent"] == os.getpid()]):
+            os.sched_yield()
+        return main(["stop", *ours])
+
+    def wait() -> None:
+        while True:
+            signal.pause()
+
+    engine = Threads()
+    with ThreadPoolExecutor(1) as thread:
+        stopped = thread.submit(stop)
+        with pytest.raises(LaunchError, match=rf"was ended by mlaunch stop \(pid {os.getpid()}\)"):
+            launcher(wait, 1, engine=engine, machines=2, device_type="cpu", max_restarts=2)()
+        assert stopped.result(LIMIT) == 0
+    assert len(engine.placements) == 1
+
+
 def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlaunch.engines.lookout._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
@@ -285,6 +306,7 @@ def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
 
 def test_what_a_killed_caller_has_left_is_removed_by_the_next_call(engine: Threads) -> None:
     left = registry.home(os.environ) / "0123456789ab.sock"
+    left.parent.mkdir(mode=0o700, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
         nobody.bind(str(left))
     assert launcher(rank, 1, engine=engine, machines=1)() == [0]

@@ -37,7 +37,11 @@ class Agents(KeptAgents):
 
         stream = SimpleNamespace(fileno=lambda: number, send=send)
         return SimpleNamespace(
-            number=number, ranks=range(2 * number, 2 * number + 2), host="", shift=0.0, stream=stream
+            number=number,
+            ranks=range(2 * number, 2 * number + 2),
+            host="",
+            shifted=lambda record: record,
+            stream=stream,
         )
 
     def hear(self, machine: int, record: object, content: object = None) -> None:
