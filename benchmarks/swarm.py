@@ -20,17 +20,17 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from mlaunch.base.errors import RankFailure
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.machine_messages import Planned
-from mlaunch.protocol.spec import Cluster
-from mlaunch.rendezvous import event_loop, names
+from mlaunch.protocol.messages.machine_messages import Planned
+from mlaunch.protocol.spec import Rendezvous
+from mlaunch.rendezvous import event_loop, name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.link_process import LinkProcess
-from mlaunch.rendezvous.membership import Join
+from mlaunch.rendezvous.gate.membership import Join
+from mlaunch.rendezvous.link.link_process import LinkProcess
 from mlaunch.rendezvous.server import Server
-from mlaunch.rendezvous.store import GateConfig, StoreProcess
 from mlaunch.rendezvous.store_client import StoreClient
+from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 
 TOKEN = "benchmark"
 PROCESSES = 2  # that links share, and that ranks share
@@ -150,7 +150,7 @@ def links(end: Any, share: tuple[Size, tuple[str, int], range]) -> None:
 
 async def _links(end: Any, size: Size, address: tuple[str, int], numbers: range) -> None:
     seen, loop = Seen(), asyncio.get_running_loop()
-    cluster = Cluster(*address, TOKEN, join_timeout=_LIMIT, heartbeat_timeout=60.0)
+    cluster = Rendezvous(*address, TOKEN, join_timeout=_LIMIT, heartbeat_timeout=60.0)
     machines = {number: _machine(cluster, size, number, seen) for number in numbers}
     agents = {number: _Agent(agent) for number, (_, _, agent) in machines.items()}
     end.send("ready")
@@ -169,7 +169,7 @@ async def _links(end: Any, size: Size, address: tuple[str, int], numbers: range)
     await asyncio.gather(*tasks)
 
 
-def _machine(cluster: Cluster, size: Size, number: int, seen: Seen) -> tuple[_CountingLink, socket.socket, Channel]:
+def _machine(cluster: Rendezvous, size: Size, number: int, seen: Seen) -> tuple[_CountingLink, socket.socket, Channel]:
     listener = listen()
     seen.ports[number] = listener.getsockname()[1]
     agent, theirs = Channel.pair()
@@ -205,7 +205,7 @@ def ranks(end: Any, world_size: int) -> None:
     Each rank is a thread, which waits for its number.
     """
     prepare()
-    names.look_up_in_files_only()
+    name_lookup.look_up_in_files_only()
     sys.setswitchinterval(_LIMIT)  # thousands that wait for the interpreter would wake each 5 ms to ask for it
     numbers: SimpleQueue[tuple[int, int]] = SimpleQueue()
     met: SimpleQueue[StoreClient] = SimpleQueue()

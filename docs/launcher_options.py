@@ -7,7 +7,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from mlaunch.caller import option_text, options
+from mlaunch.caller.options import launch_options, option_text
 
 
 class LauncherOptions(SphinxDirective):
@@ -15,9 +15,9 @@ class LauncherOptions(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Returns the definition list."""
-        self.env.note_dependency(options.__file__)
+        self.env.note_dependency(launch_options.__file__)
         parent = nodes.Element()
-        self.state.nested_parse(StringList(option_text.definitions(), source=options.__file__), 0, parent)
+        self.state.nested_parse(StringList(option_text.definitions(), source=launch_options.__file__), 0, parent)
         return parent.children
 
 

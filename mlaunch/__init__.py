@@ -12,11 +12,11 @@ from mlaunch._version import __version__
 
 if TYPE_CHECKING:
     from mlaunch import comm
-    from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure, RanksLost
-    from mlaunch.caller.kept.held import Held, scatter
-    from mlaunch.caller.kept.ranks import Ranks
-    from mlaunch.caller.launch import launch
+    from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost
+    from mlaunch.caller.detectron2 import launch
     from mlaunch.caller.launcher import launcher
+    from mlaunch.caller.ranks.held import Held, scatter
+    from mlaunch.caller.ranks.ranks import Ranks
     from mlaunch.caller.report.launch_report import LaunchReport
     from mlaunch.caller.report.records import RankReport, Span
     from mlaunch.caller.warm_up import warm_up
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
         override_backend,
         synchronized,
     )
-    from mlaunch.rank.current import device
-    from mlaunch.rank.join import (
+    from mlaunch.rank.for_users.current_device import device
+    from mlaunch.rank.for_users.logs import RankZeroFilter
+    from mlaunch.rank.for_users.progress import progress
+    from mlaunch.rank.joining.join import (
         init_process_group,
         join,
         join_from_env,
@@ -46,24 +48,22 @@ if TYPE_CHECKING:
         join_from_slurm,
         join_from_torch,
     )
-    from mlaunch.rank.logs import RankZeroFilter
-    from mlaunch.rank.progress import progress
     from mlaunch.rendezvous.client import Client
     from mlaunch.rendezvous.server import Server
 
 _NAMES = {
     "mlaunch.caller.launcher": "launcher",
     "mlaunch.errors": "LaunchError LaunchTimeout RankFailure RanksLost",
-    "mlaunch.caller.kept.held": "Held scatter",
-    "mlaunch.caller.kept.ranks": "Ranks",
-    "mlaunch.caller.launch": "launch",
+    "mlaunch.caller.ranks.held": "Held scatter",
+    "mlaunch.caller.ranks.ranks": "Ranks",
+    "mlaunch.caller.detectron2": "launch",
     "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
-    "mlaunch.rank.current": "device",
-    "mlaunch.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
-    "mlaunch.rank.logs": "RankZeroFilter",
-    "mlaunch.rank.progress": "progress",
+    "mlaunch.rank.for_users.current_device": "device",
+    "mlaunch.rank.joining.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
+    "mlaunch.rank.for_users.logs": "RankZeroFilter",
+    "mlaunch.rank.for_users.progress": "progress",
     "mlaunch.rendezvous.client": "Client",
     "mlaunch.rendezvous.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport",

@@ -6,10 +6,10 @@ The package's name ``launch`` is the function; importing this module gives that 
 import sys
 
 if __name__ == "__main__":
-    from mlaunch.cli.run import main
+    from mlaunch.cli.run_command import main
 
     sys.exit(main(sys.argv[1:], prog="python -m mlaunch.launch", of_launch=True))
 
-from mlaunch.caller import launch
+from mlaunch.caller import detectron2
 
-sys.modules[__name__] = launch.launch  # type: ignore[assignment]
+sys.modules[__name__] = detectron2.launch  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
 import sys
 
-from mlaunch.cli.run import main
+from mlaunch.cli.run_command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], prog="python -m mlaunch.run"))

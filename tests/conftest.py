@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 import mlaunch
-from mlaunch.caller import warm as caller_warm
-from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.start_server import Interpreter, start_interpreter
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server import warm as caller_warm
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaunch.caller.fork_server import _is_open
-from mlaunch.caller.warm import _import_settings
+from mlaunch.caller.server.fork_server import _is_open
+from mlaunch.caller.server.warm import _import_settings
 
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
 _USUAL = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]

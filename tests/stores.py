@@ -10,10 +10,10 @@ import socket
 from collections.abc import Callable, Iterator
 
 from mlaunch.base import linux
-from mlaunch.rendezvous import names, wire
+from mlaunch.rendezvous import control_protocol, name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store import GateConfig, StoreProcess
-from mlaunch.rendezvous.streams import RankStreams
+from mlaunch.rendezvous.link.streams import RankStreams
+from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from mlaunch.rendezvous.tcp_store import serve
 
 
@@ -51,7 +51,7 @@ def store_of_a_launch() -> Iterator[int]:
 @contextlib.contextmanager
 def store_of_torch() -> Iterator[int]:
     def work() -> None:
-        names.look_up_in_files_only()
+        name_lookup.look_up_in_files_only()
         store = serve(listener)
         while store is not None:
             signal.pause()
@@ -61,5 +61,5 @@ def store_of_torch() -> Iterator[int]:
 
 
 async def carry(gate: int, listener: socket.socket) -> None:
-    async with wire.dialled(LOOPBACK, gate, "store", None) as streams:
+    async with control_protocol.dialled(LOOPBACK, gate, "store", None) as streams:
         await RankStreams(2, 2).serve(listener, streams)

@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlaunch.agent.ranks import RankProcess
+from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import RankStarted
-from mlaunch.protocol.results import Results
+from mlaunch.protocol.messages.launch_messages import RankStarted
+from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import main as rank_main
 from mlaunch.rank.base import RankArgs

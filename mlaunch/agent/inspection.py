@@ -10,15 +10,15 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.reception import ALL_STACKS, STATUS, Reception, answer
-from mlaunch.agent.stack_requests import StackRequests, state_of
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision.stack_requests import StackRequests, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.prepared import Details, with_details
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
+from mlaunch.protocol.visitors import ALL_STACKS, STATUS, Reception, answer
 
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 

@@ -11,15 +11,15 @@ import traceback
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mlaunch.agent import store
+from mlaunch.agent import host_store
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.kept import KeptSupervisor
-from mlaunch.agent.kept_part import KeptPartSupervisor
+from mlaunch.agent.kept.many_calls import KeptSupervisor
+from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
 from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
 from mlaunch.agent.prepared import PreparedSupervisor, as_prepared, lower_priority
-from mlaunch.agent.supervision import Supervision
-from mlaunch.agent.supervisor import Supervisor
+from mlaunch.agent.supervision.launch_state import Supervision
+from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
@@ -27,10 +27,10 @@ from mlaunch.base.text import both_ends
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.machine_messages import Refused
-from mlaunch.protocol.messages import AgentFailed, Finished, RanksStarting
-from mlaunch.protocol.results import Results
-from mlaunch.protocol.server_messages import Free
+from mlaunch.protocol.messages.launch_messages import AgentFailed, Finished, RanksStarting
+from mlaunch.protocol.messages.machine_messages import Refused
+from mlaunch.protocol.messages.server_messages import Free
+from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous.address import listen
 
@@ -99,7 +99,7 @@ def _serve(order: Order, link: Channel | None, parent: int) -> bool:
 
 def _rest(link: Channel, parent: int) -> Order | None:
     """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
-    store.let_go()
+    host_store.let_go()
     _leave_streams()
     os.chdir("/")  # nor does it keep a file system busy
     if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
@@ -160,7 +160,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     owned.add(listener.fileno())
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:
-        store.host(listener)
+        host_store.host(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)

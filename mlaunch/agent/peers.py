@@ -13,16 +13,16 @@ from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
 
 from mlaunch._version import __version__
-from mlaunch.base.errors import RankFailure
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.machine_messages import Beat, Done, Over, Planned, Refused, Value, Waiting
+from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.spec import Agreed, Cluster, LaunchSpec
+from mlaunch.protocol.spec import Agreed, LaunchSpec, Rendezvous
 from mlaunch.rendezvous.address import listen_as_master
-from mlaunch.rendezvous.link import Link
-from mlaunch.rendezvous.membership import Join, shortened
-from mlaunch.rendezvous.store import GateConfig, StoreProcess
+from mlaunch.rendezvous.gate.membership import Join, shortened
+from mlaunch.rendezvous.link.link_handle import Link
+from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 
 FAREWELL_TIMEOUT = 1.0  # seconds for the others to hear of a failure
 
@@ -75,7 +75,7 @@ class Peers:
             if self._told:  # after a failure it has nothing more to do
                 return None
             return RankFailure(None, self._link.pid, "died", subject="the link to the other machines")
-        if isinstance(record, Over):
+        if isinstance(record, AllGone):
             self._over = True
         if isinstance(record, Value):
             launcher.try_send(record, fds)
@@ -122,7 +122,7 @@ class Joined:
 
 
 def join_machines(
-    spec: LaunchSpec, cluster: Cluster, listener: socket.socket, launcher: Channel, parent: int, held: Iterable[int]
+    spec: LaunchSpec, cluster: Rendezvous, listener: socket.socket, launcher: Channel, parent: int, held: Iterable[int]
 ) -> Joined:
     """Joins the launch's other machines; returns once all are there. ``held``: fds that are not the link's business.
 
@@ -160,7 +160,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
     )
 
 
-def _serve_as_master(spec: LaunchSpec, cluster: Cluster, launcher: Channel, held: Iterable[int]) -> StoreProcess:
+def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: Channel, held: Iterable[int]) -> StoreProcess:
     """Starts the gate, where the others find it, and with it the store."""
     try:
         public = listen_as_master(cluster.master_ip, cluster.port)

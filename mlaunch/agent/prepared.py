@@ -14,14 +14,14 @@ import resource
 import secrets
 import signal
 
-from mlaunch.agent.rehearsal import rehearse
-from mlaunch.agent.supervision import Supervision
-from mlaunch.agent.supervisor import Supervisor
+from mlaunch.agent.rehearsing import rehearse
+from mlaunch.agent.supervision.launch_state import Supervision
+from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
 from mlaunch.base.process_name import name_process
-from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.prepared import BeginCall, CallBegun
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages.prepared_messages import BeginCall, CallBegun
 from mlaunch.protocol.spec import LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call

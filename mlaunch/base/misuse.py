@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from mlaunch.base.errors import report_of
+from mlaunch.base.exceptions import report_of
 
 E = TypeVar("E", bound=BaseException)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 
-from mlaunch.caller.call import planned
-from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.options import Options
-from mlaunch.caller.output.options import output_plan
-from mlaunch.caller.plan import Attempt, Machine
-from mlaunch.caller.prepared import preparation
-from mlaunch.caller.start import with_pipes
+from mlaunch.caller.launch.call import planned
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
+from mlaunch.caller.launch.start import with_pipes
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_options import output_plan
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.prepared_launch import preparation
 
 
 def prepare(server: ForkServer, options: Options) -> None:
     """Waits for the server, and asks it for a launch with these options. Raises what their call would."""
     environ = {**os.environ, **(options.env or {})}
-    spec = planned(options, Machine(server.ready(), server.count_devices), "", environ, Attempt(0, options.deadline))
+    spec = planned(
+        options, ThisMachine(server.ready(), server.count_devices), "", environ, Attempt(0, options.deadline)
+    )
     spec = with_pipes(spec, output_plan(options, spec))
     following = preparation.expect(server, spec)
     if following is not None:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames, misuse
-from mlaunch.caller import arguments, interrupts, nesting, option_text, ways
-from mlaunch.caller.options import Options
+from mlaunch.caller import arguments, interrupts, nesting, ways
+from mlaunch.caller.options import option_text
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from mlaunch.caller.option_types import AllOptions, KeywordOptions
-    from mlaunch.caller.settle import Ended
+    from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -39,7 +40,7 @@ class launcher(Generic[P, R]):
 
     Args:
         func: The function. It need not be importable: closures, lambdas and functions of notebooks travel too.
-        **options: The fields of ``mlaunch.caller.options.Options``; at run time they are listed here.
+        **options: The fields of ``mlaunch.caller.options.launch_options.Options``; at run time they are listed here.
 
     Attributes:
         last: The LaunchReport of the latest call, also of one that failed; None before the first.

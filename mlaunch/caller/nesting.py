@@ -12,9 +12,9 @@ from typing import Any
 
 from mlaunch.base import seeding
 from mlaunch.base.misuse import misuse
-from mlaunch.caller.options import Options
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import this_rank
-from mlaunch.rank.recognise import RankInfo, recognise
+from mlaunch.rank.joining.recognise import RankInfo, recognise
 
 
 def place_to_join(options: Options, name: str) -> RankInfo | None:
@@ -66,7 +66,7 @@ def run_joined(
     """Joins the other ranks, unless an earlier call did, and runs the function here: a list of one value."""
     import torch.distributed as dist
 
-    from mlaunch.rank.join import become_rank
+    from mlaunch.rank.joining.join import become_rank
 
     if not dist.is_initialized():
         become_rank(place, backend=options.backend, timeout=options.timeout_seconds)

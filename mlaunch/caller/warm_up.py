@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.base.misuse import misuse
-from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.options import Options
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.warm import warm_server
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from mlaunch.caller.option_types import AllOptions
+    from mlaunch.caller.options.option_types import AllOptions
 
 _log = logging.getLogger("mlaunch")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlaunch.caller.options import Options
+from mlaunch.caller.options.launch_options import Options
 
 if TYPE_CHECKING:
-    from mlaunch.caller.settle import Ended
+    from mlaunch.caller.launch.settle import Ended
 
 
 def way_of(options: Options) -> Callable[..., Ended]:
@@ -16,7 +16,7 @@ def way_of(options: Options) -> Callable[..., Ended]:
     if options.engine is not None and options.keep is None:
         call: Callable[..., Ended] = options.engine.call
     elif options.ranks is not None or options.keep is not None:
-        from mlaunch.caller.kept.shared import call_on_kept as call
+        from mlaunch.caller.ranks.keep import call_on_kept as call
     else:
-        from mlaunch.caller.call import call_on_ranks as call
+        from mlaunch.caller.launch.call import call_on_ranks as call
     return call

@@ -17,13 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with names that the locale cannot show
     try:
         if arguments[:1] == ["run"]:  # whose script's arguments are not ours to read
-            from mlaunch.cli import run
+            from mlaunch.cli import run_command
 
-            return run.main(arguments[1:])
+            return run_command.main(arguments[1:])
         if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:  # made from the flags of run, too
-            from mlaunch.cli import run
+            from mlaunch.cli import run_command
 
-            return run.main(arguments, prog="mlaunch")
+            return run_command.main(arguments, prog="mlaunch")
         parser = mlaunch_parser()
         refuse_script(parser, arguments)
         args = parser.parse_args(arguments)

@@ -164,7 +164,7 @@ def _look_around() -> dict[str, Any]:
     """Looks around, in a rank: it may wake the driver."""
     import torch
 
-    from mlaunch.rank import device
+    from mlaunch.rank.setup import device
 
     offered = device.offered()
     found: dict[str, Any] = {

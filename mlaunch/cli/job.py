@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mlaunch.caller.options import Options
-from mlaunch.caller.plan import working_directory
+from mlaunch.caller.launch.plan import working_directory
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.cli.checks import (
     UsageError,
     at_least,

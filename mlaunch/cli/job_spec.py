@@ -7,13 +7,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 
-from mlaunch.caller.plan import Attempt, Machine, plan, working_directory
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan, working_directory
 from mlaunch.cli.job import Job
-from mlaunch.protocol.spec import Command, Context, LaunchSpec
+from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget
 
 
 def spec_of(
-    job: Job, size: int, machine: Machine, environ: Mapping[str, str], attempt: Attempt, error_dir: str
+    job: Job, size: int, machine: ThisMachine, environ: Mapping[str, str], attempt: Attempt, error_dir: str
 ) -> LaunchSpec:
     """Plans one attempt. ``size``: ranks on this machine; ``error_dir``: for ``record``'s files, "": the agent's own.
 
@@ -21,7 +21,7 @@ def spec_of(
         ValueError: This machine cannot serve the job.
     """
     planned = plan(job.options(size), machine, job.name, environ, attempt)
-    command = Command(
+    command = ScriptTarget(
         kind=job.kind,
         target=job.target,
         args=job.args,

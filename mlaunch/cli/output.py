@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlaunch.caller.output import files
-from mlaunch.caller.output.plan import STREAMS, OutputPlan, Policy
+from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
 
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's

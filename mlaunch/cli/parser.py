@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import doctor, inspect
+from mlaunch.cli import doctor, ps_and_stacks
 
 PRINT_COMPLETION = "--print-completion"
 _EXAMPLES = """\
@@ -37,7 +37,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     parents = [] if run is None else [run]
     commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
-    inspect.add_commands(commands)
+    ps_and_stacks.add_commands(commands)
     doctor.add_command(commands)
     return parser
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
-from mlaunch.engines.call import call_on_machines
-from mlaunch.engines.kept_launch import open_on_machines
-from mlaunch.engines.machines import Machines
+from mlaunch.engines.launch.engine_call import call_on_machines
+from mlaunch.engines.launch.kept_launch import open_on_machines
+from mlaunch.engines.launch.machines import Machines
 
 if TYPE_CHECKING:
-    from mlaunch.caller.kept.session import Session
-    from mlaunch.caller.options import Options
-    from mlaunch.caller.settle import Ended
+    from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.options.launch_options import Options
+    from mlaunch.caller.ranks.session import RanksLaunch
 
 
 class Cluster:
@@ -36,7 +36,7 @@ class Cluster:
         self._idle_timeout = idle_timeout
         self._timer: threading.Timer | None = None
         self._used_at = time.monotonic()
-        self._session: Session | None = None  # of ranks that stay
+        self._session: RanksLaunch | None = None  # of ranks that stay
         self._closed = ""  # why
         self._lock = threading.Lock()
         self._pid = os.getpid()  # whose machines they are: in a fork, another thread's lock would stay locked
@@ -62,7 +62,7 @@ class Cluster:
         with self._taken(options):
             return call_on_machines(self._machines, options, function, args, kwargs)
 
-    def open_session(self, options: Options, idle_timeout: float | None) -> Session:
+    def open_session(self, options: Options, idle_timeout: float | None) -> RanksLaunch:
         """Starts ranks that stay on these machines."""
         with self._taken(options):
             self._session = open_on_machines(self._machines, options, idle_timeout, self._note_use)
@@ -152,7 +152,7 @@ class Cluster:
         return f"<{len(self.hosts)} machines: {', '.join(self.hosts)}>" if self.hosts else "<no machines any more>"
 
 
-def _end(session: Session) -> None:
+def _end(session: RanksLaunch) -> None:
     """Ends ranks that stay, after their calls. They are not lost: whoever calls them hears what has become of this."""
     session.expired = True
     session.close(wait=True)

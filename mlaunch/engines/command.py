@@ -10,16 +10,16 @@ import threading
 from collections.abc import Sequence
 
 from mlaunch.base import linux
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.engine import Engine
-from mlaunch.engines.machine import shown
-from mlaunch.engines.meeting import MARK, Lead, Where
-from mlaunch.engines.mux import Mux
+from mlaunch.engines.launch.machine import shown
 from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes
-from mlaunch.engines.stream import Stream
+from mlaunch.protocol.machines.first_process import MARK, Lead, Where
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.machines.mux import Mux
 
-_MODULE = "mlaunch.engines.joined"
+_MODULE = "mlaunch.member.started_together"
 _READ = 65536
 _KEPT = 4096  # bytes of what it wrote to standard error
 
@@ -57,7 +57,7 @@ class _Started(Placement):
             ends = self._processes.start(0, command)
         except OSError as error:
             raise LaunchError(f"{self._name} cannot be run here: {error.strerror}") from error
-        self._stream = Stream(ends.stdout, ends.stdin)
+        self._stream = FrameStream(ends.stdout, ends.stdin)
         self._stderr = ends.stderr
         self._words = b""
         self._found: list[Where] = []

@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.caller.options import Options, about
-from mlaunch.engines.call import call_on_machines
+from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.engines.cluster import Cluster
-from mlaunch.engines.kept_launch import open_on_machines
-from mlaunch.engines.machines import Machines, say
+from mlaunch.engines.launch.engine_call import call_on_machines
+from mlaunch.engines.launch.kept_launch import open_on_machines
+from mlaunch.engines.launch.machines import Machines, say
 from mlaunch.engines.placement import Placement
 
 if TYPE_CHECKING:
-    from mlaunch.caller.kept.session import Session
-    from mlaunch.caller.settle import Ended
+    from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.ranks.session import RanksLaunch
 
 
 class Engine(ABC):
@@ -79,7 +79,7 @@ class Engine(ABC):
         finally:
             machines.close()
 
-    def open_session(self, options: Options, idle_timeout: float | None) -> Session:
+    def open_session(self, options: Options, idle_timeout: float | None) -> RanksLaunch:
         """Starts ranks that stay on machines of their own, which are given back when they end."""
         machines = self.ask_for(options.machines, options.n_gpus)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes

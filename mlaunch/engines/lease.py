@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 
 from mlaunch.base import linux
-from mlaunch.engines.messages import Lease
-from mlaunch.engines.stream import Stream
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.member_messages import Lease
 
 _PARTS = 5  # signs in the time of a lease
 _FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # how often they are given back, and seconds between; a controller may be away
@@ -25,7 +25,7 @@ _OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too
 class Renewal:
     """The caller's side: a thread that sends what is due. The streams must outlive it."""
 
-    def __init__(self, streams: Sequence[Stream], lease: Lease) -> None:
+    def __init__(self, streams: Sequence[FrameStream], lease: Lease) -> None:
         self._streams = streams
         self._lease = lease
         self._closed = threading.Event()
@@ -51,7 +51,7 @@ class Renewal:
 class Term:
     """A machine's side. ``lease``: as it was told last; None: it has not been told, and stays."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: FrameStream) -> None:
         self._stream = stream
         self._told = False
         self.lease: Lease | None = None

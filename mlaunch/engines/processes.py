@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from mlaunch.base.errors import describe_exit
+from mlaunch.base.exceptions import describe_exit
 from mlaunch.engines.placement import Ends
 
 _FATE_TIMEOUT = 1.0  # seconds for a program whose streams have ended

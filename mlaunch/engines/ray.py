@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.placement import Ends, Placement
 

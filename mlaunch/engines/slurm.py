@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from mlaunch.base.errors import LaunchError
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.hosts import check_name
 from mlaunch.engines.placement import Ends, Placement

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mlaunch.base import linux
-from mlaunch.base.errors import LaunchError
-from mlaunch.engines.forks import close_in_forks
-from mlaunch.engines.machines import say
+from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.forks import close_in_forks
+from mlaunch.engines.launch.machines import say
 
 # Ends the job of this name, after its members, which end with the caller, too, and tidy up: they have ten seconds. Asks
 # again until Slurm says that there is none. $0 is the name, which nobody else has.

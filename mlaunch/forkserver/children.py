@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from mlaunch.base import linux
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import AgentStarted, Reaped
-from mlaunch.protocol.server_messages import ServeNext
+from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
+from mlaunch.protocol.messages.server_messages import ServeNext
 
 _MOST_LAUNCHES = 200  # of one agent, which has 16 KB more after each
 _STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end

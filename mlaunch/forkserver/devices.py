@@ -10,7 +10,7 @@ from mlaunch.base.process_name import name_process
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.server_messages import DeviceCount
+from mlaunch.protocol.messages.server_messages import DeviceCount
 
 
 def count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:

@@ -20,17 +20,17 @@ from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
+from mlaunch.forkserver.agents import Launch, begin, fork
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import count_devices
+from mlaunch.forkserver.huge_pages import settle
 from mlaunch.forkserver.late import LateImports
-from mlaunch.forkserver.launching import Launch, begin, fork
 from mlaunch.forkserver.next_launch import NextLaunch
-from mlaunch.forkserver.settling import settle
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import NotReady
-from mlaunch.protocol.prepared import Prepare
-from mlaunch.protocol.server_messages import CountDevices, Retire, StartLaunch
+from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.protocol.messages.prepared_messages import PrepareNext
+from mlaunch.protocol.messages.server_messages import CountDevices, Retire, StartLaunch
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = (
@@ -112,21 +112,23 @@ class _ForkServer:
         self._outlive_agents()
 
     def _prepare(self) -> bool:
-        from mlaunch.rank import device, stale
+        from mlaunch.rank import reload
+        from mlaunch.rank.setup import device
 
         gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
         try:
             device.check_version()
-            stale.watch()
+            reload.watch()
             for module in (*_PRELOAD, *self.preload):
                 __import__(module)
-            from mlaunch.agent.evidence import Evidence
-            from mlaunch.protocol import channel, messages, server_messages
+            from mlaunch.agent.supervision.evidence import Evidence
+            from mlaunch.protocol import channel
+            from mlaunch.protocol.messages import launch_messages, server_messages
             from mlaunch.rendezvous import tcp_store
 
             asked = tcp_store.ask_for_libuv()
             Evidence()  # which looks for the cgroup's files once
-            channel.get_to_know([*vars(messages).values(), *vars(server_messages).values()])
+            channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
             self.control.try_send(device.offered())
         except device.TooOldError as error:
             self.control.try_send(NotReady(str(error)))
@@ -173,7 +175,7 @@ class _ForkServer:
             return False
         if isinstance(record, StartLaunch):
             self._start(fds, caller, record)
-        elif isinstance(record, Prepare):
+        elif isinstance(record, PrepareNext):
             if fds[1:]:
                 self.next.remember(fds[1:], announced=True)
             self.next.want(fds[0])

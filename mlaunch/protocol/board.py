@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
-from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.messages.launch_messages import Phase
 
 _HEAD = 64  # bytes before the first row
 _CALL = struct.Struct("=I")

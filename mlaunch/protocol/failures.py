@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from mlaunch.base.errors import RankFailure, describe_exit
-from mlaunch.protocol.messages import Kind, RankAnswered, RankGone, RemoteError
+from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.protocol.messages.launch_messages import AnswerKind, RankAnswered, RankGone, RemoteError
 
 
 def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
     """Describes a rank that raised, or returned what cannot be pickled."""
-    unpicklable = answered.kind is Kind.UNPICKLABLE
+    unpicklable = answered.kind is AnswerKind.UNPICKLABLE
     return RankFailure(
         rank=answered.rank,
         pid=answered.pid,

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
-from mlaunch.protocol.messages import RemoteError
+from mlaunch.protocol.messages.launch_messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
 _ALIGNMENT = 64

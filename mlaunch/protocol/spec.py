@@ -30,7 +30,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Command:
+class ScriptTarget:
     """What ranks run in place of a function, each as a fresh interpreter would.
 
     ``kind``: "file" (also a directory or zip with a ``__main__``), "module", "function" or "program" (not Python).
@@ -65,7 +65,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Rendezvous:
     """How the machines of a launch find each other. Times in seconds. ``token``: the key that was made of it."""
 
     master_ip: str
@@ -97,7 +97,7 @@ class LaunchSpec:
     torch_version: str
     secret: str = field(repr=False)  # signs what ranks pickle for each other
     context: Context
-    cluster: Cluster | None = None  # None: a launch on this machine alone
+    cluster: Rendezvous | None = None  # None: a launch on this machine alone
     node_rank: int = 0  # of this machine, by its ranks
     num_nodes: int = 1
     prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
@@ -107,7 +107,7 @@ class LaunchSpec:
     interface: str = "lo"  # on which the ranks talk; "": not known
     rank0_only: bool = False  # the caller wants the value of rank 0 alone
     gather_all: bool = False  # the caller wants the values of all machines' ranks
-    command: Command | None = None  # None: ranks receive a function
+    command: ScriptTarget | None = None  # None: ranks receive a function
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
 

@@ -16,12 +16,14 @@ from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Answer, AnswerFile, Errand, Kind, Phase, RunCall
+from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Errand, Phase, RunCall
+from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.prepared import Details, with_details
-from mlaunch.protocol.results import ANSWER_LIMIT, Results
+from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank import device, process, progress, remote_error
+from mlaunch.rank import remote_error
+from mlaunch.rank.for_users import progress
+from mlaunch.rank.setup import device, process
 
 _EXIT_TEXT = 8192  # bytes of what sys.exit is given
 
@@ -146,12 +148,12 @@ class Rank:
             os.close(was)
         self._kept[fd] = linux.identity(fd)
 
-    def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
+    def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         """Sends an answer on its queue, with the content; a large one goes into the memfd before."""
         task = self._task or self._next_task()  # one that fails while it becomes a rank answers the first call
         if task is None:
             return
-        data = payload.write(self._memfd, content, to_caller=kind is Kind.VALUE, most=ANSWER_LIMIT)
+        data = payload.write(self._memfd, content, to_caller=kind is AnswerKind.VALUE, most=ANSWER_LIMIT)
         self._check_descriptors()
         self._seal()
         answer = Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)
@@ -199,16 +201,16 @@ class Rank:
             ):  # else it is a file of the user's by now
                 os.write(fd, f"{text}\n".encode())
 
-    def _report(self, error: BaseException, *, kind: Kind = Kind.ERROR) -> None:
+    def _report(self, error: BaseException, *, kind: AnswerKind = AnswerKind.ERROR) -> None:
         """Answers with an exception, and stays until the others are stopped, whose collectives its end would break."""
         self._tell(error, kind)
         self._hear()
 
-    def _tell(self, error: BaseException, kind: Kind, *, consequence: bool = False) -> None:
+    def _tell(self, error: BaseException, kind: AnswerKind, *, consequence: bool = False) -> None:
         """Answers with an exception."""
         phase = self._phase
         self._enter(Phase.FAILING)
-        catchable = kind is Kind.ERROR and isinstance(error, Exception) and self._spec.command is None
+        catchable = kind is AnswerKind.ERROR and isinstance(error, Exception) and self._spec.command is None
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
         self._answer(kind, remote, consequence=consequence or remote_error.is_consequence(remote))
 

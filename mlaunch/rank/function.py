@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import cores, rlimits, seeding
 from mlaunch.protocol import calls, explain, late_imports, originals, receiving, settings, this_rank
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages import Kind, Phase
+from mlaunch.protocol.messages.launch_messages import AnswerKind, Phase
+from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.prepared import Details
-from mlaunch.rank import current, device, environment, group, main_module, process, rehearsal, text_bars
+from mlaunch.rank import rehearsal
 from mlaunch.rank.base import Rank, RankArgs, Task
-from mlaunch.rank.stamped import StampedFile
+from mlaunch.rank.for_users import current_device
+from mlaunch.rank.setup import device, environment, group, main_module, process, text_bars
+from mlaunch.rank.setup.stamped import StampedFile
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +80,9 @@ class FunctionRank(Rank):
         if self._is_fork or (self._spec.prepared and self._task is None):  # nobody has asked for anything
             traceback.print_exception(type(error), error, error.__traceback__)
             return 1
-        self._report(error, kind=Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR)
+        self._report(
+            error, kind=AnswerKind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else AnswerKind.ERROR
+        )
         atexit._run_exitfuncs()
         return 1
 
@@ -98,7 +102,7 @@ class FunctionRank(Rank):
         if spec.prepared and spec.device_type != "cpu":  # the memory of a device is the user's until he asks
             self._wait_early()
         self._enter(Phase.BINDING)
-        self._bound = current.bound = device.bind(spec, args.local_rank)
+        self._bound = current_device.bound = device.bind(spec, args.local_rank)
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
@@ -200,7 +204,7 @@ class FunctionRank(Rank):
         if self._spec.rank0_only and self._spec.rank(self._args.local_rank) != 0:
             value = None
         try:
-            self._answer(Kind.VALUE, value)
+            self._answer(AnswerKind.VALUE, value)
         except Exception as error:  # whatever a __reduce__ may raise
             if rlimits.is_limit(error):  # of what has room, not of what can be pickled
                 rlimits.name_limit(error)

@@ -16,11 +16,12 @@ from mlaunch.base import seeding
 from mlaunch.protocol import calls, payload, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Errand, Kind, Phase
+from mlaunch.protocol.messages.launch_messages import AnswerKind, Errand, Phase
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import group, held, process, stale, step
+from mlaunch.rank import held_objects, in_step, reload
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
+from mlaunch.rank.setup import group, process
 
 _AGAIN = 0.01  # seconds: by then the callback has returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
@@ -41,9 +42,9 @@ class KeptRank(FunctionRank):
 
     def _become_rank(self) -> None:
         super()._become_rank()
-        held.table.owner = self._spec.launch_id
-        step.watch_messages()
-        stale.begin()
+        held_objects.table.owner = self._spec.launch_id
+        in_step.watch_messages()
+        reload.begin()
         signal.signal(signal.SIGINT, self._call_back)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
         if self._args.aside is not None:
@@ -73,16 +74,16 @@ class KeptRank(FunctionRank):
 
     def _run_task(self, task: Task) -> None:
         if task.errand is Errand.TELL_NUMBERS:
-            self._answer(Kind.VALUE, step.since_the_call())
+            self._answer(AnswerKind.VALUE, in_step.since_the_call())
         elif task.errand is Errand.MEET:
-            step.meet(self._bound)
-            self._answer(Kind.VALUE, None)
+            in_step.meet(self._bound)
+            self._answer(AnswerKind.VALUE, None)
         else:
             self._run_call(task)
         process.fill_streams()  # the call may have closed them
 
     def _run_call(self, task: Task) -> None:
-        step.begin_call(task.number)
+        in_step.begin_call(task.number)
         this_rank.call = task.number
         if _signal.getsignal(signal.SIGINT) != self._call_back:  # a call before has set another one
             signal.signal(signal.SIGINT, self._call_back)
@@ -118,22 +119,22 @@ class KeptRank(FunctionRank):
                 f"anew: {error}; leave out destroy_process_group() in functions whose ranks stay"
             ) from error
         self._joined_after = after
-        step.begin_call(call)
+        in_step.begin_call(call)
 
-    def _kind_of(self, error: BaseException) -> Kind:
+    def _kind_of(self, error: BaseException) -> AnswerKind:
         if self._was_called_back and isinstance(error, KeyboardInterrupt):
-            return Kind.INTERRUPTED
-        return Kind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else Kind.ERROR
+            return AnswerKind.INTERRUPTED
+        return AnswerKind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else AnswerKind.ERROR
 
     def _stale(self) -> str:
-        stale.note()  # before the caller can change a file
+        reload.note()  # before the caller can change a file
         if self._args.local_rank > 0:
             return ""
-        return ",".join(stale.changed())[:_STALE_LIMIT]
+        return ",".join(reload.changed())[:_STALE_LIMIT]
 
-    def _answer(self, kind: Kind, content: Any, *, consequence: bool = False) -> None:
+    def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         process.flush()  # a line without its end belongs to this call, not to the next
-        if step.is_apart() and self._task is not None:
+        if in_step.is_apart() and self._task is not None:
             self._args.results.board.apart = self._task.number
         super()._answer(kind, content, consequence=consequence)
 
@@ -145,7 +146,7 @@ class KeptRank(FunctionRank):
         if task.call is not None:
             task.call.close()
         if call.freed:
-            held.table.free(call.freed)
+            held_objects.table.free(call.freed)
         if call.seed is not None:
             seeding.apply(seeding.of_rank(call.seed, self._spec.rank(self._args.local_rank)))
         return function, call
@@ -154,7 +155,7 @@ class KeptRank(FunctionRank):
         return calls.from_plain(content.read())
 
     def _outcome_of(self, call: Call, value: object) -> object:
-        return value if call.held is None else held.table.hold(call.held, value)
+        return value if call.held is None else held_objects.table.hold(call.held, value)
 
 
 def _answer_aside(channel: Channel) -> None:
@@ -162,7 +163,7 @@ def _answer_aside(channel: Channel) -> None:
     with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
         while True:
             record, (memfd,) = channel.receive()
-            payload.write(memfd, step.since_the_call(record.call))
+            payload.write(memfd, in_step.since_the_call(record.call))
             os.close(memfd)
             channel.send(record)
 

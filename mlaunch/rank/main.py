@@ -7,9 +7,9 @@ import traceback
 from typing import NoReturn
 
 from mlaunch.base import cores
-from mlaunch.rank import process
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.function import FunctionRank
+from mlaunch.rank.setup import process
 
 
 def run(args: RankArgs) -> NoReturn:

@@ -15,9 +15,9 @@ from mlaunch.base.fds import close_all
 from mlaunch.protocol import calls, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Phase, RunCall
-from mlaunch.protocol.prepared import details_of
-from mlaunch.protocol.results import Results
+from mlaunch.protocol.messages.launch_messages import Phase, RunCall
+from mlaunch.protocol.messages.prepared_messages import details_of
+from mlaunch.protocol.result_queue import Results
 from mlaunch.rank import remote_error
 from mlaunch.rank.base import RankArgs
 

@@ -9,7 +9,7 @@ import traceback
 from mlaunch.base.frames import RUNPY, is_ours
 from mlaunch.base.misuse import is_misuse
 from mlaunch.protocol import explain
-from mlaunch.protocol.messages import Phase, RemoteError
+from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
 
 # What torch says in a rank whose peer has died. Such an error is the other rank's doing.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",

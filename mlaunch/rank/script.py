@@ -25,11 +25,11 @@ from typing import Any, TextIO
 
 from mlaunch.base.misuse import misuse
 from mlaunch.protocol import error_file
-from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.spec import Command
-from mlaunch.rank import device, environment, process
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.spec import ScriptTarget
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
+from mlaunch.rank.setup import device, environment, process
 from mlaunch.rank.whole_lines import Text, WholeLines
 
 _STREAMS = ("stdin", "stdout", "stderr")
@@ -38,7 +38,7 @@ _STREAMS = ("stdin", "stdout", "stderr")
 class ScriptRank(Rank):
     """Joins no process group: that is the script's own business."""
 
-    def __init__(self, args: RankArgs, command: Command) -> None:
+    def __init__(self, args: RankArgs, command: ScriptTarget) -> None:
         super().__init__(args)
         self._command = command
 

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import os
 
-from mlaunch.rendezvous import wire
+from mlaunch.rendezvous import control_protocol
 
 _PIECE = 1024 * 1024  # bytes
 _LONGEST = 1 << 46  # bytes of a value: no machine has as many
@@ -36,20 +36,22 @@ class Signature:
 async def send(writer: asyncio.StreamWriter, rank: int, fd: int | None, signature: Signature | str) -> None:
     """Sends a rank's value; ``fd`` None: it returned nothing. ``signature``: to be made on the way, or as it came."""
     size = _NONE if fd is None else os.fstat(fd).st_size
-    await wire.send(writer, {"rank": rank, "size": size})
+    await control_protocol.send(writer, {"rank": rank, "size": size})
     if fd is not None:
         for start in range(0, size, _PIECE):
             piece = os.pread(fd, _PIECE, start)
             writer.write(signature.add(piece) if isinstance(signature, Signature) else piece)
             await writer.drain()
-    await wire.send(writer, {"signature": signature if isinstance(signature, str) else signature.hexdigest()})
+    await control_protocol.send(
+        writer, {"signature": signature if isinstance(signature, str) else signature.hexdigest()}
+    )
 
 
 async def receive(
     reader: asyncio.StreamReader, token: str, launch_id: str, world_size: int
 ) -> tuple[int, int | None, str]:
     """Returns rank, memfd (None: it returned nothing), signature. ConnectionError unless the signature is right."""
-    header = await wire.read(reader)
+    header = await control_protocol.read(reader)
     rank, size = header.get("rank"), header.get("size")
     if type(rank) is not int or type(size) is not int or not (0 <= rank < world_size and _NONE <= size <= _LONGEST):
         raise ConnectionError("what came is no value")
@@ -63,7 +65,7 @@ async def receive(
                 raise ConnectionError("the connection was closed")
             os.write(fd, piece)
             left -= len(piece)
-        trailer = str((await wire.read(reader)).get("signature"))
+        trailer = str((await control_protocol.read(reader)).get("signature"))
         if not hmac.compare_digest(trailer, signature.hexdigest()):
             raise ConnectionError(f"the value of rank {rank} has a wrong signature")
     except BaseException:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlaunch import launcher
-from mlaunch.agent.reception import STATUS
-from mlaunch.caller.prepared import preparation
-from mlaunch.caller.warm import warm_server
-from mlaunch.cli.inspect import ask
-from mlaunch.protocol.messages import Phase
+from mlaunch.caller.server.prepared_launch import preparation
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.visitors import STATUS
 from tests.processes import children, session_of, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, comm, device, get_backend, get_local_device_id, launcher
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server.warm import warm_server
 from tests import toy
 from tests.conftest import ROOT
 from tests.contract.preparing import pids_of, prepared, preparing

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from mlaunch import LaunchError, launcher
-from mlaunch.agent.reception import STATUS
-from mlaunch.agent.stack_requests import state_of
+from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.base import linux
-from mlaunch.caller import start
-from mlaunch.caller.prepared import preparation
-from mlaunch.caller.warm import warm_server
-from mlaunch.cli.inspect import ask
+from mlaunch.caller.launch import start
+from mlaunch.caller.server.prepared_launch import preparation
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.forkserver.children import _MOST_LAUNCHES as MOST
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import AgentStarted, Reaped
-from mlaunch.protocol.server_messages import Free
+from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
+from mlaunch.protocol.messages.server_messages import Free
+from mlaunch.protocol.visitors import STATUS
 from tests import processes
 from tests.conftest import ROOT
 from tests.contract.functions import total

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mlaunch import LaunchError, launcher
-from mlaunch.caller import start_server
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server import start_server
+from mlaunch.caller.server.warm import warm_server
 from tests.conftest import ROOT
 
 

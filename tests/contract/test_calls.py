@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
 from mlaunch.base import linux
-from mlaunch.caller import start_server
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server import start_server
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.calls import Reference, portable
-from mlaunch.protocol.messages import Phase
-from mlaunch.rank import progress
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.rank.for_users import progress
 from tests import builds
 from tests.conftest import ROOT
 from tests.contract import functions

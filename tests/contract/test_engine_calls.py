@@ -25,22 +25,23 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
-from mlaunch.agent.reception import STACKS, STATUS
 from mlaunch.base import linux
-from mlaunch.cli import main, run_there
-from mlaunch.cli.inspect import ask
-from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, lease, member, named
-from mlaunch.engines.lookout import Lookout
-from mlaunch.engines.looks import Looks
-from mlaunch.engines.machine import Machine
-from mlaunch.engines.machine_launch import MachineLaunch
-from mlaunch.engines.machine_plan import MachinePlan
-from mlaunch.engines.merged import MergedAgent
-from mlaunch.engines.messages import MARK, Look, Over, Seen, Start
-from mlaunch.engines.stream import Stream
+from mlaunch.cli import engine_names, main, run_on_engine
+from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, lease
+from mlaunch.engines.launch.agents_of_machines import MergedAgent
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.member import member
+from mlaunch.member.looks import Looks
+from mlaunch.member.machine_launch import MachineLaunch
+from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages import Finished, RanksStarting
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.launch_messages import Finished, RanksStarting
+from mlaunch.protocol.messages.member_messages import MARK, Look, MachineDone, Seen, Start
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.visitors import STACKS, STATUS
 from tests import builds
 from tests.processes import said_in_fork
 from tests.system.engine_caller import parent
@@ -51,12 +52,12 @@ LIMIT = 60.0
 class Threads(Engine):
     """Serves each machine in a thread. ``states``: what it says before they are there."""
 
-    def __init__(self, serve: Callable[[Stream, str], None] = member.serve, states: Sequence[str] = ()) -> None:
+    def __init__(self, serve: Callable[[FrameStream, str], None] = member.serve, states: Sequence[str] = ()) -> None:
         super().__init__("python-over-there")
         self.serve, self.states, self.placements = serve, states, list[Placed]()
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.engines.member")
+        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.member.member")
         self.placements.append(Placed(self, machines or 2))
         return self.placements[-1]
 
@@ -71,13 +72,13 @@ class Placed(Placement):
 
     def start(self, machine: int) -> Ends:
         ours, theirs = socket.socketpair()
-        stream = Stream(os.dup(theirs.fileno()), theirs.detach())
+        stream = FrameStream(os.dup(theirs.fileno()), theirs.detach())
         thread = threading.Thread(target=self._serve, args=(stream, f"m{machine}"), daemon=True)
         self.threads.append(thread)
         thread.start()
         return Ends(os.dup(ours.fileno()), ours.detach())
 
-    def _serve(self, stream: Stream, host: str) -> None:
+    def _serve(self, stream: FrameStream, host: str) -> None:
         with contextlib.closing(stream):
             self._engine.serve(stream, host)
 
@@ -182,10 +183,10 @@ def test_all_that_ranks_print_last_is_kept(engine: Threads, monkeypatch: pytest.
 @pytest.mark.slow
 def test_machines_that_say_no_last_word_are_given_back(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is to end waits for it, but not for ever."""
-    send, mute, cancelled = Stream.send, list[Stream](), list[Placed]()
+    send, mute, cancelled = FrameStream.send, list[FrameStream](), list[Placed]()
 
-    def send_but_this(stream: Stream, record: object, *beside: Any) -> None:
-        if isinstance(record, Over):
+    def send_but_this(stream: FrameStream, record: object, *beside: Any) -> None:
+        if isinstance(record, MachineDone):
             mute.append(stream)
         else:
             send(stream, record, *beside)
@@ -196,9 +197,9 @@ def test_machines_that_say_no_last_word_are_given_back(engine: Threads, monkeypa
             with socket.socket(fileno=os.dup(stream.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
 
-    monkeypatch.setattr(Stream, "send", send_but_this)
-    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
-    monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
+    monkeypatch.setattr(FrameStream, "send", send_but_this)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._STEP_DELAY", 0.3)
     monkeypatch.setattr(Placed, "cancel", cancel)
     with engine.hold(2) as held:
         with pytest.raises(LaunchTimeout):
@@ -263,7 +264,7 @@ def test_stop_ends_the_ranks_of_all_machines() -> None:
 
 
 def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.lookout._PATIENCE", 0.0)
+    monkeypatch.setattr("mlaunch.engines.launch.visitors_of_machines._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
     machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
     machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))
@@ -287,7 +288,10 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
 def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
     """A member goes on, and says that nothing is known; so it does of one whose visitors queue, as it is stopped."""
     ours, theirs = socket.socketpair()
-    stream, caller = Stream(os.dup(ours.fileno()), ours.detach()), Stream(os.dup(theirs.fileno()), theirs.detach())
+    stream, caller = (
+        FrameStream(os.dup(ours.fileno()), ours.detach()),
+        FrameStream(os.dup(theirs.fileno()), theirs.detach()),
+    )
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     looks = Looks(stream, environ)
     looks.learn(RanksStarting(0.0, "killed", 0, 1))
@@ -316,7 +320,7 @@ def test_what_a_killed_caller_has_left_is_removed_by_the_next_call(engine: Threa
 def test_so_many_start_at_once(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     starting, most, lock = 0, 0, threading.Lock()
 
-    def serve(stream: Stream, host: str) -> None:
+    def serve(stream: FrameStream, host: str) -> None:
         nonlocal starting
         with lock:
             starting -= 1
@@ -467,8 +471,8 @@ def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.M
     with engine.hold(2, 1) as held:
         assert launcher(rank, engine=held)() == [0, 1]
         assert found == {"127.0.0.1"}
-        monkeypatch.setattr("mlaunch.engines.machine_plan.identity", lambda: next(names))
-        monkeypatch.setattr("mlaunch.engines.machine_plan.addresses", lambda: ["127.0.0.2"])
+        monkeypatch.setattr("mlaunch.member.machine_plan.identity", lambda: next(names))
+        monkeypatch.setattr("mlaunch.member.machine_plan.addresses", lambda: ["127.0.0.2"])
         assert launcher(rank, engine=held)() == [0, 1]
     assert found == {"127.0.0.1", "127.0.0.2"}
 
@@ -492,10 +496,10 @@ def test_what_machines_wait_for_is_said(capfd: pytest.CaptureFixture[str]) -> No
     assert builds.without_gloo(capfd.readouterr().err) == ""
 
 
-def hello(**changes: Any) -> Callable[[Stream, str], None]:
+def hello(**changes: Any) -> Callable[[FrameStream, str], None]:
     """A member of another kind."""
 
-    def serve(stream: Stream, host: str) -> None:
+    def serve(stream: FrameStream, host: str) -> None:
         ours = {"mlaunch": mlaunch.__version__, "Python": "3.1.4", "torch": "", "host": host, "pid": 1}
         with contextlib.suppress(BrokenPipeError):  # the caller has heard enough of the other one
             os.write(stream.outgoing, MARK + json.dumps({**ours, **changes}).encode() + b"\n")
@@ -532,7 +536,7 @@ def test_a_machine_without_mlaunch(tmp_path: Path) -> None:
 
 
 def test_a_member_that_says_nothing() -> None:
-    def serve(stream: Stream, _host: str) -> None:
+    def serve(stream: FrameStream, _host: str) -> None:
         os.set_blocking(stream.incoming, True)
         os.read(stream.incoming, 1)
 
@@ -544,21 +548,21 @@ def test_a_member_that_says_nothing() -> None:
 
 def test_a_member_that_prints_without_end() -> None:
     """What has no end and no line is kept no more than what is of use, and takes no more time."""
-    streams = list[Stream]()
+    streams = list[FrameStream]()
 
-    def serve(stream: Stream, _host: str) -> None:
+    def serve(stream: FrameStream, _host: str) -> None:
         os.set_blocking(stream.outgoing, True)
         with contextlib.suppress(OSError):
             while True:
                 os.write(stream.outgoing, b"y" * (1 << 16))
 
-    def note(stream: Stream, mark: bytes) -> bytes | None:
+    def note(stream: FrameStream, mark: bytes) -> bytes | None:
         streams.append(stream)
         return skip_to(stream, mark)
 
-    skip_to = Stream.skip_to
+    skip_to = FrameStream.skip_to
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stream, "skip_to", note)
+        patch.setattr(FrameStream, "skip_to", note)
         with pytest.raises(LaunchTimeout, match=r"has not answered on machine 0 within join_timeout=0\.3 s"):
             launcher(rank, 1, engine=Threads(serve), machines=1, join_timeout=0.3)()
     assert streams
@@ -568,7 +572,7 @@ def test_a_member_that_prints_without_end() -> None:
 def test_a_member_among_other_words() -> None:
     """A line that only looks like its first one is none; what comes after that is told with its host."""
 
-    def serve(stream: Stream, host: str) -> None:
+    def serve(stream: FrameStream, host: str) -> None:
         os.write(stream.outgoing, MARK + b"not found\n")
         hello(Python=platform.python_version())(stream, host)
         os.write(stream.outgoing, b"You have new mail\n")
@@ -654,7 +658,7 @@ def test_a_machine_that_is_lost_while_ranks_run(tmp_path: Path) -> None:
     running = tmp_path / "running"
     os.mkfifo(running)
 
-    def serve(stream: Stream, host: str) -> None:
+    def serve(stream: FrameStream, host: str) -> None:
         if host == "m1":
             threading.Thread(target=cut, args=(os.dup(stream.outgoing),), daemon=True).start()
         member.serve(stream, host)
@@ -773,7 +777,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("text", "shown"), NAMES)
 def test_engines_by_name(text: str, shown: str) -> None:
-    assert repr(named.engine_named(text)) == shown
+    assert repr(engine_names.engine_named(text)) == shown
 
 
 REFUSED = [
@@ -815,7 +819,7 @@ def test_a_script(
 ) -> None:
     engine = Threads()
     engine.python = "python-over-there"
-    monkeypatch.setattr(run_there, "engine_named", lambda _name: engine)
+    monkeypatch.setattr(run_on_engine, "engine_named", lambda _name: engine)
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     logs = tmp_path / "logs"

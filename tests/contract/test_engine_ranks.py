@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher, scatter
-from mlaunch.agent.reception import STATUS
-from mlaunch.caller.kept import shared
-from mlaunch.cli.inspect import ask
-from mlaunch.engines import member
-from mlaunch.engines.stream import Stream
+from mlaunch.caller.ranks import keep
+from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.member import member
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_engine_calls import Threads, engine
 from tests.processes import wait_gone
 from tests.system.engine_caller import Trigger
@@ -324,13 +324,13 @@ def test_those_of_a_decorated_function(engine: Threads) -> None:
     assert call() == pids
     assert launcher(total, 2, engine=engine, keep=60)() == [3, 3, 3]
     assert len(engine.placements) == 1
-    for found in shared._sets.values():
+    for found in keep._sets.values():
         found.ranks.close()
-    shared._sets.clear()
+    keep._sets.clear()
     assert not set(pids) & set(call())
-    for found in shared._sets.values():
+    for found in keep._sets.values():
         found.ranks.close()
-    shared._sets.clear()
+    keep._sets.clear()
 
 
 @pytest.mark.slow
@@ -392,7 +392,7 @@ def test_a_machine_that_is_lost(when: str) -> None:
     """The call ends with it, and the next one asks the engine for others."""
     streams: dict[str, int] = {}
 
-    def serve(stream: Stream, host: str) -> None:
+    def serve(stream: FrameStream, host: str) -> None:
         streams[host] = stream.outgoing
         member.serve(stream, host)
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.base.fds import OwnedFds
+from mlaunch.forkserver.agents import Launch, begin
 from mlaunch.forkserver.children import Children
-from mlaunch.forkserver.launching import Launch, begin
 from mlaunch.protocol import explain
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Reaped
+from mlaunch.protocol.messages.launch_messages import Reaped
 from tests.conftest import OURS
 from tests.contract import crashes, functions
 from tests.processes import wait_gone
@@ -412,9 +412,9 @@ def test_no_collective_breaks_before_its_ranks_are_stopped(tmp_path: Path) -> No
 
 def states_of_this_launch() -> list[str]:
     """In a rank: what ``mlaunch ps`` says of all of them."""
-    from mlaunch.cli import inspect
+    from mlaunch.cli import ps_and_stacks
 
-    for launch in inspect.ask(b"status"):
+    for launch in ps_and_stacks.ask(b"status"):
         if os.getpid() in [rank["pid"] for rank in launch["ranks"]]:
             return [rank["state"] for rank in launch["ranks"]]
     return []

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, launcher, scatter
-from mlaunch.rank import held as on_ranks
+from mlaunch.rank import held_objects as on_ranks
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def make(start: int) -> list[int]:
 
 
 def held_numbers(ranks: Ranks) -> list[list[int]]:
-    return ranks.run(lambda: sorted(sys.modules["mlaunch.rank.held"].table.objects))
+    return ranks.run(lambda: sorted(sys.modules["mlaunch.rank.held_objects"].table.objects))
 
 
 def test_what_is_here_is_no_function_to_hold(ranks: Ranks) -> None:

@@ -385,7 +385,7 @@ def test_a_default_group_that_one_rank_has_destroyed_in_a_call_that_failed(ranks
 
 def test_a_default_group_that_cannot_be_made_anew(ranks: Ranks) -> None:
     def work() -> None:
-        group = sys.modules["mlaunch.rank.group"]
+        group = sys.modules["mlaunch.rank.setup.group"]
 
         def refuse(*_: Any) -> None:
             raise ConnectionError("no way")
@@ -786,7 +786,7 @@ def test_the_agent_is_killed_between_calls(ranks: Ranks) -> None:
 
 
 def test_the_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
     with Ranks(n_gpus=2, deadline=0.5, grace_period=0.2) as ranks:
         pids = ranks.run(os.getpid)
         [agent] = set(ranks.run(os.getppid))
@@ -797,7 +797,7 @@ def test_the_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closing_those_whose_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
     with Ranks(n_gpus=2, grace_period=0.2) as ranks:
         pids = ranks.run(os.getpid)
         [agent] = set(ranks.run(os.getppid))

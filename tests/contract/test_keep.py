@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
-from mlaunch.caller.kept import shared
-from mlaunch.caller.options import Options
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.ranks import keep
 from tests import builds, toy
 from tests.processes import alive, wait_gone
 
@@ -23,9 +23,9 @@ from tests.processes import alive, wait_gone
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    for found in shared._sets.values():
+    for found in keep._sets.values():
         found.ranks.close()
-    shared._sets.clear()
+    keep._sets.clear()
 
 
 def pids() -> int:
@@ -48,7 +48,7 @@ def test_equal_options_share_ranks() -> None:
 
 def test_the_latest_call_says_how_long_they_stay() -> None:
     def limits() -> list[float | None]:
-        return [found.ranks._set.session.idle_timeout for found in shared._sets.values()]
+        return [found.ranks._set.session.idle_timeout for found in keep._sets.values()]
 
     first = train()
     assert 500.0 not in limits()
@@ -92,11 +92,11 @@ def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
 
     with ThreadPoolExecutor(2) as pool:
         old = pool.submit(call, "old", str(gate))
-        while shared._sets[next(iter(shared._sets.keys() - {only_key(others)}))].ranks.idle:
+        while keep._sets[next(iter(keep._sets.keys() - {only_key(others)}))].ranks.idle:
             os.sched_yield()
         monkeypatch.setenv("KEPT_TEST", "8")
         new = pool.submit(call, "new", __file__)
-        while not shared._leaving:
+        while not keep._leaving:
             os.sched_yield()
         monkeypatch.delenv("KEPT_TEST")
         assert train() == others
@@ -105,18 +105,18 @@ def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
         old.result(60)
         new.result(60)
     assert found["old"] == mine != found["new"]
-    assert not shared._leaving
+    assert not keep._leaving
 
 
 def only_key(pids: list[int]) -> str:
     """The key of the set of two ranks."""
-    [key] = [key for key, found in shared._sets.items() if found.ranks.world_size == len(pids)]
+    [key] = [key for key, found in keep._sets.items() if found.ranks.world_size == len(pids)]
     return key
 
 
 def test_a_fork_made_while_locks_are_taken_is_free_to_call() -> None:
     train()
-    with shared._locks.of_sets:
+    with keep._locks.of_sets:
         child = os.fork()
         if child == 0:
             signal.alarm(60)
@@ -165,7 +165,7 @@ def test_a_fork_of_the_caller_gets_its_own() -> None:
     assert first == train()
     child = os.fork()
     if child == 0:
-        os._exit(0 if not shared._sets else 1)
+        os._exit(0 if not keep._sets else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert train() == first
 
@@ -173,7 +173,7 @@ def test_a_fork_of_the_caller_gets_its_own() -> None:
 def test_given_ranks_are_used() -> None:
     with Ranks(n_gpus=2) as ranks:
         assert launcher(pids, n_gpus=1).options(ranks=ranks)() == ranks.run(pids)
-        assert shared._sets == {}
+        assert keep._sets == {}
 
 
 KEEPING = """
@@ -253,4 +253,4 @@ def test_of_two_sets_that_want_the_same_devices_the_idle_one_ends_first(run_scri
 def test_which_sets_want_the_same_devices(
     wanted: dict[str, Any], taken: list[str], environ: dict[str, str], meet: bool
 ) -> None:
-    assert shared.meet(Options().replaced(wanted), taken, environ) is meet
+    assert keep.meet(Options().replaced(wanted), taken, environ) is meet

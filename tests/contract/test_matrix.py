@@ -103,8 +103,8 @@ def test_what_keeps_a_launch_is_stopped(
     where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank stops its agent or its fork server; its caller does not depend on them."""
-    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
-    monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._STEP_DELAY", 0.3)
     check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 

@@ -16,16 +16,16 @@ import pytest
 import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.base import linux
-from mlaunch.base.errors import RankFailure, describe_exit
-from mlaunch.caller import start_server
-from mlaunch.caller.failure_text import FailureText
-from mlaunch.caller.fork_server import ForkServer
-from mlaunch.caller.options import Options
+from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.failure_text import FailureText
+from mlaunch.caller.server import start_server
+from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.protocol import error_file
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Ready, Reaped
-from mlaunch.protocol.server_messages import DeviceCount
-from mlaunch.rendezvous import values, wire
+from mlaunch.protocol.messages.launch_messages import Ready, Reaped
+from mlaunch.protocol.messages.server_messages import DeviceCount
+from mlaunch.rendezvous import control_protocol, values
 
 
 def fork_server(told: Callable[[Channel], None]) -> ForkServer:
@@ -153,7 +153,9 @@ def test_a_world_that_is_too_small_for_this_machine() -> None:
 
 
 def value_lines(rank: object, size: object, data: bytes, signature: str) -> bytes:
-    return wire.encode({"rank": rank, "size": size}) + data + wire.encode({"signature": signature})
+    return (
+        control_protocol.encode({"rank": rank, "size": size}) + data + control_protocol.encode({"signature": signature})
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
-from mlaunch.caller.output import display, merging, options
-from mlaunch.rank import progress as of_rank
+from mlaunch.caller.output import display, merging, output_options
+from mlaunch.rank.for_users import progress as of_rank
 from tests import builds
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
@@ -450,7 +450,7 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self, _: list[str]) -> str:
             return ""
 
-    monkeypatch.setattr(options, "area", Place)
+    monkeypatch.setattr(output_options, "area", Place)
     monkeypatch.setattr(display, "_FIRST_LOOK_DELAY", 0.0)
     launcher(lambda: 1, 1, progress=False)()
     assert shown == []

@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.agent.stack_requests import state_of
+from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.base import linux
-from mlaunch.caller import prepared as caller_prepared
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server import prepared_launch as caller_prepared
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.cli import main
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
+from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
 from tests import builds
 from tests.contract.functions import total

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
-import mlaunch.rank.progress
+import mlaunch.rank.for_users.progress
 from mlaunch import LaunchError, Ranks, launcher, progress
-from mlaunch.caller.kept.kept_call import KeptCall
-from mlaunch.caller.kept.session import Session
-from mlaunch.caller.status import status_lines
-from mlaunch.protocol.messages import Phase
+from mlaunch.caller.launch.status import status_lines
+from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.protocol.messages.launch_messages import Phase
 from tests import builds
 from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
@@ -453,14 +453,14 @@ def test_an_interrupt_while_a_call_is_submitted(ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def interrupted_as_it_is_queued() -> Iterator[None]:
-    queue = Session.submit
+    queue = RanksLaunch.submit
 
-    def submit(session: Session, call: KeptCall) -> None:
+    def submit(session: RanksLaunch, call: KeptCall) -> None:
         queue(session, call)
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "submit", submit)
+        patch.setattr(RanksLaunch, "submit", submit)
         yield
 
 
@@ -482,7 +482,7 @@ def test_the_last_of_a_large_and_a_small_value(ranks: Ranks, last: int) -> None:
     """The small one wakes the caller, the large one its agent, whichever comes last."""
 
     def answer(last: int) -> bytes:
-        rank, here = dist.get_rank(), mlaunch.rank.progress.slot
+        rank, here = dist.get_rank(), mlaunch.rank.for_users.progress.slot
         total()  # by now both have begun
         while rank == last and here is not None and here.board[1 - rank] is not Phase.IDLE:
             os.sched_yield()

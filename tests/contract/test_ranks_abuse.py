@@ -216,7 +216,7 @@ def wait_for(path: str) -> None:
 
 def test_what_was_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Ranks, tmp_path: Path) -> None:
     def numbers() -> list[int]:
-        return sorted(sys.modules["mlaunch.rank.held"].table.objects)
+        return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
 
     held, gate = ranks.hold(list), tmp_path / "gate"
     assert ranks.run(numbers) == [[held._number]] * 2
@@ -234,7 +234,7 @@ def test_what_was_freed_with_a_call_that_no_rank_can_read_is_freed_with_the_next
             return float, ("no number",)
 
     def numbers() -> list[int]:
-        return sorted(sys.modules["mlaunch.rank.held"].table.objects)
+        return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
 
     held = ranks.hold(list)
     held.free()

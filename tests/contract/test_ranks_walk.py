@@ -55,7 +55,7 @@ def send_and_fail() -> None:
 
 
 def held_numbers() -> list[int]:
-    return sorted(sys.modules["mlaunch.rank.held"].table.objects)
+    return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
 
 
 def follow(other: Future[Any], one: Future[Any]) -> None:

@@ -21,19 +21,27 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, comm, launcher
-from mlaunch.agent.evidence import Evidence
-from mlaunch.base.errors import RankFailure
+from mlaunch.agent.supervision.evidence import Evidence
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.failure_text import in_order, in_words, summarise
-from mlaunch.caller.options import Options
-from mlaunch.caller.outcome import Outcome
-from mlaunch.caller.plan import Attempt, Machine, plan
-from mlaunch.caller.restarts import with_restarts
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.failure_text import in_order, in_words, summarise
 from mlaunch.protocol import channel, payload
-from mlaunch.protocol.messages import Kind, Phase, RankAnswered, RankGone, RankStacks, Ready, RemoteError
+from mlaunch.protocol.messages.launch_messages import (
+    AnswerKind,
+    Phase,
+    RankAnswered,
+    RankGone,
+    RankStacks,
+    Ready,
+    RemoteError,
+)
 from mlaunch.protocol.stack_dump import in_letters
 from mlaunch.rank import function as rank_function
-from mlaunch.rank import group as rank_group
+from mlaunch.rank.setup import group as rank_group
 from tests.conftest import ROOT
 
 HERE = os.path.basename(__file__)
@@ -100,7 +108,7 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     def train() -> None:
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            from mlaunch.agent.stack_requests import state_of
+            from mlaunch.agent.supervision.stack_requests import state_of
 
             peer = int(store.get("pid"))
             while state_of(peer) != "T":
@@ -119,8 +127,8 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
 LETTERS = """
 import json, signal, sys, threading
 sys.path.insert(0, {folder!r})
-import mlaunch.agent.stopping
-mlaunch.agent.stopping.STACKS_TIMEOUT = 3600.0  # a stack that is never found to be whole ends this test
+import mlaunch.agent.supervision.stopping
+mlaunch.agent.supervision.stopping.STACKS_TIMEOUT = 3600.0  # a stack that is never found to be whole ends this test
 from mlaunch import LaunchError, launcher
 import torch.distributed as dist
 code = (
@@ -238,7 +246,7 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     with_restarts(attempt, "train()", 60.0, 2, lambda _why: None)
     assert (len(given), given[0]) == (3, 60.0)
     assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
-    machine = Machine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=1, deadline=60.0), machine, "train()", {}, Attempt(1, 5.0))
     assert (spec.deadline, spec.seconds) == (60.0, 5.0)
 
@@ -525,7 +533,7 @@ def test_a_hang_in_a_helper_of_ours_is_in_the_users_line() -> None:
 
 
 def test_a_failure_names_the_device_as_the_machine_numbers_it() -> None:
-    machine = Machine(Ready("2.13", "cuda", ("nccl", "gloo")), lambda _environ: 4)
+    machine = ThisMachine(Ready("2.13", "cuda", ("nccl", "gloo")), lambda _environ: 4)
     spec = plan(Options(devices=[2, 3]), machine, "train()", {}, Attempt(0, None))
     outcome = Outcome(spec)
     crash = os.memfd_create("crash")
@@ -536,7 +544,7 @@ def test_a_failure_names_the_device_as_the_machine_numbers_it() -> None:
 @pytest.mark.parametrize("first", ["the end", "what follows from it"])
 def test_a_rank_that_should_have_stayed_is_the_cause(first: str) -> None:
     """Whichever its agent hears first."""
-    machine = Machine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=2), machine, "train()", {}, Attempt(0, None))
     outcome = Outcome(dataclasses.replace(spec, stays=True))
     remote = RemoteError("RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "here", "cpu", None)
@@ -544,7 +552,7 @@ def test_a_rank_that_should_have_stayed_is_the_cause(first: str) -> None:
     payload.write(answer, remote)
     records: list[tuple[object, int]] = [
         (RankGone(1, 7, 0, Phase.RUNNING, answered=False, stopped=False, at=2.0), crash),
-        (RankAnswered(0, 6, Kind.ERROR, consequence=True, at=1.0), answer),
+        (RankAnswered(0, 6, AnswerKind.ERROR, consequence=True, at=1.0), answer),
     ]
     for record, fd in records if first == "the end" else reversed(records):
         outcome.take(record, [fd])

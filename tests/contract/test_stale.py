@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch import Ranks
-from mlaunch.rank import stale
+from mlaunch.rank import reload
 
 Write = Callable[[str], None]
 
@@ -137,11 +137,11 @@ def test_a_module_that_the_fork_server_has_imported_for_the_user(name: str, writ
     if pid == 0:
         code = 1
         try:
-            stale.watch()
+            reload.watch()
             importlib.import_module(name)
             write("def answer(): return 2\n")
-            stale.begin()
-            code = int(stale.changed() != [name])
+            reload.begin()
+            code = int(reload.changed() != [name])
         finally:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0

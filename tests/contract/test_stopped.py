@@ -18,11 +18,11 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
-from mlaunch.agent.stack_requests import request
-from mlaunch.caller.start_server import start_interpreter
-from mlaunch.caller.warm import warm_server
+from mlaunch.agent.supervision.stack_requests import request
+from mlaunch.caller.server.start_server import start_interpreter
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import stack_dump
-from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.rendezvous.address import listen
 from tests.contract import crashes
 from tests.contract.families import start_family
@@ -34,8 +34,8 @@ STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests stop need not be waited for as long as a busy machine may take."""
-    monkeypatch.setattr("mlaunch.caller.limits._REACTION_TIMEOUT", 0.5)
-    monkeypatch.setattr("mlaunch.caller.limits._STEP_DELAY", 0.3)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.caller.launch.watchdog._STEP_DELAY", 0.3)
 
 
 def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
@@ -157,7 +157,7 @@ def stopping_the_next_interpreter() -> Iterator[list[int]]:
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is slow has more time than the deadline gives, but not one that is stopped."""
-    monkeypatch.setattr("mlaunch.caller.fork_server._IMPORT_TIMEOUT", 3600.0)
+    monkeypatch.setattr("mlaunch.caller.server.fork_server._IMPORT_TIMEOUT", 3600.0)
     call = launcher(lambda: 7, 1, env=OTHER, deadline=1, start_method=start_method)
     words = "had not imported torch when the deadline had passed .* and was killed"
     with stopping_the_next_interpreter() as stopped, pytest.raises(LaunchTimeout, match=words):

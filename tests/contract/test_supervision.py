@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
-from mlaunch.caller.outcome import Outcome
-from mlaunch.caller.warm import warm_server
-from mlaunch.protocol.messages import DeadlinePassed, Phase, ServerGone
-from mlaunch.rank import progress
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase, ServerGone
+from mlaunch.rank.for_users import progress
 from tests.conftest import ROOT
 from tests.contract import crashes, functions
 from tests.imported import IMPORTED
@@ -170,7 +170,7 @@ def test_a_fork_of_the_caller_that_outlives_it(start_method: str) -> None:
 FORKING_IN_C = """
 import ctypes, os, signal, sys
 from mlaunch import launcher
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server.warm import warm_server
 
 launcher(lambda: None, 1)()
 if ctypes.PyDLL(None).fork() == 0:

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import comm, launcher
-from mlaunch.caller.options import Options
-from mlaunch.caller.plan import Attempt, Machine, plan
-from mlaunch.protocol.messages import Ready
-from mlaunch.rank import device, environment
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.rank.setup import device, environment
 from mlaunch.rendezvous import tcp_store, waiting
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_client import StoreClient
@@ -127,7 +127,7 @@ def test_torch_own_rendezvous_does_without(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ranks_of_a_torch_without_libuv_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """For scripts and libraries that make stores of their own, which would all raise."""
     environ = {"USE_LIBUV": "1"}
-    machine = Machine(Ready("2.6", None, ("gloo",)), lambda _environ: 0)
+    machine = ThisMachine(Ready("2.6", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=1), machine, "train()", environ, Attempt(0, None))
     assert environment.of_rank(spec, 0, LOOPBACK, 1)["USE_LIBUV"] == "1"
     monkeypatch.setattr(tcp_store, "lacks_libuv", True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, comm, launcher
-from mlaunch.caller.warm import warm_server
+from mlaunch.caller.server.warm import warm_server
 from tests.contract.preparing import pids_of, prepared, preparing
 from tests.gpu.place import HAS_TENSORS, KIND, count, place
 

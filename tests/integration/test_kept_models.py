@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mlaunch import Ranks, launcher
-from mlaunch.rank import device
+from mlaunch.rank.setup import device
 
 STEPS = 4
 

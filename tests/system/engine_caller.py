@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, engines, launcher
-from mlaunch.base.errors import report_of
+from mlaunch.base.exceptions import report_of
 from mlaunch.engines import Cluster
 
 SIZE = 2  # ranks on a machine that says nothing else

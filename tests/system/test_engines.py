@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.agent.reception import STATUS
-from mlaunch.cli.inspect import ask
+from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.protocol.visitors import STATUS
 from tests.processes import descendants, wait_gone
 from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between
 from tests.system.network import Namespaces, why_no_namespaces

@@ -28,25 +28,26 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch.agent.peers import join_machines
-from mlaunch.base.errors import RankFailure
-from mlaunch.caller.options import Options
-from mlaunch.caller.plan import Attempt, Machine, plan
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
-from mlaunch.protocol.machine_messages import Beat, Planned, Waiting
-from mlaunch.protocol.messages import Ready
-from mlaunch.protocol.spec import Cluster
-from mlaunch.rendezvous import door as door_module
-from mlaunch.rendezvous import gate as gate_module
-from mlaunch.rendezvous import link_process, names, tcp_store, wire
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.messages.machine_messages import Beat, Planned, Waiting
+from mlaunch.protocol.spec import Rendezvous
+from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.event_loop import VARIABLE
-from mlaunch.rendezvous.gate import Gate
-from mlaunch.rendezvous.link_process import LinkProcess
-from mlaunch.rendezvous.membership import Join, failure_of_record, shortened
-from mlaunch.rendezvous.roster import Roster
-from mlaunch.rendezvous.store import GateConfig, StoreProcess
-from mlaunch.rendezvous.streams import RankStreams
+from mlaunch.rendezvous.gate import admission as door_module
+from mlaunch.rendezvous.gate import gate as gate_module
+from mlaunch.rendezvous.gate.gate import Gate
+from mlaunch.rendezvous.gate.membership import Join, failure_of_record, shortened
+from mlaunch.rendezvous.gate.roster import Roster
+from mlaunch.rendezvous.link import link_process
+from mlaunch.rendezvous.link.link_process import LinkProcess
+from mlaunch.rendezvous.link.streams import RankStreams
+from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from tests.system.network import free_port
 
 TOKEN = "hush"
@@ -87,14 +88,14 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def enter(port: int, role: str = "control") -> Streams:
-    streams = await asyncio.open_connection("127.0.0.1", port, limit=wire.LINE_LIMIT)
-    await wire.introduce(*streams, role, TOKEN)
+    streams = await asyncio.open_connection("127.0.0.1", port, limit=control_protocol.LINE_LIMIT)
+    await control_protocol.introduce(*streams, role, TOKEN)
     return streams
 
 
 async def next_of(reader: asyncio.StreamReader, kind: str) -> Any:
     while True:
-        record = await asyncio.wait_for(wire.read(reader), 60)
+        record = await asyncio.wait_for(control_protocol.read(reader), 60)
         if kind in record:
             return record[kind]
 
@@ -162,13 +163,13 @@ def test_many_machines_join_and_hear_of_a_failure(gate: Served) -> None:
 
     async def machine(index: int, all_here: Barrier) -> tuple[Any, Any]:
         reader, writer = await enter(gate.port)
-        await wire.send(writer, {"join": join(index * ranks, ranks, RANKS).as_record()})
+        await control_protocol.send(writer, {"join": join(index * ranks, ranks, RANKS).as_record()})
         plan = await next_of(reader, "plan")
         numbers = range(index * ranks, (index + 1) * ranks)
         said[index] = await ranks_of_a_machine(gate.port, numbers, pool, all_here)
         failure = {"rank": "the culprit"}
         if index == 7:
-            await wire.send(writer, {"failure": {"what": "raised ValueError: boom", "rank": 119}})
+            await control_protocol.send(writer, {"failure": {"what": "raised ValueError: boom", "rank": 119}})
         else:
             failure = await next_of(reader, "failure")
             writer.close()
@@ -178,7 +179,7 @@ def test_many_machines_join_and_hear_of_a_failure(gate: Served) -> None:
         all_here = Barrier(MACHINES)
         return await asyncio.gather(*(machine(index, all_here) for index in range(MACHINES)))
 
-    with ThreadPoolExecutor(16) as pool, names.from_files_only():  # as ranks do
+    with ThreadPoolExecutor(16) as pool, name_lookup.from_files_only():  # as ranks do
         results = asyncio.run(everyone())
     assert [text for index in range(MACHINES) for text in said[index]] == [
         f"{(number + 1) % RANKS} is here".encode() for number in range(RANKS)
@@ -193,18 +194,20 @@ def test_a_launch_of_many_machines_is_told_in_few_bytes(gate: Served) -> None:
 
     async def machine(index: int, deaf: asyncio.Event) -> int:
         reader, writer = await enter(gate.port)
-        await wire.send(writer, {"join": join(index, 1, machines, host="h" * 200).as_record()})
+        await control_protocol.send(writer, {"join": join(index, 1, machines, host="h" * 200).as_record()})
         told = 0
-        while "plan" not in (record := await asyncio.wait_for(wire.read(reader), 60)):
-            told += len(wire.encode(record))
+        while "plan" not in (record := await asyncio.wait_for(control_protocol.read(reader), 60)):
+            told += len(control_protocol.encode(record))
         if index == 0:
             await deaf.wait()
         elif index == 1:
-            await wire.send(writer, {"failure": {"what": "raised ValueError: boom", "traceback": "x" * 15_000}})
+            await control_protocol.send(
+                writer, {"failure": {"what": "raised ValueError: boom", "traceback": "x" * 15_000}}
+            )
         else:
             assert (await next_of(reader, "failure"))["what"] == "raised ValueError: boom"
         writer.close()
-        return told + len(wire.encode(record))
+        return told + len(control_protocol.encode(record))
 
     async def everyone() -> int:
         deaf = asyncio.Event()
@@ -221,12 +224,12 @@ def test_who_comes_after_a_failure_is_not_refused(gate: Served) -> None:
 
     async def come_back() -> bytes:
         streams = await enter(gate.port)
-        await wire.send(streams[1], {"join": join(0, 1, 1).as_record()})
+        await control_protocol.send(streams[1], {"join": join(0, 1, 1).as_record()})
         await next_of(streams[0], "plan")
-        await wire.send(streams[1], {"failure": {"what": "was killed by SIGKILL"}})
+        await control_protocol.send(streams[1], {"failure": {"what": "was killed by SIGKILL"}})
         again = await enter(gate.port)
         await asyncio.sleep(0)
-        await wire.send(again[1], {"join": join(0, 1, 1).as_record()})
+        await control_protocol.send(again[1], {"join": join(0, 1, 1).as_record()})
         said = await again[0].read(1000)
         for _, writer in (streams, again):
             writer.close()
@@ -241,7 +244,7 @@ def test_the_master_hears_of_a_refusal_when_the_others_have(gate: Served) -> Non
 
     async def machine(name: str, *at: int) -> None:
         reader, writer = await enter(gate.port)
-        await wire.send(writer, {"join": join(*at).as_record()})
+        await control_protocol.send(writer, {"join": join(*at).as_record()})
         if name in joined:
             await next_of(reader, "waiting")
             joined[name].set()
@@ -265,10 +268,10 @@ def test_a_refused_machine_may_be_gone_before_it_is_told(gate: Served, capfd: py
     async def leave_at_once() -> str:
         for _ in range(20):
             _, writer = await enter(gate.port)
-            await wire.send(writer, {"join": join(4, 1, 2).as_record()})
+            await control_protocol.send(writer, {"join": join(4, 1, 2).as_record()})
             writer.transport.abort()
         reader, writer = await enter(gate.port)
-        await wire.send(writer, {"join": join(0, 1, 2).as_record()})
+        await control_protocol.send(writer, {"join": join(0, 1, 2).as_record()})
         said = await next_of(reader, "refused")
         writer.close()
         return str(said)
@@ -292,7 +295,7 @@ def test_a_failure_fits_into_every_record_on_its_way(letter: str) -> None:
     texts = dict.fromkeys(("what", "phase", "host", "device", "type_name", "traceback", "subject"), long)
     told = shortened(RankFailure(rank=1, pid=2, hints=(long,) * 50, **texts))
     assert len(pickle.dumps(told)) <= channel.RECORD_LIMIT
-    assert failure_of_record(json.loads(wire.encode({"failure": asdict(told)}))["failure"]) == told
+    assert failure_of_record(json.loads(control_protocol.encode({"failure": asdict(told)}))["failure"]) == told
 
 
 def test_what_is_waited_for_is_a_summary() -> None:
@@ -303,12 +306,12 @@ def test_what_is_waited_for_is_a_summary() -> None:
     told = roster.describe()
     assert told.startswith("5000 machines joined (0000")
     assert told.endswith(" and 4995 more); ranks 1, 3, 5, 7, 9, 11, 13, 15, 17, 19 and 4990 more missing")
-    assert len(wire.encode({"waiting": told})) <= 4_000
+    assert len(control_protocol.encode({"waiting": told})) <= 4_000
 
 
 def test_a_line_that_nobody_would_read_is_refused_where_it_comes_from() -> None:
-    with pytest.raises(ValueError, match=f"a line holds {wire.LINE_LIMIT}"):
-        wire.encode({"failure": "x" * wire.LINE_LIMIT})
+    with pytest.raises(ValueError, match=f"a line holds {control_protocol.LINE_LIMIT}"):
+        control_protocol.encode({"failure": "x" * control_protocol.LINE_LIMIT})
 
 
 def test_a_failure_with_odd_hints_is_still_told() -> None:
@@ -322,11 +325,11 @@ def test_a_cause_outranks_its_consequence(gate: Served) -> None:
     async def three() -> list[str]:
         streams = [await enter(gate.port) for _ in range(3)]
         for rank, (_, writer) in enumerate(streams):
-            await wire.send(writer, {"join": join(rank, 1, 3).as_record()})
+            await control_protocol.send(writer, {"join": join(rank, 1, 3).as_record()})
         for reader, _ in streams:
             await next_of(reader, "plan")
-        await wire.send(streams[0][1], {"failure": {"what": "raised: peer closed", "consequence": True}})
-        await wire.send(streams[1][1], {"failure": {"what": "was killed by SIGKILL"}})
+        await control_protocol.send(streams[0][1], {"failure": {"what": "raised: peer closed", "consequence": True}})
+        await control_protocol.send(streams[1][1], {"failure": {"what": "was killed by SIGKILL"}})
         heard = [(await next_of(streams[rank][0], "failure"))["what"] for rank in (0, 2)]
         for _, writer in streams:
             writer.close()
@@ -337,7 +340,7 @@ def test_a_cause_outranks_its_consequence(gate: Served) -> None:
 
 async def carry_for_ranks(gate: int, listener: socket.socket, over: Coroutine[Any, Any, Any]) -> None:
     """The joining side, as the link does it."""
-    async with wire.dialled("127.0.0.1", gate, "store", TOKEN) as streams:
+    async with control_protocol.dialled("127.0.0.1", gate, "store", TOKEN) as streams:
         carrying = asyncio.ensure_future(RankStreams(1024, 1024).serve(listener, streams))
         await over
         carrying.cancel()
@@ -353,7 +356,7 @@ def test_a_thousand_ranks_reach_the_store(gate: Served) -> None:
     thread = threading.Thread(target=asyncio.run, args=[splicing])
     thread.start()
     start = time.monotonic()
-    with ThreadPoolExecutor(16) as pool, names.from_files_only():  # as ranks do
+    with ThreadPoolExecutor(16) as pool, name_lookup.from_files_only():  # as ranks do
         connect = functools.partial(tcp_store.connect, "127.0.0.1", port, timedelta(seconds=60))
         clients = list(pool.map(lambda _: connect(), range(1024)))
     for rank, client in enumerate(clients):
@@ -404,7 +407,7 @@ def test_a_burst_waits_and_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> No
         async with serving(Counting("launch", TOKEN, 60.0)) as (_, port):
             streams = await asyncio.gather(*(enter(port) for _ in range(40)))
             for number, (_, writer) in enumerate(streams):
-                await wire.send(writer, {"join": join(number, 1, 40).as_record()})
+                await control_protocol.send(writer, {"join": join(number, 1, 40).as_record()})
             plans = [await next_of(reader, "plan") for reader, _ in streams]
             for _, writer in streams:
                 writer.close()
@@ -427,7 +430,7 @@ def test_a_stranger_says_little(gate: Served) -> None:
             said = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         member = await enter(gate.port)
-        await wire.send(member[1], {"join": join(0, 1, 1, function="x" * 1000).as_record()})
+        await control_protocol.send(member[1], {"join": join(0, 1, 1, function="x" * 1000).as_record()})
         await next_of(member[0], "plan")
         member[1].close()
         return said
@@ -454,15 +457,19 @@ def test_who_says_nothing_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPat
 def test_versions_that_differ_are_told_so(gate: Served) -> None:
     async def come() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
-        await wire.send(writer, {**HELLO, "mlaunch": 1})
+        await control_protocol.send(writer, {**HELLO, "mlaunch": 1})
         said = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         return said
 
     said = json.loads(asyncio.run(come()))
-    assert said == {"refused": "the versions of mlaunch differ", "mlaunch": wire.PROTOCOL}
-    assert wire._other_version({"mlaunch": 1}).startswith("the master speaks protocol 1, this machine ")
-    assert wire._other_version({"mlaunch": 10**100}) == wire._other_version({"mlaunch": True}) == ""
+    assert said == {"refused": "the versions of mlaunch differ", "mlaunch": control_protocol.PROTOCOL}
+    assert control_protocol._other_version({"mlaunch": 1}).startswith("the master speaks protocol 1, this machine ")
+    assert (
+        control_protocol._other_version({"mlaunch": 10**100})
+        == control_protocol._other_version({"mlaunch": True})
+        == ""
+    )
 
 
 @pytest.mark.slow
@@ -472,7 +479,7 @@ def test_strangers_change_nothing(gate: Served) -> None:
 
     async def fuzz() -> tuple[Any, int, int]:
         job = await enter(gate.port)
-        await wire.send(job[1], {"join": join(0, 1, 2).as_record()})
+        await control_protocol.send(job[1], {"join": join(0, 1, 2).as_record()})
         await next_of(job[0], "waiting")
         before = 0
         silent = []
@@ -492,7 +499,7 @@ def test_strangers_change_nothing(gate: Served) -> None:
             assert all(line.startswith((b'{"challenge": ', b'{"refused": ')) for line in answer.splitlines())
             writer.close()
         other = await enter(gate.port)
-        await wire.send(other[1], {"join": join(1, 1, 2).as_record()})
+        await control_protocol.send(other[1], {"join": join(1, 1, 2).as_record()})
         plan = await next_of(job[0], "plan")
         after = memory_of(gate.pid)
         for writer in [*silent, job[1], other[1]]:
@@ -504,7 +511,7 @@ def test_strangers_change_nothing(gate: Served) -> None:
     assert after - before < 64 * 2**20, f"{before} -> {after}"
 
 
-HELLO: dict[str, Any] = {"mlaunch": wire.PROTOCOL, "role": "control", "nonce": "0" * 32}
+HELLO: dict[str, Any] = {"mlaunch": control_protocol.PROTOCOL, "role": "control", "nonce": "0" * 32}
 ODD: list[list[Any]] = [
     [[]],
     [7],
@@ -602,7 +609,7 @@ def test_an_error_of_ours_is_one_bounded_line_and_soon_none(capfd: pytest.Captur
 async def members(port: int, *joins: Join) -> list[Streams]:
     streams = [await enter(port) for _ in joins]
     for (_, writer), said in zip(streams, joins, strict=True):
-        await wire.send(writer, {"join": said.as_record()})
+        await control_protocol.send(writer, {"join": said.as_record()})
     return streams
 
 
@@ -613,7 +620,7 @@ def test_the_port_is_free_before_anyone_hears_of_the_end(gate: Served) -> None:
         streams = await members(gate.port, join(0, 1, 2), join(1, 1, 2))
         for reader, writer in streams:
             await next_of(reader, "plan")
-            await wire.send(writer, {"done": 1})
+            await control_protocol.send(writer, {"done": 1})
         await next_of(streams[1][0], "over")
         listen(port=gate.port).close()
         for _, writer in streams:
@@ -628,8 +635,8 @@ def test_machines_of_a_launch_get_a_secret_that_no_other_launch_has() -> None:
     async def secrets_of(port: int) -> set[str]:
         streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for number, (reader, writer) in enumerate(streams):
-            await wire.introduce(reader, writer, "control", None)
-            await wire.send(writer, {"join": join(number, 1, 2).as_record()})
+            await control_protocol.introduce(reader, writer, "control", None)
+            await control_protocol.send(writer, {"join": join(number, 1, 2).as_record()})
         found = {(await next_of(reader, "plan"))["secret"] for reader, _ in streams}
         for _, writer in streams:
             writer.close()
@@ -646,7 +653,7 @@ async def link_to(serve: Any, agent: channel.Channel) -> AsyncIterator[LinkProce
     """A machine's link, without a token, to a master that answers as ``serve`` does."""
     with listen() as listener:
         server = await asyncio.start_server(serve, sock=listener)
-        cluster = Cluster(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
+        cluster = Rendezvous(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
         yield LinkProcess(cluster, join(1, 1, 2), agent)
         server.close()
 
@@ -661,9 +668,9 @@ def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
 
     async def plan_evil(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal knocks
-        await wire.read(reader)
-        await wire.send(writer, {"welcome": wire.PROTOCOL})
-        await wire.send(writer, {"plan": plan})
+        await control_protocol.read(reader)
+        await control_protocol.send(writer, {"welcome": control_protocol.PROTOCOL})
+        await control_protocol.send(writer, {"plan": plan})
         knocks += 1
         if knocks > 1:
             tried.set()
@@ -689,12 +696,12 @@ def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
 def test_only_the_first_failure_is_told(gate: Served) -> None:
     async def three() -> list[str]:
         first, second, third = streams = await members(gate.port, *(join(rank, 1, 3) for rank in range(3)))
-        await wire.send(first[1], {"failure": {"what": "raised ValueError"}})
+        await control_protocol.send(first[1], {"failure": {"what": "raised ValueError"}})
         told = [(await next_of(third[0], "failure"))["what"]]
-        await wire.send(second[1], {"failure": {"what": "was killed by SIGKILL"}})
+        await control_protocol.send(second[1], {"failure": {"what": "was killed by SIGKILL"}})
         for _, writer in streams:
-            await wire.send(writer, {"done": 1})
-        while "over" not in (record := await asyncio.wait_for(wire.read(third[0]), 60)):
+            await control_protocol.send(writer, {"done": 1})
+        while "over" not in (record := await asyncio.wait_for(control_protocol.read(third[0]), 60)):
             told += [record["failure"]["what"]] if "failure" in record else []
         for _, writer in streams:
             writer.close()
@@ -750,17 +757,17 @@ async def heard_of_a_failure(strangers: int = 0, here: int = 0, *, fails: bool =
     loop, gate = asyncio.get_running_loop(), Gate("launch", TOKEN, 60.0)
     loop.add_reader(ours.fileno(), lambda: heard.append(ours.receive()[0]))
     async with serving(gate) as address:
-        cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+        cluster = Rendezvous(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
         machine = LinkProcess(cluster, join(here, 1, 2), theirs)
         link = asyncio.ensure_future(machine.run(None))
         await until(lambda: gate._members)
         [(reader, writer)] = await members(address[1], join(1 - here, 1, 2))
         await next_of(reader, "plan")
         for _ in range(strangers):
-            async with wire.dialled(*address, "control", TOKEN):
+            async with control_protocol.dialled(*address, "control", TOKEN):
                 pass
         if fails:
-            await wire.send(writer, {"failure": {"what": "was killed by SIGKILL"}})
+            await control_protocol.send(writer, {"failure": {"what": "was killed by SIGKILL"}})
             await until(lambda: gate._failure)
         sorted(gate._members, key=lambda member: member.join.place)[here].writer.close()
         await asyncio.wait_for(link, 60)
@@ -799,7 +806,7 @@ def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(ours.fileno(), lambda: heard.put_nowait(ours.receive()[0]))
         async with serving(Forgetful("launch", TOKEN, 60.0)) as address:
-            cluster = Cluster(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+            cluster = Rendezvous(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
             machine = LinkProcess(cluster, join(0, 1, 1), theirs)
             link = asyncio.ensure_future(machine.run(listen()))
             while not isinstance(record := await asyncio.wait_for(heard.get(), 60), RankFailure):
@@ -831,7 +838,7 @@ def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch)
     def turn_away(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         attempts.append(None)
         if len(attempts) > 30:
-            writer.write(wire.encode({"refused": "enough"}))
+            writer.write(control_protocol.encode({"refused": "enough"}))
         writer.close()
 
     async def look() -> None:
@@ -846,8 +853,8 @@ def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_joining_takes_its_time_off_the_deadline() -> None:
-    cluster = Cluster("127.0.0.1", free_port(), TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
-    machine = Machine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    cluster = Rendezvous("127.0.0.1", free_port(), TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=1, deadline=1000.0), machine, "train()", {}, Attempt(0, None))
     (ours, theirs), parent = channel.Channel.pair(), os.pidfd_open(os.getpid())
     with listen() as listener:
@@ -880,10 +887,10 @@ def test_nothing_is_known_without_the_token(gate: Served) -> None:
 
     async def watch() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
-        await wire.send(writer, {"mlaunch": wire.PROTOCOL, "role": "store", "nonce": "0" * 32})
-        challenge = await wire.read(reader)
+        await control_protocol.send(writer, {"mlaunch": control_protocol.PROTOCOL, "role": "store", "nonce": "0" * 32})
+        challenge = await control_protocol.read(reader)
         assert challenge.keys() == {"challenge"}
-        await wire.send(writer, {"proof": "0" * 64})
+        await control_protocol.send(writer, {"proof": "0" * 64})
         answer = await reader.read(10_000)
         writer.close()
         return answer
@@ -893,10 +900,10 @@ def test_nothing_is_known_without_the_token(gate: Served) -> None:
 
 
 UNPROVED: list[Any] = [
-    {"proof": wire._prove("guessed", "server", "0" * 32, "0" * 32, "control")},
+    {"proof": control_protocol._prove("guessed", "server", "0" * 32, "0" * 32, "control")},
     {"proof": []},
     {"refused": "\x1b[2Jgo away"},
-    {"welcome": wire.PROTOCOL},
+    {"welcome": control_protocol.PROTOCOL},
     {"plan": {}},
 ]
 
@@ -912,11 +919,11 @@ def test_a_master_that_cannot_prove_the_token_decides_nothing(
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            await wire.read(reader)
+            await control_protocol.read(reader)
             if not at_once:
-                await wire.send(writer, {"challenge": "0" * 32})
-                await wire.read(reader)
-            await wire.send(writer, UNPROVED[number])
+                await control_protocol.send(writer, {"challenge": "0" * 32})
+                await control_protocol.read(reader)
+            await control_protocol.send(writer, UNPROVED[number])
             beyond.append(await reader.read())
         writer.close()
 
@@ -924,7 +931,7 @@ def test_a_master_that_cannot_prove_the_token_decides_nothing(
         ours, theirs = channel.Channel.pair()
         with listen() as listener:
             server = await asyncio.start_server(answer, sock=listener)
-            cluster = Cluster(*listener.getsockname(), TOKEN, join_timeout=600.0, heartbeat_timeout=60.0)
+            cluster = Rendezvous(*listener.getsockname(), TOKEN, join_timeout=600.0, heartbeat_timeout=60.0)
             machine = LinkProcess(cluster, join(1, 1, 2), theirs)
             task = asyncio.ensure_future(machine.run(None))
             await until(lambda: len(beyond) > 3)
@@ -955,10 +962,10 @@ def test_a_token_is_not_tried_at_the_price_of_a_digest() -> None:
 def test_a_proof_holds_for_one_role(gate: Served) -> None:
     async def pretend() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
-        await wire.send(writer, {**HELLO, "role": "control"})
-        challenge = await wire.read(reader)
-        proof = wire._prove(TOKEN, "client", HELLO["nonce"], challenge["challenge"], "store")
-        await wire.send(writer, {"proof": proof})
+        await control_protocol.send(writer, {**HELLO, "role": "control"})
+        challenge = await control_protocol.read(reader)
+        proof = control_protocol._prove(TOKEN, "client", HELLO["nonce"], challenge["challenge"], "store")
+        await control_protocol.send(writer, {"proof": proof})
         said = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         return said

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import launcher
 from mlaunch.cli import main
-from mlaunch.forkserver.settling import settle
+from mlaunch.forkserver.huge_pages import settle
 from mlaunch.rank import script
 from mlaunch.rendezvous import server
 from mlaunch.rendezvous.address import listen

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch.caller.options import Options
-from mlaunch.rank import recognise
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.rank.joining import recognise
 from mlaunch.rendezvous.address import listen
 from tests import builds
 from tests.conftest import ROOT
@@ -212,7 +212,7 @@ def test_a_peer_that_is_dead_at_exit(victim: int) -> None:
 
 SILENT = """
 import os, sys, mlaunch
-from mlaunch.rank import join
+from mlaunch.rank.joining import join
 join._ANSWER_TIMEOUT = 0.5
 try:
     mlaunch.join(0, 2, "127.0.0.1", int(sys.argv[1]))
@@ -312,7 +312,7 @@ def test_what_is_missing_is_named(call: Any, words: str, monkeypatch: pytest.Mon
     ],
 )
 def test_join_refuses(arguments: tuple[Any, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.rank.join._complete_environment", lambda _: pytest.fail("it joins"))
+    monkeypatch.setattr("mlaunch.rank.joining.join._complete_environment", lambda _: pytest.fail("it joins"))
     with pytest.raises(ValueError, match=words):
         mlaunch.join(*arguments)
 

@@ -22,11 +22,11 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, RanksLost, launcher
-from mlaunch.agent.reception import STATUS, Reception, answer
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
-from mlaunch.cli import inspect, main
+from mlaunch.cli import main, ps_and_stacks
 from mlaunch.protocol import registry
+from mlaunch.protocol.visitors import STATUS, Reception, answer
 from tests import builds
 from tests.conftest import ROOT
 
@@ -69,7 +69,7 @@ def running(
     thread = threading.Thread(target=lambda: seen.update(returned=ours()))
     thread.start()
     there.read_text()
-    while not (found := inspect.ask(b"status")):  # it listens some moments after its start
+    while not (found := ps_and_stacks.ask(b"status")):  # it listens some moments after its start
         os.sched_yield()
     seen["status"] = found[0]
     try:
@@ -151,7 +151,7 @@ def test_stacks_of_ranks_whose_threads_work(tmp_path: Path) -> None:
     """Their frames are not read, since they go while they are."""
     with running(tmp_path, work_in_a_thread):
         for _ in range(100):
-            [told] = inspect.ask(b"stacks")
+            [told] = ps_and_stacks.ask(b"stacks")
             assert {rank["state"] for rank in told["ranks"]} == {"running the function"}
 
 
@@ -159,7 +159,7 @@ def test_the_state_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with running(tmp_path) as seen:
         held = seen["status"]["ranks"][0]["pid"]
         os.kill(held, signal.SIGSTOP)
-        while "(it was stopped by a signal)" not in inspect.ask(b"status")[0]["ranks"][0]["state"]:
+        while "(it was stopped by a signal)" not in ps_and_stacks.ask(b"status")[0]["ranks"][0]["state"]:
             os.sched_yield()
         assert main(["stacks"]) == 0
         told = capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     registry.listen(os.environ, "dead").close()
     assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
-    assert inspect.ask(b"status") == []
+    assert ps_and_stacks.ask(b"status") == []
     assert os.listdir(tmp_path / "mlaunch") == []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unfinished:  # it was killed at this moment
         unfinished.bind(str(tmp_path / "mlaunch" / "dead.new"))
@@ -230,7 +230,7 @@ def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(
 
     class Looking(socket.socket):
         def listen(self, *args: int) -> None:
-            assert inspect.ask(b"status") == []  # another process asks at this moment
+            assert ps_and_stacks.ask(b"status") == []  # another process asks at this moment
             super().listen(*args)
 
     monkeypatch.setattr(registry.socket, "socket", Looking)
@@ -238,7 +238,7 @@ def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(
         assert os.listdir(tmp_path / "mlaunch") == ["new.sock"]
         os.utime(tmp_path / "mlaunch" / "new.sock", (0, 0))
         (tmp_path / "mlaunch" / "new.sock").rename(tmp_path / "mlaunch" / "killed.new")
-        assert inspect.ask(b"status") == []
+        assert ps_and_stacks.ask(b"status") == []
         assert os.listdir(tmp_path / "mlaunch") == []
 
 
@@ -287,7 +287,7 @@ def test_a_strangers_directory_elsewhere_hides_nothing(monkeypatch: pytest.Monke
     own = registry.candidates(os.environ)
     monkeypatch.setattr(registry, "candidates", lambda _environ: [own[0], strange, *own[1:]])
     with running(tmp_path) as seen:
-        assert [status["id"] for status in inspect.ask(b"status")] == [seen["status"]["id"]]
+        assert [status["id"] for status in ps_and_stacks.ask(b"status")] == [seen["status"]["id"]]
 
 
 def wait_for_ever() -> None:
@@ -300,7 +300,7 @@ def stopping() -> Iterator[None]:
     """Ends the launch that the block makes, once it runs."""
 
     def stop() -> int:
-        while not inspect.ask(STATUS):
+        while not ps_and_stacks.ask(STATUS):
             os.sched_yield()
         return main(["stop"])
 
@@ -334,7 +334,7 @@ def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here")
     with running(tmp_path) as seen, Ranks(n_gpus=1) as ranks:
         ranks.run(int)
-        while len(inspect.ask(STATUS)) < 2:
+        while len(ps_and_stacks.ask(STATUS)) < 2:
             os.sched_yield()
         for words, told in ((["stop", "zz"], "has an ID that starts with 'zz'"), (["stop"], "is the only one")):
             assert main(words) == 1
@@ -393,7 +393,7 @@ def test_visitors_that_misbehave(tmp_path: Path) -> None:
                 visitor.send(word)
         for visitor in silent[::2]:
             visitor.close()
-        assert inspect.ask(b"status")[0]["id"] == seen["status"]["id"]
+        assert ps_and_stacks.ask(b"status")[0]["id"] == seen["status"]["id"]
         for visitor in silent[1::2]:
             visitor.close()
 
@@ -405,11 +405,11 @@ def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with registry.listen(environ, "slow") as agent:
         silent = list(iter(lambda: registry.connect(environ, "slow"), None))
-        monkeypatch.setattr(inspect, "_QUEUE_TIMEOUT", 1)
-        assert inspect.ask(STATUS) == []
-        monkeypatch.setattr(inspect, "_QUEUE_TIMEOUT", int(LIMIT))
+        monkeypatch.setattr(ps_and_stacks, "_QUEUE_TIMEOUT", 1)
+        assert ps_and_stacks.ask(STATUS) == []
+        monkeypatch.setattr(ps_and_stacks, "_QUEUE_TIMEOUT", int(LIMIT))
         with ThreadPoolExecutor(1) as asking:
-            asked = asking.submit(inspect.ask, STATUS)
+            asked = asking.submit(ps_and_stacks.ask, STATUS)
             for _ in silent:
                 agent.accept()[0].close()
             linux.wait_readable([agent.fileno()], LIMIT)
@@ -425,9 +425,9 @@ def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_launch_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One whose agent somebody has stopped: the kernel takes connections for it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(inspect, "_ANSWER_TIMEOUT", 0.01)
+    monkeypatch.setattr(ps_and_stacks, "_ANSWER_TIMEOUT", 0.01)
     with registry.listen(os.environ, "deaf"):
-        assert inspect.ask(b"status") == []
+        assert ps_and_stacks.ask(b"status") == []
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) ->
 
 @pytest.mark.slow
 def test_five_hundred_calls_leave_nothing_more() -> None:
-    from mlaunch.caller.warm import warm_server
+    from mlaunch.caller.server.warm import warm_server
 
     train = launcher(lambda: None, 2)
 

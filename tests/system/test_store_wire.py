@@ -1,6 +1,6 @@
 """Torch's own clients at our store, through link and gate: whatever they ask, they are answered as by torch's store.
 
-Their language is torch's own affair. When this file fails with a new torch, ``mlaunch/rendezvous/store_wire.py`` is to
+Their language is torch's own affair. When this file fails with a new torch, ``mlaunch/rendezvous/gate/torch_protocol.py`` is to
 learn what is new; until then launches over several machines do not work with it.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.rendezvous import names, store_keys
+from mlaunch.rendezvous import name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_keys import ARRIVED, StoreKeys
-from mlaunch.rendezvous.store_split import Splitter, marks
-from mlaunch.rendezvous.store_wire import Asked, Request, Requests, Session
+from mlaunch.rendezvous.gate import store_keys
+from mlaunch.rendezvous.gate.store_keys import ARRIVED, StoreKeys
+from mlaunch.rendezvous.gate.torch_protocol import Asked, Request, Requests, StoreConnection
+from mlaunch.rendezvous.link.store_split import Splitter, marks
 from mlaunch.rendezvous.tcp_store import connect
 from tests.stores import store_of_a_launch, store_of_torch
 
@@ -35,7 +36,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def client(port: int) -> Any:
-    with names.from_files_only():
+    with name_lookup.from_files_only():
         return connect(LOOPBACK, port, timedelta(seconds=60))
 
 
@@ -264,7 +265,7 @@ def test_nonsense_is_refused_or_waits_for_more(seed: int) -> None:
     data = bytearray(said := b"\x00\xce\xf7\x85\x3c" + b"\x04\x02" + bytes(7) + b"/n" + b"\x01" + bytes(7))
     for _ in range(chance.randrange(1, 4)):
         data[chance.randrange(len(said))] = chance.randrange(256)
-    session = Session(StoreKeys(), answers.append)
+    session = StoreConnection(StoreKeys(), answers.append)
     with contextlib.suppress(ValueError, LookupError):
         for at in range(0, len(data), 5):
             session.feed(bytes(data[at : at + 5]))

@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from mlaunch.rendezvous import meetings, pieces, streams
+from mlaunch.rendezvous import multiplex
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.pieces import HEAD, MACHINE, Pieces
-from mlaunch.rendezvous.store_keys import ARRIVED, StoreKeys
-from mlaunch.rendezvous.store_service import serve_store
-from mlaunch.rendezvous.store_split import marks
-from mlaunch.rendezvous.store_wire import GIVE_UP, GIVEN_UP, GO, LONGEST, SIZE, Asked
-from mlaunch.rendezvous.streams import COMING, PASSED, RankStreams
+from mlaunch.rendezvous.gate.store_keys import ARRIVED, StoreKeys
+from mlaunch.rendezvous.gate.store_service import serve_store
+from mlaunch.rendezvous.gate.torch_protocol import GIVE_UP, GIVEN_UP, GO, LONGEST, SIZE, Asked
+from mlaunch.rendezvous.link import meetings, streams
+from mlaunch.rendezvous.link.store_split import marks
+from mlaunch.rendezvous.link.streams import COMING, PASSED, RankStreams
+from mlaunch.rendezvous.multiplex import HEAD, MACHINE, Pieces
 
 VALIDATE = b"\0\xce\xf7\x85\x3c"
 
@@ -348,7 +349,7 @@ def test_what_a_machine_waited_for_is_forgotten_with_it() -> None:
 def test_a_piece_that_is_too_large_ends_the_connection() -> None:
     async def speak() -> None:
         near, far = socket.socketpair()
-        far.send(HEAD.pack(0, pieces.LONGEST + 1))
+        far.send(HEAD.pack(0, multiplex.LONGEST + 1))
         reader, writer = await asyncio.open_connection(sock=near)
         with far, contextlib.closing(writer), pytest.raises(ConnectionError, match="no piece of a stream"):
             await asyncio.wait_for(serve_store(StoreKeys(), reader, writer), 60)

@@ -19,29 +19,30 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
-from mlaunch.agent import supervisor as supervisor_module
-from mlaunch.agent import threads
-from mlaunch.agent.first_step import END_DELAY
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.kept import KeptSupervisor
-from mlaunch.agent.numbers import NumberRequests
+from mlaunch.agent.kept.many_calls import KeptSupervisor
+from mlaunch.agent.kept.operation_numbers import NumberRequests
 from mlaunch.agent.peers import Peers
-from mlaunch.agent.ranks import RankProcess
-from mlaunch.agent.stack_requests import StackRequests, is_ending, request
-from mlaunch.agent.supervisor import Supervision, Supervisor
-from mlaunch.agent.system import System
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision import ends_of_threads
+from mlaunch.agent.supervision import supervisor as supervisor_module
+from mlaunch.agent.supervision.first_step import END_DELAY
+from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
+from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
+from mlaunch.agent.supervision.system import System
 from mlaunch.base import linux
 from mlaunch.base.linux import wait_readable
-from mlaunch.protocol import error_file, messages, payload, registry, stack_dump
+from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
-from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages import CAUSE_DELAY, Kind, Phase
-from mlaunch.protocol.results import Results
+from mlaunch.protocol.messages import launch_messages
+from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
+from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Phase
+from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
-from mlaunch.rank import function, step
+from mlaunch.rank import function, in_step
 from mlaunch.rank.base import Rank
-from mlaunch.rank.step import Numbers
+from mlaunch.rank.in_step import Numbers
 from tests.processes import said_in_fork
 
 BOTTOM = function.__file__
@@ -137,7 +138,7 @@ class World:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         self._writers[index] = writer
-        self.results.board[index] = messages.Phase.RUNNING
+        self.results.board[index] = launch_messages.Phase.RUNNING
         stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
         channel, self.channels[index] = Channel.pair()
         return RankProcess(index, index, pid, os.pidfd_open(pid), channel, os.memfd_create("crash"), stacks_in)
@@ -171,8 +172,8 @@ class World:
             self.now += patience or 0.0
         return ready  # type: ignore[return-value]
 
-    def answer(self, rank: int, kind: Kind = Kind.VALUE, *, consequence: bool = False) -> None:
-        self.results.queue.put(messages.Answer(rank, self.supervisor._call.number, kind, consequence))
+    def answer(self, rank: int, kind: AnswerKind = AnswerKind.VALUE, *, consequence: bool = False) -> None:
+        self.results.queue.put(launch_messages.Answer(rank, self.supervisor._call.number, kind, consequence))
 
     def received(self, rank: int) -> Iterator[object]:
         """What the agent has sent to a rank by now."""
@@ -216,8 +217,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def gone(told: list[object]) -> dict[int, messages.RankGone]:
-    return {record.rank: record for record in told if isinstance(record, messages.RankGone)}
+def gone(told: list[object]) -> dict[int, launch_messages.RankGone]:
+    return {record.rank: record for record in told if isinstance(record, launch_messages.RankGone)}
 
 
 def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) -> None:
@@ -225,19 +226,21 @@ def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) 
         lambda: world.answer(2), lambda: world.answer(0), lambda: world.end(2),
         lambda: world.answer(1), lambda: world.end(0), lambda: world.end(1),
     )  # fmt: skip
-    assert [record.rank for record in told if isinstance(record, messages.RankAnswered)] == [2, 0, 1]
+    assert [record.rank for record in told if isinstance(record, launch_messages.RankAnswered)] == [2, 0, 1]
     assert world.signals == []
     assert all(end.answered and not end.stopped and end.exitcode == 0 for end in gone(told).values())
 
 
 def test_an_answer_to_another_call_is_none(world: World) -> None:
     def answer_late() -> None:
-        world.results.queue.put(messages.Answer(1, -1, Kind.ERROR))
+        world.results.queue.put(launch_messages.Answer(1, -1, AnswerKind.ERROR))
 
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     ends = [functools.partial(world.end, rank) for rank in range(3)]
     told = world.run(answer_late, *answers, *ends)
-    assert [record.kind for record in told if isinstance(record, messages.RankAnswered)] == [Kind.VALUE] * 3
+    assert [record.kind for record in told if isinstance(record, launch_messages.RankAnswered)] == [
+        AnswerKind.VALUE
+    ] * 3
     assert world.signals == []
 
 
@@ -267,7 +270,7 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
         while True:
             signal.pause()
     try:
-        assert not request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL)
+        assert not request(pid, launch_messages.Phase.RUNNING, stack_dump.STACK_SIGNAL)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -285,7 +288,7 @@ def test_a_rank_that_has_not_taken_a_request_gets_no_second() -> None:
             signal.pause()
     try:
         assert os.read(reader, 1) == b"!"
-        asked = [request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL) for _ in range(2)]
+        asked = [request(pid, launch_messages.Phase.RUNNING, stack_dump.STACK_SIGNAL) for _ in range(2)]
         assert asked == [True, False]
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -313,7 +316,7 @@ def test_stacks_that_came_too_late_are_not_taken_for_the_next() -> None:
     rank: Any = SimpleNamespace(stack_fd=reader, stacks="", pid=1)
     requests = StackRequests(lambda *_: True)
     os.write(writer, b"late")
-    requests.ask(rank, messages.Phase.RUNNING)
+    requests.ask(rank, launch_messages.Phase.RUNNING)
     os.write(writer, b"new")
     requests.read([reader])
     assert rank.stacks == "new"
@@ -326,10 +329,10 @@ def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
 
     def then(act: Callable[[int], None], rank: int) -> Callable[[], None]:
         def step() -> None:
-            may_end.append(messages.Release() in list(world.received(0)))
+            may_end.append(launch_messages.Release() in list(world.received(0)))
             act(rank)
 
-        return step
+        return in_step
 
     world.run(then(world.answer, 0), then(world.end, 2), then(world.answer, 1), then(world.end, 0), then(world.end, 1))
     assert may_end == [False, False, False, True, True]
@@ -337,7 +340,7 @@ def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
 
 
 def test_the_first_error_stops_the_others_at_once(world: World) -> None:
-    told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
+    told = world.run(lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1))
     assert world.signals == [(0, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
     assert {rank: end.stopped for rank, end in gone(told).items()} == {0: True, 1: False, 2: True}
 
@@ -367,9 +370,11 @@ def test_the_other_machines_hear_of_the_cause_not_of_its_consequence(monkeypatch
     world = World(monkeypatch, peers=Peers(link, 60.0))
 
     def answer() -> None:
-        lost = messages.RemoteError("RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "h", "cpu", None)
+        lost = launch_messages.RemoteError(
+            "RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "h", "cpu", None
+        )
         payload.write(world.ranks[0].answer_fd, lost)
-        world.answer(0, Kind.ERROR, consequence=True)
+        world.answer(0, AnswerKind.ERROR, consequence=True)
 
     world.run(answer, lambda: world.end(1, 3), lambda: world.end(0, 1))
     failure, _ = theirs.receive()
@@ -383,7 +388,8 @@ def test_who_has_failed_may_end_as_soon_as_the_others_are_asked_to(world: World)
     world.deaf = {1, 2}
     released: list[bool] = []
     world.run(
-        lambda: world.answer(0, Kind.ERROR), lambda: released.append(messages.Release() in list(world.received(0)))
+        lambda: world.answer(0, AnswerKind.ERROR),
+        lambda: released.append(launch_messages.Release() in list(world.received(0))),
     )
     assert released == [True]
     assert {name for _, name, _ in world.signals} == {"SIGTERM", "SIGKILL"}
@@ -399,18 +405,18 @@ def test_an_end_without_an_answer_but_with_code_0_stops_nobody(world: World) -> 
 
 
 def test_a_consequence_waits_for_its_cause(world: World) -> None:
-    world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: world.end(0, 1))
+    world.run(lambda: world.answer(0, AnswerKind.ERROR, consequence=True), lambda: world.end(0, 1))
     assert {at for _, _, at in world.signals} == {100.0}  # its death with code 1 is news of its own
 
 
 def test_a_consequence_is_held_for_a_moment_only(world: World) -> None:
-    world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
+    world.run(lambda: world.answer(0, AnswerKind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
     assert world.signals == [(1, "SIGTERM", 100.0 + CAUSE_DELAY), (2, "SIGTERM", 100.0 + CAUSE_DELAY)]
 
 
 def test_a_consequence_is_held_longer_while_a_rank_is_about_to_end(world: World) -> None:
     world.ending = {1}
-    consequence, pause = functools.partial(world.answer, 0, Kind.ERROR, consequence=True), lambda: None
+    consequence, pause = functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True), lambda: None
     told = world.run(consequence, pause, lambda: world.end(1, 6), lambda: world.end(0, 1))
     assert (gone(told)[1].exitcode, gone(told)[1].stopped) == (6, False)
     assert world.signals == [(2, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY))]
@@ -418,14 +424,14 @@ def test_a_consequence_is_held_longer_while_a_rank_is_about_to_end(world: World)
 
 def test_a_rank_that_is_about_to_end_is_not_waited_for_without_end(world: World) -> None:
     world.ending = {1}
-    world.run(functools.partial(world.answer, 0, Kind.ERROR, consequence=True), lambda: None, lambda: None)
+    world.run(functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True), lambda: None, lambda: None)
     assert world.signals[0] == (1, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY + END_DELAY))
 
 
 def test_ranks_that_stay_wait_for_one_that_is_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, kind=KeptSupervisor)
     world.ending = {1}
-    consequence, pause = functools.partial(world.answer, 0, Kind.ERROR, consequence=True), lambda: None
+    consequence, pause = functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True), lambda: None
     told = world.run(lambda: begin(world, 1), consequence, pause, lambda: world.end(1, 6))
     assert (gone(told)[1].exitcode, gone(told)[1].stopped) == (6, False)
 
@@ -470,11 +476,11 @@ def test_a_rank_that_begins_to_fail_is_the_cause_though_it_ends_last(monkeypatch
     def nothing() -> None: ...
 
     told = world.run(nothing, lambda: begin_to_fail(world, 1), nothing, lambda: world.end(1, 6))
-    ended = {record.rank: record for record in told if isinstance(record, messages.RankGone)}
+    ended = {record.rank: record for record in told if isinstance(record, launch_messages.RankGone)}
     assert (ended[1].stopped, ended[1].exitcode, ended[1].at) == (False, 6, 100.05)
     assert [ended[0].stopped, ended[2].stopped] == [True, True]
     assert world.signals == [(0, "SIGTERM", 100.05), (2, "SIGTERM", 100.05), (0, "SIGKILL", 105.05)]
-    assert {record.rank for record in told if isinstance(record, messages.RankStacks)} == {0, 2}
+    assert {record.rank for record in told if isinstance(record, launch_messages.RankStacks)} == {0, 2}
 
 
 def test_a_thread_that_ends_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,15 +521,15 @@ def test_ranks_that_have_answered_are_watched_no_more(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
 def test_what_the_ends_of_threads_tell_of_a_process(code: int) -> None:
     pid, end = fork_with_a_thread()
-    assert not threads.is_failing(pid)
-    watched = threads.watch(pid)
+    assert not ends_of_threads.is_failing(pid)
+    watched = ends_of_threads.watch(pid)
     if code < 0:
         os.kill(pid, -code)
     else:
         os.write(end, bytes([code]))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     ended = wait_readable(watched, 0.0)
-    assert threads.is_failing(pid) == bool(code)
+    assert ends_of_threads.is_failing(pid) == bool(code)
     os.waitpid(pid, 0)
     for fd in (*watched, end):
         os.close(fd)
@@ -548,17 +554,17 @@ def fork_with_a_thread() -> tuple[int, int]:
 
 
 def test_nothing_is_told_of_threads_where_proc_numbers_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads.os, "readlink", lambda _: "1")
-    assert threads.watch(os.getpid()) == []
+    monkeypatch.setattr(ends_of_threads.os, "readlink", lambda _: "1")
+    assert ends_of_threads.watch(os.getpid()) == []
 
 
 def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:
     def answer_later() -> None:
         world.now += CAUSE_DELAY / 2
-        world.answer(1, Kind.ERROR, consequence=True)
+        world.answer(1, AnswerKind.ERROR, consequence=True)
 
     first, end = (
-        functools.partial(world.answer, 0, Kind.ERROR, consequence=True),
+        functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True),
         functools.partial(world.end, code=1),
     )
     world.run(first, answer_later, lambda: None, lambda: end(0), lambda: end(1))
@@ -567,7 +573,7 @@ def test_another_consequence_does_not_hold_the_first_longer(world: World) -> Non
 
 def test_a_rank_that_ignores_sigterm_is_killed_when_grace_ends(world: World) -> None:
     world.deaf = {2}
-    world.run(lambda: world.answer(0, Kind.ERROR), lambda: world.end(0, 1))
+    world.run(lambda: world.answer(0, AnswerKind.ERROR), lambda: world.end(0, 1))
     assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0), (2, "SIGKILL", 105.0)]
 
 
@@ -577,13 +583,15 @@ def test_an_end_while_they_are_being_stopped_does_not_lengthen_the_grace(world: 
         world.end(0, 1)
 
     world.deaf = {2}
-    world.run(lambda: world.answer(0, Kind.ERROR), end_later)
+    world.run(lambda: world.answer(0, AnswerKind.ERROR), end_later)
     assert world.signals == [(1, "SIGTERM", 100.0), (2, "SIGTERM", 100.0), (2, "SIGKILL", 105.0)]
 
 
 def test_cancel_stops_all_and_force_skips_the_grace(world: World) -> None:
     world.deaf = {0, 1, 2}
-    world.run(lambda: world.ours.send(messages.Cancel()), lambda: world.ours.send(messages.Cancel(force=True)))
+    world.run(
+        lambda: world.ours.send(launch_messages.Cancel()), lambda: world.ours.send(launch_messages.Cancel(force=True))
+    )
     assert [name for _, name, _ in world.signals] == ["SIGTERM"] * 3 + ["SIGKILL"] * 3
     assert {at for _, _, at in world.signals} == {100.0}
 
@@ -595,7 +603,7 @@ def test_a_lost_parent_stops_all(world: World) -> None:
 
 
 def test_a_rank_that_has_answered_is_left_to_end_by_itself(world: World) -> None:
-    told = world.run(lambda: world.answer(0), lambda: world.answer(1, Kind.ERROR), lambda: world.end(0))
+    told = world.run(lambda: world.answer(0), lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(0))
     assert (0, "SIGTERM", 100.0) not in world.signals
     assert gone(told)[0].exitcode == 0
 
@@ -606,11 +614,11 @@ def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
     text = HEAD
     text += "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     told = world.run(
-        lambda: world.answer(1, Kind.ERROR),
+        lambda: world.answer(1, AnswerKind.ERROR),
         lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text.encode()),
     )
-    dumps = {record.rank: record.text for record in told if isinstance(record, messages.RankStacks)}
+    dumps = {record.rank: record.text for record in told if isinstance(record, launch_messages.RankStacks)}
     assert dumps == {0: "", 2: text}
     assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + STACKS_TIMEOUT), (2, 100.0 + STACKS_TIMEOUT)]
 
@@ -623,11 +631,11 @@ def test_long_stacks_keep_their_end(world: World) -> None:
     text = "Thread 0x2 (most recent call first):\n" + '  File "other.py", line 3 in work\n' * 1500 + bottom
     assert TEXT_LIMIT < len(text) < 65536  # what a pipe holds
     told = world.run(
-        lambda: world.answer(1, Kind.ERROR),
+        lambda: world.answer(1, AnswerKind.ERROR),
         lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text.encode()),
     )
-    [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
+    [dump] = [record.text for record in told if isinstance(record, launch_messages.RankStacks) and record.rank == 2]
     assert dump.endswith(bottom)
     assert len(dump) <= TEXT_LIMIT
 
@@ -638,10 +646,10 @@ def test_a_stack_is_read_to_its_end_however_it_is_written(world: World) -> None:
     text = f'" line 1 in run\n{HEAD}  File "t.py", line 8 in train\n  File "{BOTTOM}", line 1 in run\n'
     before, rest = text[: text.index(BOTTOM) + len(BOTTOM)], text[text.index(BOTTOM) + len(BOTTOM) :]
     told = world.run(
-        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1),
+        lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], before.encode()), lambda: os.write(world._stacks[2], rest.encode()),
     )  # fmt: skip
-    [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
+    [dump] = [record.text for record in told if isinstance(record, launch_messages.RankStacks) and record.rank == 2]
     assert stack_dump.main_frames(dump) == [("t.py", "8", "train")]
     assert stack_dump.main_frames(before) == [("t.py", "8", "train")]
 
@@ -649,9 +657,13 @@ def test_a_stack_is_read_to_its_end_however_it_is_written(world: World) -> None:
 def test_a_deadline_while_a_consequence_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure was told first, so that is how the launch ended."""
     world = World(monkeypatch, deadline=CAUSE_DELAY / 2)
-    told = world.run(lambda: world.answer(0, Kind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
-    kinds = [type(record) for record in told if isinstance(record, messages.RankAnswered | messages.DeadlinePassed)]
-    assert kinds == [messages.RankAnswered, messages.DeadlinePassed]
+    told = world.run(lambda: world.answer(0, AnswerKind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
+    kinds = [
+        type(record)
+        for record in told
+        if isinstance(record, launch_messages.RankAnswered | launch_messages.DeadlinePassed)
+    ]
+    assert kinds == [launch_messages.RankAnswered, launch_messages.DeadlinePassed]
     assert {at for _, _, at in world.signals} == {100.0 + CAUSE_DELAY / 2}
 
 
@@ -659,7 +671,7 @@ def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
     world.talkative = {0, 2}
     text = f'{HEAD}  File "{BOTTOM}", line 1 in run\n'.encode()
     world.run(
-        lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1),
+        lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text), lambda: os.write(world._stacks[0], text),
     )  # fmt: skip
     assert world.signals == [(0, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
@@ -668,14 +680,14 @@ def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
 def test_the_deadline_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, deadline=60.0)
     told = world.run(lambda: world.answer(1), lambda: world.end(1))
-    assert [record for record in told if isinstance(record, messages.DeadlinePassed)]
+    assert [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
     assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
 
 
 def test_no_deadline_passes_once_the_ranks_are_being_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, deadline=2.0, deaf={0})
-    told = world.run(lambda: world.answer(1, Kind.ERROR), lambda: world.end(1, 1))
-    assert not [record for record in told if isinstance(record, messages.DeadlinePassed)]
+    told = world.run(lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1))
+    assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
     assert world.signals[-1] == (0, "SIGKILL", 105.0)
 
 
@@ -750,14 +762,14 @@ def test_the_end_of_a_call_that_is_over_ends_no_other(monkeypatch: pytest.Monkey
     )  # fmt: skip
     first, second = overs(told)
     assert (first.number, second.number) == (5, 6)
-    assert not [record for record in told[: told.index(second)] if isinstance(record, messages.RankStacks)]
+    assert not [record for record in told[: told.index(second)] if isinstance(record, launch_messages.RankStacks)]
 
 
 def test_answers_of_more_ranks_than_one_record_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, size=FD_LIMIT + 2, kind=KeptSupervisor)
     answers = [functools.partial(world.answer, rank) for rank in range(world.size)]
     told = world.run(lambda: begin(world, 1), *answers, lambda: end_ranks(world))
-    before = [record.rank for record in told if isinstance(record, messages.RankAnswered)]
+    before = [record.rank for record in told if isinstance(record, launch_messages.RankAnswered)]
     [over] = overs(told)
     assert [*before, *(answer.rank for answer in over.answers)] == list(range(world.size))
 
@@ -773,8 +785,8 @@ def test_a_call_that_begins_as_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -
 
     told = world.run(lambda: world.end(0, 3), lambda: begin(world, 1), hear_and_end, lambda: world.end(2))
     assert {rank: end.exitcode for rank, end in gone(told).items()} == {0: 3, 1: 0, 2: 0}
-    assert messages.Release() in heard
-    assert not any(isinstance(record, messages.RunCall) for record in heard)
+    assert launch_messages.Release() in heard
+    assert not any(isinstance(record, launch_messages.RunCall) for record in heard)
 
 
 @pytest.mark.timeout(60)  # it would be looked at for ever
@@ -816,7 +828,7 @@ def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
     ],
 )
 def test_who_is_in_step(told: list[Numbers], agree: bool) -> None:
-    assert step.agree(told) is agree
+    assert in_step.agree(told) is agree
 
 
 def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,13 +841,13 @@ def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.Mon
 
     kinds = [SimpleNamespace(type=kind) for kind in numbers]
     group: Any = SimpleNamespace(_device_types=kinds, _get_backend=backend_of, _get_sequence_number_for_group=lambda: 1)
-    monkeypatch.setattr(step, "_groups", lambda: {"g": group})
+    monkeypatch.setattr(in_step, "_groups", lambda: {"g": group})
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0, 1])
-    step.begin_call(1)
-    before = step.since_the_call()
-    assert step.agree([before, before])
+    in_step.begin_call(1)
+    before = in_step.since_the_call()
+    assert in_step.agree([before, before])
     numbers["cpu"] += 1
-    assert not step.agree([before, step.since_the_call()])
+    assert not in_step.agree([before, in_step.since_the_call()])
 
 
 def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(tmp_path: Path) -> None:

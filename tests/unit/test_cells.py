@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlaunch.caller import notebook
+from mlaunch.caller.report import notebook
 
 IPython = pytest.importorskip("IPython")
 

@@ -13,8 +13,9 @@ from typing import ClassVar
 import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
-from mlaunch.protocol import messages, payload
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
+from mlaunch.protocol.messages import launch_messages
 
 
 def test_what_was_said_before_the_end_is_heard() -> None:
@@ -140,7 +141,9 @@ def test_what_is_put_into_memory_for_a_moment_is_gone_after_it(value: bytes) -> 
 
 def test_classes_of_records_are_known_before_their_first_record() -> None:
     """Else each forked process would change the class at its first record."""
-    kinds = {kind for kind in vars(messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-    get_to_know(vars(messages).values())
+    kinds = {
+        kind for kind in vars(launch_messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }
+    get_to_know(vars(launch_messages).values())
     assert kinds
     assert all("__slotnames__" in vars(kind) for kind in kinds)

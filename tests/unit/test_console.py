@@ -17,7 +17,7 @@ import pytest
 from mlaunch.caller import interrupts
 from mlaunch.caller.output import console
 from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.plan import OutputPlan, Policy
+from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
 
 TEXT = b"".join(b"line %d\n" % number for number in range(60_000))  # more than a pipe, a terminal or a socket holds

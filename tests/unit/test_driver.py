@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from mlaunch.caller.kept.driver import Driver
+from mlaunch.caller.ranks.driver import Driver
 
 
 class Driven:

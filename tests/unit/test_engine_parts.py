@@ -16,17 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.base.errors import LaunchError
-from mlaunch.engines import joined, slurm_allocation
-from mlaunch.engines.machine import Machine
-from mlaunch.engines.machines import Machines
-from mlaunch.engines.meeting import Where
+from mlaunch.base.exceptions import LaunchError
+from mlaunch.engines import slurm_allocation
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.machines import Machines
 from mlaunch.engines.placement import Ends
 from mlaunch.engines.processes import Processes
 from mlaunch.engines.ray import Pump
 from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
 from mlaunch.forkserver.next_launch import NextLaunch
+from mlaunch.member import started_together
+from mlaunch.protocol.machines.first_process import Where
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import wait_gone
@@ -232,7 +233,7 @@ def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     reader, writer = os.pipe()
     with Listener(("127.0.0.1", 0), authkey=b"secret") as listener:
-        where = joined._say_where(writer, listener.address[1], "secret")
+        where = started_together._say_where(writer, listener.address[1], "secret")
         assert (where.number, where.size, where.port) == (1, 2, listener.address[1])
         assert b"mlaunch-joined {" in os.read(reader, 4096)
         found: list[str] = []
@@ -271,7 +272,7 @@ def test_strangers_hold_up_nobody_who_joins() -> None:
 
 def admit(listener: socket.socket, found: queue.SimpleQueue[Connection]) -> None:
     with contextlib.suppress(OSError):  # it is closed at the end
-        joined._admit_all(listener, b"secret", found)
+        started_together._admit_all(listener, b"secret", found)
 
 
 def accept(listener: Listener, found: list[str]) -> None:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlaunch.engines.backlog import Backlog
-from mlaunch.engines.content import Content
+from mlaunch.engines.launch.machine import last_lines
+from mlaunch.engines.launch.output_pipes import Backlog
 from mlaunch.engines.lease import Term
-from mlaunch.engines.machine import last_lines
-from mlaunch.engines.messages import Lease
-from mlaunch.engines.mux import Mux
-from mlaunch.engines.stream import NoiseError, Stream
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.machines.content import Content
+from mlaunch.protocol.machines.frame_stream import FrameStream, NoiseError
+from mlaunch.protocol.machines.mux import Mux
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages.member_messages import Lease
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Word:
 
 
 @contextlib.contextmanager
-def pair() -> Iterator[tuple[Stream, Stream]]:
+def pair() -> Iterator[tuple[FrameStream, FrameStream]]:
     ours, theirs = socket.socketpair()
-    ends = [Stream(os.dup(end.fileno()), end.detach()) for end in (ours, theirs)]
+    ends = [FrameStream(os.dup(end.fileno()), end.detach()) for end in (ours, theirs)]
     try:
         yield ends[0], ends[1]
     finally:
@@ -111,7 +111,7 @@ def test_all_that_comes_extends_a_lease() -> None:
 
 def test_who_carries_for_nobody_any_more_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those here have ended, and of the other side, which is cut off, nothing comes."""
-    monkeypatch.setattr("mlaunch.engines.mux._LAST_WORDS_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.protocol.machines.mux._LAST_WORDS_TIMEOUT", 0.0)
     with pair() as (one, _):
         ours, theirs = socket.socketpair()
         theirs.close()
@@ -187,7 +187,7 @@ def test_content_that_has_half_come_is_closed_with_its_stream() -> None:
 def test_who_carries_several_streams_reads_no_more_than_can_be_passed_on(
     monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
-    monkeypatch.setattr("mlaunch.engines.mux._FULL", 10)
+    monkeypatch.setattr("mlaunch.protocol.machines.mux._FULL", 10)
     with pair() as (one, other):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -199,7 +199,7 @@ def test_who_carries_several_streams_reads_no_more_than_can_be_passed_on(
                 mux._ends[0].waiting += bytes(11)
                 assert one.incoming not in mux._wait()
             else:
-                monkeypatch.setattr(Stream, "unsent", 11)
+                monkeypatch.setattr(FrameStream, "unsent", 11)
                 assert mux._wait().get(ours.fileno(), 0) == 0
 
 

@@ -8,9 +8,9 @@ import traceback
 
 import pytest
 
-from mlaunch.base.errors import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
 from mlaunch.base.misuse import is_misuse, misuse
-from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.rank import remote_error
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlaunch.rendezvous import event_loop, wire
+from mlaunch.rendezvous import control_protocol, event_loop
 from tests.processes import said_in_fork
 
 
@@ -59,7 +59,7 @@ def test_a_closed_connection_is_one_kind_of_error(monkeypatch: pytest.MonkeyPatc
                 writer.close()
             await writer.wait_closed()
             try:
-                await wire.send(writer, {"over": 1})
+                await control_protocol.send(writer, {"over": 1})
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
         return "nothing"

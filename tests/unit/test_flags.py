@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from mlaunch import cli
-from mlaunch.caller.options import Options, about
-from mlaunch.caller.output.plan import Policy
-from mlaunch.cli import flags, run
+from mlaunch.caller.options.launch_options import Options, about
+from mlaunch.caller.output.output_plan import Policy
+from mlaunch.cli import flags, run_command
 from mlaunch.cli.checks import UsageError
-from mlaunch.cli.dry import describe
+from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
 from mlaunch.cli.output import output_plan, wishes_of
-from mlaunch.protocol.messages import Ready
+from mlaunch.protocol.messages.launch_messages import Ready
 
 
 def parse(*args: str, **environ: str) -> argparse.Namespace:
@@ -71,7 +71,7 @@ def test_help_shows_one_spelling() -> None:
 def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     with pytest.raises(SystemExit) as caught:
-        run.main(["--print-completion", "bash"])
+        run_command.main(["--print-completion", "bash"])
     script = capsys.readouterr().out
     assert caught.value.code == 0
     assert "complete -o bashdefault -F _shtab_mlaunch mlaunch\n" in script
@@ -120,7 +120,7 @@ def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_man_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("argparse_manpage")
     with pytest.raises(SystemExit) as caught:
-        run.main(["--print-man-page"])
+        run_command.main(["--print-man-page"])
     page = capsys.readouterr().out.replace("\\", "")
     assert caught.value.code == 0
     assert page.startswith(".TH MLAUNCH ")
@@ -222,7 +222,7 @@ def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: py
     for value in ("soon", "nan", "inf", "-1"):
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
         with pytest.raises(SystemExit):
-            run.main([__file__])
+            run_command.main([__file__])
         said = f"mlaunch run: TORCH_ELASTIC_SHUTDOWN_TIMEOUT {value}: allowed: seconds, 0 or more\n"
         assert capsys.readouterr().err == said
 
@@ -277,7 +277,7 @@ class FakeServer:
 
 def test_devices() -> None:
     def placed(*args: str, **environ: str) -> tuple[int, dict[str, str]]:
-        return run._on_devices(job(*args), FakeServer(), environ)  # type: ignore[arg-type]
+        return run_command._on_devices(job(*args), FakeServer(), environ)  # type: ignore[arg-type]
 
     assert placed("--devices", "1") == (1, {"CUDA_VISIBLE_DEVICES": "1"})
     assert placed("--devices", "1,0", CUDA_VISIBLE_DEVICES="5,7") == (2, {"CUDA_VISIBLE_DEVICES": "7,5"})
@@ -343,7 +343,7 @@ def test_a_token_is_not_shown(tmp_path: Any) -> None:
 
 def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     environ = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h1", "--nproc-per-node", "2", "--dry-run"]
-    assert run.main([*environ, __file__, "--lr", "0.1 or so"]) == 0
+    assert run_command.main([*environ, __file__, "--lr", "0.1 or so"]) == 0
     said = capsys.readouterr().out
     for words in (
         f"command     python {__file__} --lr '0.1 or so'\n",

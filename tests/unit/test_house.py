@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from mlaunch.rank import device
+from mlaunch.rank.setup import device
 from tests.conftest import ROOT
 
 MODULES = sorted(

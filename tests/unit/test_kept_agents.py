@@ -10,14 +10,22 @@ from typing import Any, cast
 
 import pytest
 
-from mlaunch.engines import kept_launch
-from mlaunch.engines.kept_agents import KeptAgents
-from mlaunch.engines.messages import FromAgent
-from mlaunch.engines.times import Times
+from mlaunch.engines.launch import kept_launch
+from mlaunch.engines.launch.kept_agents import KeptAgents
+from mlaunch.engines.launch.patience import Patience
 from mlaunch.protocol import payload
-from mlaunch.protocol.kept_messages import CallOver, EndCall, EndRanks, MeetAgain, NextCall, RanksBack, RanksStand
-from mlaunch.protocol.messages import Cancel, DeadlinePassed, RankGone
-from mlaunch.rank.step import Numbers
+from mlaunch.protocol.messages.kept_messages import (
+    CallOver,
+    EndCall,
+    EndRanks,
+    MeetAgain,
+    NextCall,
+    RanksBack,
+    RanksStand,
+)
+from mlaunch.protocol.messages.launch_messages import Cancel, DeadlinePassed, RankGone
+from mlaunch.protocol.messages.member_messages import FromAgent
+from mlaunch.rank.in_step import Numbers
 
 WORLD = tuple(range(4))
 
@@ -28,7 +36,7 @@ class Agents(KeptAgents):
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
         machines = [self._machine(number) for number in range(2)]
-        super().__init__(machines, 4, lambda _: ("", ""), Times(1.0, None), cast(Any, None))
+        super().__init__(machines, 4, lambda _: ("", ""), Patience(1.0, None), cast(Any, None))
         self.all = machines
 
     def _machine(self, number: int) -> Any:
@@ -69,12 +77,12 @@ def test_machines_that_say_no_last_word_are_ended() -> None:
 
 
 def test_a_deadline_that_was_looked_at_before_it_passed_still_passes_once() -> None:
-    times = Times(1.0, 1000.0)
+    times = Patience(1.0, 1000.0)
     assert times.take_due() == (False, False)
     left = times.milliseconds(math.inf)
     assert left is not None
     assert 0 < left <= 1_000_000
-    times = Times(1.0, 0.0)
+    times = Patience(1.0, 0.0)
     assert [times.take_due() for _ in range(2)] == [(False, True), (False, False)]
     assert times.milliseconds(math.inf) is None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlaunch.caller import limits
-from mlaunch.caller.limits import Limits
+from mlaunch.caller.launch import watchdog
+from mlaunch.caller.launch.watchdog import Limits
 
 
 class Clock:
@@ -21,7 +21,7 @@ def test_presses_of_ctrl_c_put_no_step_off(
     monkeypatch: pytest.MonkeyPatch, force: bool, deadline: float | None
 ) -> None:
     clock, killed = Clock(), []
-    monkeypatch.setattr(limits, "time", clock)
+    monkeypatch.setattr(watchdog, "time", clock)
     waiting = Limits(1.0, deadline, lambda: killed.append("server"))
     steps = []
     for _ in range(25):  # one a second
@@ -33,7 +33,7 @@ def test_presses_of_ctrl_c_put_no_step_off(
 
 
 def test_a_press_brings_the_end_of_a_deadline_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "time", Clock())
+    monkeypatch.setattr(watchdog, "time", Clock())
     waiting = Limits(1.0, 1000.0, lambda: None)
     waiting.begin_cancel(force=True)
     assert waiting.timeout() == 2.0

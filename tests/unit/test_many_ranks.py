@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlaunch.base.errors import RankFailure
-from mlaunch.caller.failure_text import FailureText, summarise
-from mlaunch.cli.inspect import _entry, _grouped
-from mlaunch.protocol.messages import Phase, RankStacks
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.report.failure_text import FailureText, summarise
+from mlaunch.cli.ps_and_stacks import _entry, _grouped
+from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
 
 MANY = 512
 

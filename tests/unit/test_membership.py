@@ -14,16 +14,16 @@ import pytest
 
 from mlaunch.agent.peers import Peers
 from mlaunch.base import linux
-from mlaunch.base.errors import RankFailure
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.base.text import printable
-from mlaunch.engines.machine import shown
+from mlaunch.engines.launch.machine import shown
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.machine_messages import Value
-from mlaunch.protocol.spec import Agreed, Cluster
-from mlaunch.rendezvous import address, wire
+from mlaunch.protocol.messages.machine_messages import Value
+from mlaunch.protocol.spec import Agreed, Rendezvous
+from mlaunch.rendezvous import address, control_protocol
 from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.membership import (
+from mlaunch.rendezvous.gate.membership import (
     Join,
     RoleRanks,
     agreed_of_record,
@@ -32,8 +32,8 @@ from mlaunch.rendezvous.membership import (
     role_ranks,
     shortened,
 )
-from mlaunch.rendezvous.roster import Roster
-from mlaunch.rendezvous.store import GateConfig
+from mlaunch.rendezvous.gate.roster import Roster
+from mlaunch.rendezvous.store_process import GateConfig
 
 
 def counted(machine: int, n_gpus: int, **changes: Any) -> Join:
@@ -169,13 +169,13 @@ def test_the_kernel_keeps_connections_between_machines_alive() -> None:
     """A firewall that forgets a connection does so after minutes at the least."""
 
     async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await wire.admit(reader, writer, None)
+        await control_protocol.admit(reader, writer, None)
         writer.close()
 
     async def options() -> list[int]:
         async with await asyncio.start_server(admit, "127.0.0.1") as server:
             port = server.sockets[0].getsockname()[1]
-            async with wire.dialled("127.0.0.1", port, min(wire.ROLES), None) as (_, writer):
+            async with control_protocol.dialled("127.0.0.1", port, min(control_protocol.ROLES), None) as (_, writer):
                 end = writer.get_extra_info("socket")
                 kept = end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
                 numbers = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
@@ -193,10 +193,10 @@ def test_what_is_accepted_sends_at_once() -> None:
 def test_reading_from_who_says_nothing_ends() -> None:
     async def read() -> bytes:
         reader = asyncio.StreamReader()
-        with wire.limited(reader, 60.0):
+        with control_protocol.limited(reader, 60.0):
             reader.feed_data(b"in time\n")
             assert await reader.readline() == b"in time\n"
-        with wire.limited(reader, 0.0):
+        with control_protocol.limited(reader, 0.0):
             return await reader.readline()
 
     with pytest.raises(asyncio.TimeoutError):
@@ -260,5 +260,5 @@ def test_what_others_say_cannot_command_a_terminal() -> None:
 def test_a_token_is_in_no_repr() -> None:
     with listen() as listener:
         assert "hush" not in repr(GateConfig(listener, "launch", "hush", 1.0))
-    assert "hush" not in repr(Cluster("h", 1, "hush", 1.0, 1.0))
+    assert "hush" not in repr(Rendezvous("h", 1, "hush", 1.0, 1.0))
     assert "0" * 32 not in repr(agreed_of_record(PLAN, OWN))

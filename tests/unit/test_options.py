@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
-from mlaunch.caller import option_text, option_types, peer_names, placement
-from mlaunch.caller.options import Options, about
-from mlaunch.caller.plan import Attempt, Machine, plan
-from mlaunch.protocol.messages import Ready
-from mlaunch.rank import device, environment
+from mlaunch.caller.launch import device_choice
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.options import option_text, option_types, peer_names
+from mlaunch.caller.options.launch_options import Options, about
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.rank.setup import device, environment
 from tests.conftest import ROOT
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -228,7 +229,7 @@ def test_only_functions_can_be_decorated(thing: Any) -> None:
 CPU = Ready("2.13", None, ("gloo",))
 CUDA = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "cuda")
 OTHER = Ready("2.13", "toy", ("gloo",), None, "toy")
-FOUR = placement.Accelerator("cuda", "cuda", 4)
+FOUR = device_choice.Accelerator("cuda", "cuda", 4)
 
 
 def test_what_this_machine_lacks_is_refused() -> None:
@@ -264,11 +265,11 @@ def test_a_token_is_never_shown() -> None:
 
 
 def test_device_types() -> None:
-    assert placement.choose_type("auto", CPU) == "cpu"
-    assert placement.choose_type("auto", CUDA) == "cuda"
-    assert placement.choose_type("cpu", CUDA) == "cpu"
+    assert device_choice.choose_type("auto", CPU) == "cpu"
+    assert device_choice.choose_type("auto", CUDA) == "cuda"
+    assert device_choice.choose_type("cpu", CUDA) == "cpu"
     with pytest.raises(ValueError, match="allowed: 'auto', 'cuda', 'cpu'"):
-        placement.choose_type("xpu", CUDA)
+        device_choice.choose_type("xpu", CUDA)
 
 
 def test_backends() -> None:
@@ -308,8 +309,8 @@ def test_picked_devices_are_the_only_visible_ones(
     n_gpus: int | None, devices: list[int] | None, shown: str, size: int, visible: str
 ) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
-    placed = placement.place_on_accelerators(FOUR, n_gpus, devices, environ)
-    assert placed == placement.Placement("cuda", size, visible)
+    placed = device_choice.place_on_accelerators(FOUR, n_gpus, devices, environ)
+    assert placed == device_choice.DeviceChoice("cuda", size, visible)
 
 
 @pytest.mark.parametrize(
@@ -334,17 +335,17 @@ def test_picked_devices_are_the_only_visible_ones(
 )
 def test_picked_devices_of_rocm(environ: dict[str, str], visible: str, shown: dict[str, str]) -> None:
     """HIP's variable wins over CUDA's, and counts what the one below it leaves; torch's own counting says so, too."""
-    accelerator = placement.Accelerator("cuda", "rocm", 2)
-    placed = placement.place_on_accelerators(accelerator, None, [1], environ)
-    assert placed == placement.Placement("cuda", 1, visible)
-    assert placement.shown(accelerator, [1], environ) == shown
+    accelerator = device_choice.Accelerator("cuda", "rocm", 2)
+    placed = device_choice.place_on_accelerators(accelerator, None, [1], environ)
+    assert placed == device_choice.DeviceChoice("cuda", 1, visible)
+    assert device_choice.shown(accelerator, [1], environ) == shown
     assert device.only(1, environ, "rocm") == shown
 
 
 def test_ranks_on_rocm_see_their_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"HIP_VISIBLE_DEVICES": "4,5"}
     ready = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "rocm")
-    spec = plan(Options(devices=[1]), Machine(ready, lambda _environ: 2), "train()", environ, Attempt(0, None))
+    spec = plan(Options(devices=[1]), ThisMachine(ready, lambda _environ: 2), "train()", environ, Attempt(0, None))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert environment.of_rank(spec, 0, "127.0.0.1", 1)["HIP_VISIBLE_DEVICES"] == "5"
     assert "CUDA_VISIBLE_DEVICES" not in environment.of_rank(spec, 0, "127.0.0.1", 1)
@@ -354,16 +355,16 @@ def test_ranks_on_rocm_see_their_devices_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ValueError, match=r"n_gpus=5: only 4 cuda device\(s\) are visible here; allowed: 1 to 4, or"):
-        placement.place_on_accelerators(FOUR, 5, None, {})
+        device_choice.place_on_accelerators(FOUR, 5, None, {})
     with pytest.raises(ValueError, match=r"devices=\[0, 4\]: \[4\] do not exist; the 4 visible cuda device\(s\) are"):
-        placement.place_on_accelerators(FOUR, None, [0, 4], {})
+        device_choice.place_on_accelerators(FOUR, None, [0, 4], {})
 
 
 def test_several_mig_devices_are_not_for_one_process() -> None:
-    accelerator = placement.Accelerator("cuda", "cuda", 1)
+    accelerator = device_choice.Accelerator("cuda", "cuda", 1)
     way = "CUDA shows a process the first MIG device alone; `mlaunch run --virtual-local-rank` gives each rank its own"
     with pytest.raises(ValueError, match=way):
-        placement.place_on_accelerators(accelerator, 2, None, {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"})
+        device_choice.place_on_accelerators(accelerator, 2, None, {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"})
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,19 +18,19 @@ from mlaunch.base import linux
 from mlaunch.caller.output import relay
 from mlaunch.caller.output.bars import line
 from mlaunch.caller.output.display import Display
-from mlaunch.caller.output.lines import LINE_LIMIT, Splitter
+from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter
 from mlaunch.caller.output.merging import WINDOW, Merger
-from mlaunch.caller.output.plan import OutputPlan, Policy
+from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.output.starting import StartingLine
 from mlaunch.caller.output.tails import Tails
-from mlaunch.caller.output.times import Times
+from mlaunch.caller.output.write_times import WriteTimes
 from mlaunch.protocol.board import Board, Loop
-from mlaunch.rank.stamped import StampedFile
+from mlaunch.rank.setup.stamped import StampedFile
 
 
 def test_lines_come_whole() -> None:
-    splitter = Splitter()
+    splitter = LineSplitter()
     assert splitter.feed(b"a\nb") == [b"a"]
     assert splitter.feed(b"c\n\nd\xff\0") == [b"bc", b""]
     assert splitter.end() == [b"d\xff\0"]
@@ -38,7 +38,7 @@ def test_lines_come_whole() -> None:
 
 
 def test_a_bar_is_one_line() -> None:
-    splitter = Splitter()
+    splitter = LineSplitter()
     assert splitter.feed(b"\r 10%|#  |\r 50%") == []
     assert splitter.bars == [b" 50%"]
     assert splitter.feed(b"|## |") == []
@@ -49,7 +49,7 @@ def test_a_bar_is_one_line() -> None:
 
 def test_a_bar_that_goes_away_leaves_nothing() -> None:
     """As tqdm's with ``leave=False``."""
-    splitter = Splitter()
+    splitter = LineSplitter()
     assert splitter.feed(b"\r 50%|## |\r          \r") == []
     assert splitter.bars == []
     assert splitter.feed(b"next\nafter") == [b"next"]
@@ -62,7 +62,7 @@ def test_a_bar_that_goes_away_leaves_nothing() -> None:
 
 def test_bars_below_bars() -> None:
     """As tqdm draws them, in pieces as they may come."""
-    splitter = Splitter()
+    splitter = LineSplitter()
     for piece in (b"\r 0% outer", b"\n", b"\r 0% inner", b"\x1b[A", b"\n\n\r 5% third\x1b[A\x1b[A", b"\n\r50% inner"):
         assert splitter.feed(piece) == []
     assert splitter.feed(b"\x1b[A") == []
@@ -90,7 +90,7 @@ def test_a_bar_that_may_be_returned_to_waits_for_a_moment(capfdbinary: pytest.Ca
 
 
 def test_a_bar_that_is_redrawn_for_hours() -> None:
-    splitter = Splitter()
+    splitter = LineSplitter()
     for number in range(30_000):
         assert splitter.feed(b"\r%6d|" % number + b"#" * 100) == []
     assert splitter.bars == [b" 29999|" + b"#" * 100]
@@ -98,7 +98,7 @@ def test_a_bar_that_is_redrawn_for_hours() -> None:
 
 
 def test_a_very_long_line_comes_in_pieces() -> None:
-    splitter = Splitter()
+    splitter = LineSplitter()
     assert splitter.feed(b"x" * (2 * LINE_LIMIT + 5)) == [b"x" * LINE_LIMIT] * 2
     assert splitter.feed(b"\n") == [b"x" * 5]
 
@@ -439,7 +439,7 @@ def test_lines_come_in_the_order_of_their_writing(board: Board, capfdbinary: pyt
 
 def test_what_others_write_does_not_upset_the_order(board: Board) -> None:
     """C code and other processes note no times; after them, what is noted counts again."""
-    times = Times(board, 1, 2)
+    times = WriteTimes(board, 1, 2)
     assert times.cut(b"from C\n", 5.0) == [(5.0, b"from C\n")]
     board.stamp(1, 2, 0, 4)
     board.stamp(1, 2, 4, 8)
@@ -457,7 +457,7 @@ def test_what_others_write_does_not_upset_the_order(board: Board) -> None:
 
 
 def test_more_writes_than_are_noted(board: Board) -> None:
-    times = Times(board, 0, 1)
+    times = WriteTimes(board, 0, 1)
     for number in range(10_000):
         board.stamp(0, 1, 2 * number, 2 * number + 2)
     noted = list(board.stamps(0, 1))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.report.history import History
-from mlaunch.caller.status import status_lines
-from mlaunch.cli import inspect
+from mlaunch.cli import ps_and_stacks
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages import Phase
+from mlaunch.protocol.messages.launch_messages import Phase
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None
 )
 def test_how_many_ranks_a_launch_has(ranks: int, world: int, words: str) -> None:
     launch = {"id": "0" * 32, "function": "train()", "ranks": [None] * ranks, "world_size": world, "restart_count": 0}
-    assert f"  train()  {words}" in inspect._title({**launch, "age": 1.0, "caller": 7})
+    assert f"  train()  {words}" in ps_and_stacks._title({**launch, "age": 1.0, "caller": 7})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.rank import environment
+from mlaunch.rank.setup import environment
 from tests.conftest import ROOT
 
 BLANK = "…"

@@ -9,7 +9,7 @@ import tracemalloc
 
 import pytest
 
-from mlaunch.rendezvous import values, wire
+from mlaunch.rendezvous import control_protocol, values
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -19,7 +19,7 @@ async def carry(fd: int, token: str) -> tuple[int, int | None, str]:
     """Through a pair of sockets, signed with "hush" and read with ``token``."""
     near, far = socket.socketpair()
     _, writer = await asyncio.open_connection(sock=near)
-    reader, back = await asyncio.open_connection(sock=far, limit=wire.LINE_LIMIT)
+    reader, back = await asyncio.open_connection(sock=far, limit=control_protocol.LINE_LIMIT)
     sending = asyncio.ensure_future(values.send(writer, 3, fd, values.Signature("hush", "launch", 3)))
     try:
         return await values.receive(reader, token, "launch", 4)

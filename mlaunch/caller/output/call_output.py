@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
-from mlaunch.caller.output.lines import Splitter
+from mlaunch.caller.output.lines import LineSplitter
 from mlaunch.caller.output.merging import WINDOW, Merger
-from mlaunch.caller.output.plan import OutputPlan, Policy
+from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.side_by_side import Number
 from mlaunch.caller.output.tails import Tails
-from mlaunch.caller.output.times import Times
+from mlaunch.caller.output.write_times import WriteTimes
 from mlaunch.protocol.board import Board
 
 _FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
 
 
 @dataclass
-class Stream:
+class RankStream:
     """One stream of one rank during one call."""
 
     rank: int
@@ -28,8 +28,8 @@ class Stream:
     number: int  # 1 or 2
     policy: Policy
     file: LogFile | None
-    times: Times
-    splitter: Splitter = field(default_factory=Splitter)
+    times: WriteTimes
+    splitter: LineSplitter = field(default_factory=LineSplitter)
     held: float | None = None  # since when the splitter holds a line
 
 
@@ -45,19 +45,19 @@ class CallOutput:
         self._tails = Tails(size) if plan.remember else None
         self._display = Display(plan.area, clock())
         self._number = Number()
-        self._streams: list[Stream] = []
-        self._fresh: list[tuple[float, Stream, bytes]] = []  # lines of this round, with the time of their writing
+        self._streams: list[RankStream] = []
+        self._fresh: list[tuple[float, RankStream, bytes]] = []  # lines of this round, with the time of their writing
         self.status: Callable[[], list[str]] = list  # the lines above the bars
         self._like: OutputPlan | None = None  # another plan that it can serve
         self._touched = False  # something has come, or was shown
 
-    def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> Stream:
+    def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> RankStream:
         """Opens its file, if the plan wants one. ``board``: where the rank notes when it writes."""
         policy, file = self.plan.policies[local_rank, number], None
         if policy.kept and self.plan.directory is not None:
             name = local_rank if self.plan.by_local_rank else rank
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
-        self._streams.append(Stream(rank, local_rank, number, policy, file, Times(board, local_rank, number)))
+        self._streams.append(RankStream(rank, local_rank, number, policy, file, WriteTimes(board, local_rank, number)))
         return self._streams[-1]
 
     @property
@@ -80,7 +80,7 @@ class CallOutput:
         self._like = plan
         return True
 
-    def take(self, stream: Stream, data: bytes) -> None:
+    def take(self, stream: RankStream, data: bytes) -> None:
         """Takes what a rank has printed."""
         self._touched = True
         if stream.file is not None:
@@ -92,7 +92,7 @@ class CallOutput:
             self._take_lines(stream, stream.splitter.feed(part), at, flood=len(data) >= _FLOOD)
         stream.held = now if stream.splitter.holding else None
 
-    def end_stream(self, stream: Stream) -> None:
+    def end_stream(self, stream: RankStream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
         self._streams.remove(stream)
         if self._splits(stream):
@@ -166,7 +166,7 @@ class CallOutput:
             self.console.write(2, self._display.make_room().encode())
             self.console.write(stream, data)
 
-    def _take_lines(self, stream: Stream, lines: Sequence[bytes], at: float, *, flood: bool = False) -> None:
+    def _take_lines(self, stream: RankStream, lines: Sequence[bytes], at: float, *, flood: bool = False) -> None:
         if self._merger is not None and not flood:
             self._fresh += [(at, stream, line) for line in lines]
         elif lines:
@@ -176,7 +176,7 @@ class CallOutput:
             if stream.policy.shown:
                 self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
 
-    def _splits(self, stream: Stream) -> bool:
+    def _splits(self, stream: RankStream) -> bool:
         return stream.policy.shown or self._tails is not None
 
     def _remember(self, rank: int, lines: Sequence[bytes]) -> None:

@@ -11,7 +11,7 @@ _BELOW = re.compile(rb"(\n+)\r([^\r\n]*?)((?:\x1b\[A)+)")
 _UP = b"\x1b[A"
 
 
-class Splitter:
+class LineSplitter:
     """One stream. Lines come without their end; a line that was redrawn (``\\r``) comes as it last looked."""
 
     def __init__(self) -> None:

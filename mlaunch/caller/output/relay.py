@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
-from mlaunch.caller.output.call_output import CallOutput, Stream
-from mlaunch.caller.output.plan import OutputPlan
+from mlaunch.caller.output.call_output import CallOutput, RankStream
+from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.protocol.board import Board
 
 _READ = 65536  # bytes: a pipe holds no more
@@ -45,7 +45,7 @@ class Relay:
         self._clock = clock
         self._ends_come = ends_come
         self.output = CallOutput(plan, size, attempt, clock)
-        self._streams: dict[int, Stream] = {}  # by file descriptor
+        self._streams: dict[int, RankStream] = {}  # by file descriptor
         self._watched: set[int] = set()
         self._awaited: int | None = None  # what people read, while they do not read it; ranks wait as long
         self._kept = KeptEpoll()

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from mlaunch.base.errors import describe_exit
-from mlaunch.caller.outcome import Outcome
+from mlaunch.base.exceptions import describe_exit
+from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span
 from mlaunch.protocol.board import Board, in_order, read_times
-from mlaunch.protocol.messages import Phase, RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
 
 # What begins with each phase of a rank, in the words of a report.

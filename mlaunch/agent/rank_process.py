@@ -1,0 +1,99 @@
+"""What a supervisor knows of a rank."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from mlaunch.protocol import payload
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Phase, RankGone, Release
+from mlaunch.protocol.payload import Payload
+
+
+@dataclass
+class RankProcess:
+    """A rank as its supervisor knows it. ``pid`` leads the rank's process group."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    pidfd: int
+    channel: Channel  # on which it gets its calls
+    crash_fd: int  # of its stacks, if it crashes
+    stack_fd: int  # the pipe of its stacks, if we ask
+    aside: Channel | None = None  # on which a thread of a rank that stays answers, whatever the rank does
+    error_file: str = ""  # in which it may note why it fails
+    stacks: str = ""
+    answer_fd: int = -1  # the memfd for its answers; -1: it has none
+    spent_fd: int = -1  # the one before, which may be mapped
+    answer: AnswerKind | None = None  # to the present call
+    content: Payload = field(default_factory=Payload)  # of this answer
+    stopped: bool = False  # told to stop, or killed, by us
+    rests: bool = False  # kept from running while it waits for a call
+    ends_at: float | None = None  # since when it ends, by a failure of its own
+    gone: bool = False  # reaped
+
+    @property
+    def alive(self) -> bool:
+        """It has not been told to stop, and does not end by itself."""
+        return not self.stopped and not self.gone and self.ends_at is None
+
+    @property
+    def working(self) -> bool:
+        """It has not even answered."""
+        return self.alive and self.answer is None
+
+    def begin_call(self, record: bytes, call_fds: list[int]) -> None:
+        """Sends it a RunCall, pickled, with a memfd for answers if it needs one."""
+        fds = call_fds if 0 <= self.answer_fd != self.content.memfd else [*call_fds, self._renew()]
+        self.answer, self.content = None, Payload(memfd=self.answer_fd)  # it may be written to, whatever is said of it
+        self.channel.try_send_pickled(record, fds)
+
+    def give_answer_file(self) -> None:
+        """Sends it a memfd for its next answer."""
+        self.channel.try_send(AnswerFile(), [self._renew()])
+
+    def _renew(self) -> int:
+        if self.spent_fd >= 0:
+            os.close(self.spent_fd)
+        self.spent_fd, self.answer_fd = self.answer_fd, payload.create(f"rank-{self.rank}")
+        return self.answer_fd
+
+    def expect(self, answered: bool) -> None:
+        """Takes in that the launcher has sent it a call by itself, and whether it has answered that with a value."""
+        self.answer, self.content = AnswerKind.VALUE if answered else None, Payload()
+
+    def take(self, answer: Answer) -> None:
+        """Takes in what it has answered."""
+        self.answer, self.content = answer.kind, Payload(answer.data, -1 if answer.data else self.answer_fd)
+
+    def release(self) -> None:
+        """Tells it that nothing more comes."""
+        self.channel.try_send(Release())
+
+    def describe_end(
+        self, exitcode: int, phase: Phase, now: float, peak_memory: int, hints: tuple[str, ...]
+    ) -> RankGone:
+        """Says how it ended. ``now``: when it was reaped, ``peak_memory``: in bytes; ``hints``: what else is known."""
+        return RankGone(
+            rank=self.rank,
+            pid=self.pid,
+            exitcode=exitcode,
+            phase=phase,
+            answered=self.answer is not None,
+            stopped=self.stopped,
+            at=now if self.ends_at is None else self.ends_at,
+            hints=hints,
+            peak_memory=peak_memory,
+        )
+
+    def close(self) -> None:
+        """Lets go of what is known of it, once it is reaped."""
+        self.gone = True
+        self.channel.close()
+        if self.aside is not None:
+            self.aside.close()
+        for fd in (self.pidfd, self.crash_fd, self.stack_fd, self.answer_fd, self.spent_fd):
+            if fd >= 0:
+                os.close(fd)

@@ -1,0 +1,1 @@
+"""How an agent watches its ranks, and stops them."""

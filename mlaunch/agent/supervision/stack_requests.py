@@ -1,0 +1,116 @@
+"""Asks ranks for their Python stacks, and reads what they answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Collection
+
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, in_letters, is_whole
+
+_READ = 65536  # bytes: a pipe holds no more
+_FIELD = re.compile(r"^(State|VmSize|SigCgt|SigPnd|ShdPnd):\s+(\w+)", re.MULTILINE)
+
+
+class StackRequests:
+    """Ranks that were asked for their stacks and have not answered in full; true while there are any.
+
+    ``request`` asks one rank by a signal, and is false if that rank cannot answer.
+    """
+
+    def __init__(self, request: Callable[[int, Phase, int], bool]) -> None:
+        self._request = request
+        self._pending: dict[int, RankProcess] = {}  # by stack_fd
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def fds(self) -> list[int]:
+        return list(self._pending)
+
+    def ask(self, rank: RankProcess, phase: Phase, *, all_threads: bool = False) -> None:
+        """Asks for the stack of its main thread; with ``all_threads`` it may die of it."""
+        if rank.stack_fd in self._pending:
+            return
+        while read_some(rank.stack_fd):  # an earlier answer that came too late
+            pass
+        rank.stacks = ""
+        if self._request(rank.pid, phase, ALL_STACKS_SIGNAL if all_threads else STACK_SIGNAL):
+            self._pending[rank.stack_fd] = rank
+
+    def read(self, ready: Collection[int]) -> None:
+        for stack_fd in self._pending.keys() & set(ready):
+            rank = self._pending[stack_fd]
+            text = read_some(stack_fd)
+            rank.stacks = in_letters(rank.stacks + text)  # a letter may have come in parts
+            if not text or is_whole(rank.stacks):
+                del self._pending[stack_fd]
+
+    def forget(self, rank: RankProcess) -> None:
+        self._pending.pop(rank.stack_fd, None)
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+
+STOPPED = frozenset("Tt")  # the kernel's letters
+
+
+def state_of(pid: int) -> str:
+    """Returns the kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
+    return _status(pid).get("State", "")
+
+
+def _status(pid: int) -> dict[str, str]:
+    """Returns how the process is, how large, and which signals it has a handler for, in the kernel's words; {} if it is
+    gone."""
+    with (
+        contextlib.suppress(FileNotFoundError, ProcessLookupError),
+        open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file,
+    ):
+        return dict(_FIELD.findall(file.read()))
+    return {}
+
+
+def _listens(status: dict[str, str], number: int) -> bool:
+    """Tells whether the process has a handler for the signal, which would else kill it, and has taken the last one.
+
+    A real-time signal waits in the kernel as often as it was sent, and all of them would meet in the handler at once.
+    """
+    caught, *pending = (int(status[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigPnd", "ShdPnd"))
+    return bool(caught) and not any(pending)
+
+
+def request(pid: int, phase: Phase, number: int) -> bool:
+    """Asks a rank for its stacks by that signal; False if it could not answer now (stopped, gone, or not listening).
+
+    One that waits in the kernel (D) mostly does so for a moment, until a page is there.
+    """
+    status = {} if phase is Phase.STARTING else _status(pid)
+    if status.get("State") not in {"R", "S", "D"} or not _listens(status, number):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def is_ending(pid: int, phase: Phase) -> bool:
+    """Tells whether a rank's process is about to end: it has no memory any more, or has become another program.
+
+    That one has no handler for the signal that asks for stacks, which each rank has once it has started.
+    """
+    status = _status(pid)
+    caught = int(status.get("SigCgt", "0"), 16) >> (STACK_SIGNAL - 1) & 1
+    return "VmSize" not in status or (phase is not Phase.STARTING and not caught)
+
+
+def read_some(fd: int) -> str:
+    """Returns what has arrived in the pipe; "" at its end."""
+    try:
+        return os.read(fd, _READ).decode(errors="replace")
+    except BlockingIOError:
+        return ""

@@ -1,0 +1,143 @@
+"""Ends the ranks, in steps: ask for their stacks, ask them to end, force them.
+
+    running --first failure, deadline, cancel--> asking (stacks) --> stopping (SIGTERM) --grace period--> killing
+
+A first failure that looks like the consequence of another rank's is held for a moment, so that the ranks that are
+about to tell the cause are still there to tell it (``first_step.py``). A lost launcher or fork server skips the asking.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Collection, Mapping
+
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision.early_ends import Endings
+from mlaunch.agent.supervision.first_step import NEVER, FirstStep
+from mlaunch.agent.supervision.stack_requests import StackRequests, state_of
+from mlaunch.agent.supervision.system import System
+from mlaunch.base.text import last_bytes
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
+
+
+class Stopping:
+    """Knows which step is due when. ``ranks``: those that are not reaped, by pidfd."""
+
+    def __init__(
+        self, ranks: Mapping[int, RankProcess], board: Board, launcher: Channel, grace_period: float, system: System
+    ) -> None:
+        self._ranks = ranks
+        self._board = board
+        self._launcher = launcher
+        self._grace_period = grace_period
+        self._system = system
+        # When each step is due; None: not at all, or done.
+        self._asking = FirstStep(system.clock, self.a_rank_ends)
+        self._terminate_at: float | None = None
+        self._kill_at: float | None = None
+        self.begun = False  # the first step has been taken
+        self.asked = StackRequests(system.request)
+        self.endings = Endings(ranks, system)
+        self.number = signal.SIGTERM  # which asks them to end
+        self.spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
+        self.on_begin: Callable[[], None] = lambda: None
+
+    def due(self) -> list[float]:
+        """Returns when its steps are due."""
+        asking = None if self._asking.at == NEVER else self._asking.at
+        steps = (asking, self._terminate_at, self._kill_at, self.endings.due)
+        return [step for step in steps if step is not None]
+
+    def fds(self) -> list[int]:
+        """Returns what ``hear`` wants to hear of."""
+        return [*self.asked.fds(), *self.endings.fds()]
+
+    def hear(self, ready: Collection[int]) -> None:
+        """Takes in stacks, and that a rank has begun to end by failure."""
+        self.asked.read(ready)
+        if self.endings.hear(ready):
+            self.within(0.0)
+
+    def within(self, seconds: float) -> None:
+        """Begins after that time, at the latest."""
+        if not self.begun:
+            self._asking.within(seconds)
+
+    def without_asking(self, *, force: bool, spare_leaving: bool = False) -> None:
+        """Begins at once, with the request to end: nobody is left to hear of stacks. ``force``: without grace."""
+        self.spare_leaving = spare_leaving
+        self._terminate()
+        due = self._system.clock() + (0.0 if force else self._grace_period)
+        self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    def take_steps(self) -> None:
+        """Takes the steps that are due, in their order."""
+        now = self._system.clock()
+        if self._asking.is_due():
+            self._ask()
+        if self._terminate_at is not None and (not self.asked or now >= self._terminate_at):
+            self._terminate()
+            self._kill_at = now + self._grace_period
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill()
+
+    def _ask(self) -> None:
+        """Asks for their stacks, before they are stopped."""
+        self._begin()
+        self._terminate_at = self._system.clock() + STACKS_TIMEOUT
+        for rank in self._working():
+            self.asked.ask(rank, self._board[rank.local_rank])
+
+    def _terminate(self) -> None:
+        """Asks to end; ranks that wait for the others need not any more."""
+        self._begin()
+        self._terminate_at = None
+        self.asked.clear()
+        working = self._working()
+        stacks = [self.stacks_of(rank) for rank in working]
+        for rank in working:  # at one go: the end of one would be "Connection closed by peer" to the next
+            rank.stopped = True
+            self._signal(rank, self.number)
+        for record in stacks:
+            self._launcher.try_send(record)
+        for rank in self._ranks.values():
+            rank.release()
+
+    def _kill(self) -> None:
+        """Forces them to end."""
+        for rank in self._ranks.values():
+            if rank.ends_at is None:  # else it ends by itself, and is why the others are stopped
+                rank.stopped = True
+                self._system.process(rank.pid, signal.SIGKILL)  # what it has started is ended later
+        self._kill_at = None
+
+    def _signal(self, rank: RankProcess, number: int) -> None:
+        self._system.group(rank.pid, number)
+        self._system.stray(rank.pid, rank.pidfd, number)
+
+    def _begin(self) -> None:
+        self.begun = True
+        self._asking.clear()
+        self.endings.close()
+        self.on_begin()
+
+    def a_rank_ends(self) -> bool:
+        """Tells whether one that has not answered is about to end."""
+        return any(self._system.is_ending(rank.pid, self._board[rank.local_rank]) for rank in self._working())
+
+    def stacks_of(self, rank: RankProcess) -> RankStacks:
+        """Returns what it has told of them."""
+        text = last_bytes(rank.stacks, TEXT_LIMIT)
+        state = "" if is_whole(text) else state_of(rank.pid)
+        return RankStacks(rank.rank, self._board[rank.local_rank], state, text)
+
+    def _working(self) -> list[RankProcess]:
+        return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]
+
+    def _is_late(self, rank: RankProcess) -> bool:
+        """Tells whether it has answered, but does not end. One that only waits to be released has had no time to."""
+        waits = self._board[rank.local_rank] in {Phase.RETURNED, Phase.IDLE}
+        return rank.alive and not waits and not self.spare_leaving

@@ -1,0 +1,254 @@
+"""The supervisor of one machine's ranks: sends them calls, passes on their answers, stops all at the first failure.
+
+One loop waits on everything at once: the result queue, each rank's pidfd, the rendezvous server's, the launcher's
+channel, the fork server's pidfd, the next deadline. Single-threaded; nothing polls. How ranks are ended is in
+``stopping.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from mlaunch.agent.peers import FAREWELL_TIMEOUT
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision.evidence import Evidence
+from mlaunch.agent.supervision.launch_state import OngoingCall, Supervision
+from mlaunch.agent.supervision.stopping import Stopping
+from mlaunch.base import orphans
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.linux import wait_readable
+from mlaunch.protocol import error_file, failures
+from mlaunch.protocol.channel import pickled
+from mlaunch.protocol.messages.launch_messages import (
+    CAUSE_DELAY,
+    Answer,
+    AnswerKind,
+    Cancel,
+    DeadlinePassed,
+    RankAnswered,
+    RunCall,
+    ServerGone,
+)
+from mlaunch.protocol.messages.prepared_messages import Details
+from mlaunch.rendezvous.store_process import StoreProcess
+
+
+class Supervisor:
+    """Watches until all ranks are reaped."""
+
+    def __init__(self, scene: Supervision) -> None:
+        self._ranks = {rank.pidfd: rank for rank in scene.ranks}
+        self._by_local_rank = list(scene.ranks)
+        self._results = scene.results
+        self._server = scene.server
+        self._launcher = scene.launcher
+        self._listening = {scene.launcher.fileno(), scene.parent}
+        self._inspection, self._peers = scene.inspection, scene.peers
+        self._clock, self._signal_group = scene.system.clock, scene.system.group
+        self._evidence = Evidence()
+        self._call = OngoingCall(-1, None, None)
+        self._first: RankFailure | None = None  # our first failure, for the peers
+        self._farewell_at: float | None = None  # when we no longer wait for the peers to hear of it
+        board, grace_period = scene.results.board, scene.grace_period
+        self._stopping = Stopping(self._ranks, board, scene.launcher, grace_period, scene.system)
+        self._stopping.on_begin = self._begin_stopping
+
+    def begin_call(
+        self, call_fd: int | None, deadline: float | None, left: float | None, details: Details | None = None
+    ) -> None:
+        """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
+        due = None if left is None else self._clock() + left
+        self._begin(OngoingCall(self._call.number + 1, deadline, due, details=details), call_fd=call_fd)
+        if not self._peers.awaited:  # they are told why we stop, which is known when the rank has ended
+            self._stopping.endings.watch_soon()
+
+    def _begin(self, call: OngoingCall, data: bytes = b"", call_fd: int | None = None) -> None:
+        self._call = call
+        record = pickled(RunCall(call.number, call.errand, data, call_fd is not None, call.details))
+        for rank in self._by_local_rank:
+            rank.begin_call(record, [] if call_fd is None else [call_fd])
+
+    def run(self) -> bool:
+        """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
+        while self._ranks or self._awaits_peers():
+            ready = set(wait_readable(self._sources(), self._timeout()))
+            self._drain()
+            if self._server is not None and self._server.sentinel in ready:
+                self._lose_server(self._server)
+            self._stopping.hear(ready)
+            for pidfd in ready & set(self._ranks):
+                self._reap(self._ranks.pop(pidfd))
+            self._release()
+            for fd in ready & self._listening:
+                self._hear(fd)
+            self._hear_peers(ready)
+            self._check_deadline()
+            self._serve(ready)
+            self._take_steps()
+        if self._server is not None:
+            self._server.kill()
+        orphans.end_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
+        return not self._stopping.begun
+
+    # What is waited for
+
+    def _sources(self) -> list[int]:
+        ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._ranks, *self._listening]
+        sentinel = [] if self._server is None else [self._server.sentinel]
+        return [*ours, *sentinel, *self._peers.fds(), *(() if self._inspection is None else self._inspection.fds())]
+
+    def _timeout(self) -> float | None:
+        """Returns the seconds until the next step is due, None if none is."""
+        visit = self._inspection.due if self._inspection is not None else None
+        steps = (None if self._stopping.begun else self._call.due, self._farewell_at, visit, self._peers.due())
+        due = [*self._stopping.due(), *(step for step in steps if step is not None)]
+        return max(0.0, min(due) - self._clock()) if due else None
+
+    # What happens
+
+    def _serve(self, ready: set[int]) -> None:
+        """Answers those who have come to look, or to end the launch."""
+        if self._inspection is None:
+            return
+        self._inspection.serve(ready, self._stopping.asked)
+        if self._inspection.stopped_by is not None and not self._stopping.begun:
+            failure = failures.from_stop(self._inspection.stopped_by)
+            self._launcher.try_send(failure)
+            self._remember(lambda: failure)
+            self._stopping.within(0.0)
+
+    def _take_steps(self) -> None:
+        self._stopping.take_steps()
+
+    def _drain(self) -> None:
+        answers = self._results.queue.drain()
+        self._catch_up()
+        for answer in answers:
+            if answer.number == self._call.number:  # else it comes too late
+                self._pass_on(answer)
+
+    def _catch_up(self) -> None:
+        """Takes in what a launcher has its ranks do without us."""
+
+    def _pass_on(self, answer: Answer) -> None:
+        rank = self._by_local_rank[answer.local_rank]
+        rank.take(answer)
+        told = (answer.kind, answer.consequence, self._clock(), answer.stale, answer.data)
+        record = RankAnswered(rank.rank, rank.pid, *told)
+        self._forward(rank, record)
+        if answer.kind is not AnswerKind.VALUE:
+            self._remember(lambda: failures.from_answer(record, rank.content.read()))
+            self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
+
+    def _forward(self, rank: RankProcess, record: RankAnswered) -> None:
+        self._launcher.try_send(record, rank.content.fds())
+
+    def _end_call(self, delay: float) -> None:
+        """Ends the call, within that time at the latest."""
+        self._stopping.within(delay)
+
+    def _release(self) -> None:
+        """Lets ranks go that have answered, once nobody is left who works with them."""
+        if not self._call.released and not any(rank.working for rank in self._ranks.values()):
+            self._call.released = True
+            self._stopping.endings.close()
+            for rank in self._ranks.values():
+                rank.release()
+
+    def _reap(self, rank: RankProcess) -> None:
+        # Its group goes while the dead leader still holds the number, so that no other group can be hit.
+        self._signal_group(rank.pid, signal.SIGTERM)
+        _, status, usage = os.wait4(rank.pid, 0)
+        self._drain()  # an answer sent just before death counts
+        exitcode, peak_memory = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+        hints = () if rank.stopped else self._evidence.hints(exitcode, peak_memory)
+        record = rank.describe_end(exitcode, self._results.board[rank.local_rank], self._clock(), peak_memory, hints)
+        error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
+        self._launcher.try_send(record, [rank.crash_fd])
+        if not record.failed:
+            self._peers.keep(rank.rank, rank.content if rank.answer is AnswerKind.VALUE else None)
+        elif not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
+            self._remember(lambda: failures.from_exit(record))
+        self._stopping.asked.forget(rank)
+        rank.close()
+        if record.failed or self._must_stay():
+            self._stopping.within(0.0)
+
+    def _must_stay(self) -> bool:
+        """Tells whether a rank that ends well is a failure all the same."""
+        return False
+
+    def _lose_server(self, server: StoreProcess) -> None:
+        exitcode, self._server = server.reap(), None
+        self._launcher.try_send(ServerGone(server.pid, exitcode, self._clock()))
+        self._remember(lambda: failures.from_server(server.pid, exitcode, self._clock()))
+        self._stopping.within(0.0)
+
+    def _hear(self, fd: int) -> None:
+        """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
+        record, fds = self._receive() if fd == self._launcher.fileno() else (None, [])
+        if self._obey(record, fds):
+            return
+        if record is None:
+            self._listening.discard(fd)
+        self._remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
+        if not isinstance(record, Cancel):
+            self._stopping.without_asking(force=False)
+        else:
+            self._cancel(record)
+
+    def _receive(self) -> tuple[object, list[int]]:
+        try:
+            return self._launcher.receive()
+        except EOFError:
+            return None, []
+
+    def _obey(self, _record: object, _fds: list[int]) -> bool:
+        """Does what a launcher asks of ranks that stay; False if it asks for something else."""
+        return False
+
+    def _cancel(self, record: Cancel) -> None:
+        self._stopping.number = signal.Signals(record.number)
+        if record.force:
+            self._stopping.without_asking(force=True)
+        else:
+            self._stopping.within(0.0)
+
+    def _check_deadline(self) -> None:
+        if self._stopping.begun or self._call.due is None or self._clock() < self._call.due:
+            return
+        self._call.due = None
+        self._stopping.spare_leaving = False
+        self._launcher.try_send(DeadlinePassed())
+        self._remember(lambda: failures.from_deadline(self._call.deadline))
+        self._end_call(0.0)
+
+    # The other machines
+
+    def _remember(self, describe: Callable[[], RankFailure]) -> None:
+        """Keeps the first failure here, or the first that is no consequence, for the peers if there are any."""
+        if not self._peers.awaited or (self._first is not None and not self._first.consequence):
+            return
+        failure = describe()
+        if self._first is None or not failure.consequence:
+            self._first = failure
+
+    def _begin_stopping(self) -> None:
+        """Tells the peers why."""
+        if self._first is not None:
+            self._peers.tell(self._first)
+
+    def _hear_peers(self, ready: set[int]) -> None:
+        if (failure := self._peers.hear(ready, self._launcher)) is not None:
+            self._launcher.try_send(failure)
+            self._stopping.within(CAUSE_DELAY if failure.consequence else 0.0)
+
+    def _awaits_peers(self) -> bool:
+        """Tells whether the peers' ranks may still be there. After a failure they are given the time to hear of it."""
+        self._peers.finish()
+        if self._stopping.begun and self._farewell_at is None:
+            self._begin_stopping()
+            self._farewell_at = self._clock() + FAREWELL_TIMEOUT
+        return self._peers.awaited and not (self._farewell_at is not None and self._clock() >= self._farewell_at)

@@ -1,0 +1,1 @@
+"""Starts a launch and follows one from its plan to its result."""

@@ -1,0 +1,220 @@
+"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.launch.settle import Ended, add_note, settle
+from mlaunch.caller.launch.status import status_lines
+from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.report.history import History
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.server.fork_server import ServerGoneError
+from mlaunch.protocol import error_file, registry
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
+from mlaunch.protocol.messages.machine_messages import Waiting
+from mlaunch.protocol.messages.prepared_messages import CallBegun
+from mlaunch.protocol.spec import LaunchSpec
+
+
+class StopSignal(BaseException):
+    """A signal to this process, which its ranks are to get as well."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Backing(Protocol):
+    """What is behind a launch's agent."""
+
+    def kill(self) -> None:
+        """Ends it at once, and the launch with it."""
+
+    def describe_end(self) -> str:
+        """Says how it came to its end."""
+
+
+@dataclass
+class LaunchHandle:
+    """A launch that has been sent to its fork server.
+
+    It can be driven from any loop: wait until ``fileno()`` can be read, or ``timeout()`` is over, then ``step()``,
+    until that is False. ``wait()`` is such a loop.
+    """
+
+    spec: LaunchSpec
+    server: Backing
+    agent: Channel
+    relay: Relay
+    history: History
+    outcome: Outcome = field(init=False)
+    waiting: str = ""  # for other machines
+    ending: bool = False  # it is being cancelled
+    prepared: bool = False  # before the call
+    never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or the agent
+
+    def __post_init__(self) -> None:
+        self._has_begun = False
+        self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
+        self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
+        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
+        self.relay.watch(self.agent.fileno())
+
+    def fileno(self) -> int:
+        """Returns a descriptor that can be read when ``step`` has something to do."""
+        return self.relay.fileno()
+
+    def intact(self) -> bool:
+        """Tells whether the descriptors are still its own: others may have closed them and opened files."""
+        return self.relay.intact() and self.agent.intact()
+
+    def timeout(self) -> float | None:
+        """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
+        due = [seconds for seconds in (self.relay.timeout(), self._limits.timeout()) if seconds is not None]
+        return min(due, default=None)
+
+    def step(self) -> bool:
+        """Takes in what has come, without waiting; False after the launch's last word."""
+        ready = self.relay.carry()
+        if self._limits.agent is not None and self._limits.agent.fd in ready:
+            self.relay.unwatch(self._limits.agent.fd)
+            self._limits.agent_ended()
+        self._take_answers(ready)
+        if self.agent.fileno() not in ready:
+            return self._press()
+        while self._hear():
+            if self._pauses() or not linux.wait_readable([self.agent.fileno()], 0.0):
+                return True
+        return False
+
+    def _take_answers(self, ready: set[int]) -> None:
+        """Takes in what ranks have sent without their agent."""
+
+    def _pauses(self) -> bool:
+        """Tells whether what has come is to be taken in before more is heard."""
+        return False
+
+    def wait(self) -> Ended:
+        """Waits for the launch's last process. An interrupt ends the launch, and is how it ended.
+
+        Raises:
+            ServerGoneError: Who was to begin it was gone before; nothing has run.
+        """
+        try:
+            while self.step():
+                interrupts.wait_readable([self.fileno()], self.timeout())
+        except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
+            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
+            if self.outcome.stacks:
+                doing = "; ".join(self.outcome.doing())
+                add_note(interrupt, f"{self.spec.name} was ended by this; {doing}")
+            self.outcome.interrupt = interrupt
+        self._finish_output()
+        if self.never_began and self.outcome.interrupt is None:
+            raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")
+        with interrupts.allowed():  # values are unpickled by code of the user's
+            return settle(self.outcome, self.report())
+
+    def report(self) -> Callable[[], LaunchReport]:
+        """Notes what has happened so far; what it returns reports it."""
+        return self.history.report(self.outcome, self.relay.output.tails())
+
+    def close(self) -> None:
+        self.outcome.close()
+        self.agent.close()
+        self._limits.close()
+        self.relay.close()
+        self.history.close()
+
+    def _finish_output(self) -> None:
+        """Shows what ranks printed last. Who does not read it holds up no error, nor the deadline."""
+        until = math.inf if self.spec.deadline is None else self.history.begun + self.spec.deadline
+        try:
+            self._end_output(0.0 if self.outcome.failed else until)
+        except BaseException as interrupt:
+            self.outcome.interrupt = self.outcome.interrupt or interrupt
+
+    def _end_output(self, until: float) -> None:
+        self.relay.finish(until)
+
+    def _cancel(self, number: int) -> None:
+        """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
+        force = over = False
+        self.ending = True
+        while not over:
+            try:
+                self._limits.begin_cancel(force=force)
+                self.agent.try_send(Cancel(force, number))
+                self._hear_out()
+                over = True
+            except BaseException:
+                force = True
+
+    def _hear_out(self) -> None:
+        """Hears the launch to its last word, even if this process is too short of files to take in its answers."""
+        over = False
+        while not over:
+            with contextlib.suppress(OSError):
+                over = not self.step()
+                if not over:
+                    interrupts.wait_readable([self.fileno()], self.timeout())
+
+    def _hear(self) -> bool:
+        """Takes in one record; False after the last."""
+        try:
+            record, fds = self.agent.receive()
+        except EOFError:
+            self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
+            self.outcome.broken = self.outcome.broken or self.server.describe_end()
+            self._tidy_up()
+            return False
+        if isinstance(record, AgentStarted):
+            self._limits.agent = KeptFd(fds[0])
+            self.relay.watch(fds[0])
+        self._has_begun = self._has_begun or self._begins(record)
+        self.history.take(record, fds)
+        self.outcome.take(record, fds)
+        if isinstance(record, Reaped) and record.exitcode != 0:
+            self._tidy_up()
+        if isinstance(record, (Finished, Reaped)):
+            self.never_began = not self._has_begun and not self.ending
+            return False
+        self._show(record, fds)
+        return True
+
+    def _begins(self, record: object) -> bool:
+        """Tells whether something of the launch may have happened, so that it is too late for another attempt."""
+        return isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
+
+    def _tidy_up(self) -> None:
+        """Removes the files of an agent that was killed."""
+        spec = self.outcome.spec
+        registry.remove(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
+        error_file.remove_directory(self.spec)
+
+    def _press(self) -> bool:
+        """Kills what does not answer although it should have; False if nobody is left to hear."""
+        killed = self._limits.overdue()
+        if killed and not self.outcome.broken:
+            self.outcome.broken = "its agent or its fork server did not answer (was one stopped?) and was killed"
+            self.outcome.late = self.outcome.interrupt is None and self.spec.deadline is not None
+        return killed != "nobody"
+
+    def _show(self, record: object, fds: Sequence[int]) -> None:
+        if isinstance(record, RankStarted):
+            self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
+        elif isinstance(record, Waiting):
+            self.waiting = record.text
+            self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")

@@ -1,0 +1,34 @@
+"""What to do about errors that newcomers meet in their function: by what torch says."""
+
+from __future__ import annotations
+
+from mlaunch.base.exceptions import RankFailure
+
+_TIMEOUT = (
+    "a collective took longer than timeout=, an option of launcher in seconds: another rank does not take part in it "
+    "(the report says what each was doing), or needs more time"
+)
+_HINTS = {
+    "trying to initialize the default process group twice": "ranks are in a process group before the function begins: "
+    "leave init_process_group out of it; a backend or timeout of your own is an option of launcher",
+    "ms for send operation to complete": _TIMEOUT,
+    "ms for recv operation to complete": _TIMEOUT,
+    "Watchdog caught collective operation timeout": _TIMEOUT,
+    "BdbQuit": "a debugger found nothing to read, since ranks have no terminal: call the function itself, as "
+    "f.__wrapped__(...), or connect to one rank (the cookbook's page on debugging)",
+}
+
+
+def hints_of(failure: RankFailure) -> list[str]:
+    """Says what to do about the failure, a line each; nothing if nothing is known."""
+    return [hint for words, hint in _HINTS.items() if words in failure.what]
+
+
+def of_value(error: BaseException) -> str:
+    """Says what to return instead of a value that cannot be made here, if that is known."""
+    if "process group has not been initialized" not in str(error):
+        return ""
+    return (
+        "; it belongs to a process group, and there is none here: of a model in DistributedDataParallel return "
+        "model.module, or its state_dict()"
+    )

@@ -1,0 +1,180 @@
+"""What is known of how a launch comes out; it grows while the launch is heard."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.base.frames import mentions_bottom
+from mlaunch.base.text import name_ranks
+from mlaunch.caller.report.failure_text import summarise
+from mlaunch.protocol import error_file, failures
+from mlaunch.protocol.messages.launch_messages import (
+    AgentFailed,
+    AnswerKind,
+    DeadlinePassed,
+    RankAnswered,
+    RankGone,
+    RanksStarting,
+    RankStacks,
+    Reaped,
+    RemoteError,
+    ServerGone,
+)
+from mlaunch.protocol.messages.machine_messages import Refused, Value
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.stack_dump import in_letters
+
+
+@dataclass
+class Outcome:
+    """Values and failures of one launch, by global rank."""
+
+    spec: LaunchSpec
+    log_dir: str | None = None
+    hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
+    values: dict[int, Payload] = field(default_factory=dict)
+    failures: list[RankFailure] = field(default_factory=list)
+    raised: dict[int, RemoteError] = field(default_factory=dict)
+    silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
+    recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks wrote into their error files
+    stopped: set[int] = field(default_factory=set)  # ranks that the agent ended or called back
+    stacks: dict[int, RankStacks] = field(default_factory=dict)
+    broken: str = ""  # what ended the launch outside its ranks
+    refused: Refused | None = None
+    stale: str = ""  # modules, with commas, of which ranks that stay run older code than their files hold
+    leaving: bool = False  # ranks that stay were asked to
+    late: bool = False  # the deadline passed before any failure
+    interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
+
+    def take(self, record: object, fds: Sequence[int]) -> None:
+        """Takes in a record of the agent's, with its descriptors if it has a use for them."""
+        taker = _TAKERS.get(type(record))
+        if taker is not None:
+            taker(self, record, fds)
+
+    @property
+    def failed(self) -> bool:
+        """Tells whether there will be an error instead of values."""
+        return bool(self.failures or self.stopped or self.broken or self.refused or self.interrupt)
+
+    def doing(self) -> list[str]:
+        """Says what ranks were doing that were stopped, and who had left before."""
+        left = sorted(set(self.silent) - self.stopped)
+        how = "had exited with code 0" + (" without returning a value" if self.spec.command is None else "")
+        return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
+
+    def close(self) -> None:
+        for value in self.values.values():
+            value.close()
+        self.values = {}
+
+    def _take_start(self, record: RanksStarting, _fds: Sequence[int]) -> None:
+        """Takes in what only all machines together know."""
+        self.spec = dataclasses.replace(
+            self.spec, launch_id=record.launch_id, rank_start=record.rank_start, world_size=record.world_size
+        )
+
+    def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
+        content = Payload(record.data, *fds)
+        self.stale = self.stale or record.stale
+        if record.kind is AnswerKind.VALUE:
+            self.values[record.rank] = content
+            return
+        if record.kind is AnswerKind.INTERRUPTED:
+            content.close()
+            self.stopped.add(record.rank)
+            return
+        remote: RemoteError = content.read()
+        content.close()
+        self.raised[record.rank] = remote
+        self.failures.append(failures.from_answer(record, remote))
+
+    def _take_end(self, record: RankGone, fds: Sequence[int]) -> None:
+        crash = self._read_crash(record.rank, fds[0])
+        if record.stopped:
+            self.stopped.add(record.rank)
+        if not record.failed and not self._should_have_stayed():
+            self.silent += [] if record.answered else [record.rank]
+            return
+        if record.stopped or record.rank in self.raised:
+            return
+        device = self.spec.device(record.rank - self.spec.rank_start)
+        self.failures.append(failures.from_exit(record, device, crash, self.hosts.get(record.rank, "")))
+
+    def _should_have_stayed(self) -> bool:
+        """Tells whether nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""
+        failed = any(not failure.consequence for failure in self.failures)
+        return self.spec.stays and not (self.leaving or failed or self.stopped or self.broken)
+
+    def _read_crash(self, rank: int, fd: int) -> str:
+        """Reads what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""
+        try:
+            text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        finally:
+            os.close(fd)
+        if not text:
+            return ""
+        record = error_file.parse(text)
+        if record is None:
+            return _without_ours(in_letters(text))
+        self.recorded[rank] = record
+        return error_file.traceback_of(record) or ""
+
+    def _take_value(self, record: Value, fds: Sequence[int]) -> None:
+        self.values.update((record.rank, Payload(memfd=fd)) for fd in fds)
+
+    def _take_stacks(self, record: RankStacks, _fds: Sequence[int]) -> None:
+        self.stacks[record.rank] = record
+
+    def _take_deadline(self, _record: DeadlinePassed, _fds: Sequence[int]) -> None:
+        self.late = not self.failures
+
+    def _take_server(self, record: ServerGone, _fds: Sequence[int]) -> None:
+        self.failures.append(failures.from_server(record.pid, record.exitcode, record.at))
+
+    def _take_refusal(self, record: Refused, _fds: Sequence[int]) -> None:
+        self.refused = record
+
+    def _take_failure(self, record: RankFailure, _fds: Sequence[int]) -> None:
+        """Takes one of another machine, whose clock is not ours."""
+        self.failures.append(dataclasses.replace(record, at=time.monotonic()))
+
+    def _take_agents_failure(self, record: AgentFailed, _fds: Sequence[int]) -> None:
+        self.broken = f"the agent failed:\n{record.traceback}"
+
+    def _take_last_word(self, record: Reaped, _fds: Sequence[int]) -> None:
+        if record.exitcode != 0 and not self.broken:
+            self.broken = f"the agent {describe_exit(record.exitcode)}"
+
+
+_TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
+    RanksStarting: Outcome._take_start,
+    RankAnswered: Outcome._take_answer,
+    RankGone: Outcome._take_end,
+    Value: Outcome._take_value,
+    RankStacks: Outcome._take_stacks,
+    DeadlinePassed: Outcome._take_deadline,
+    ServerGone: Outcome._take_server,
+    Refused: Outcome._take_refusal,
+    RankFailure: Outcome._take_failure,
+    AgentFailed: Outcome._take_agents_failure,
+    Reaped: Outcome._take_last_word,
+}
+
+
+def _without_ours(crash: str) -> str:
+    """Returns the stacks that faulthandler wrote as a rank died, less the launcher's frames."""
+    kept: list[str] = []
+    ours = False
+    for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), crash.splitlines()):
+        ours = line.startswith("  File") and (ours or mentions_bottom(line))
+        kept += [] if ours else [line]
+    return "\n".join(kept).strip()

@@ -1,0 +1,133 @@
+"""From options to a launch that this machine can serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.process import current_process
+
+from mlaunch.caller.launch import device_choice
+from mlaunch.caller.launch.device_choice import DeviceChoice
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.protocol import token as tokens
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.settings import of_this_process
+from mlaunch.protocol.spec import Context, LaunchSpec, Rendezvous, new_launch_id
+from mlaunch.rank.setup import device
+
+_log = logging.getLogger("mlaunch")
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """What this machine offers to a launch. ``count``: counts the accelerators that an environment shows."""
+
+    ready: Ready
+    count: Callable[[Mapping[str, str]], int]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What differs between the attempts of a call. ``time_left``: seconds of its deadline, None: it has none."""
+
+    restart_count: int
+    time_left: float | None
+
+
+def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
+    """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
+    placed = place(options, machine, environ)
+    world_size = options.world_size or placed.local_world_size
+    _check_world(options, placed.local_world_size, world_size)
+    cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
+    return LaunchSpec(
+        launch_id=new_launch_id(),
+        name=name,
+        local_world_size=placed.local_world_size,
+        world_size=world_size,
+        rank_start=options.rank_start,
+        device_type=placed.device_type,
+        visible_devices=placed.visible_devices,
+        backend=device.choose_backend(options.backend, placed.device_type, machine.ready),
+        timeout=options.timeout_seconds,
+        grace_period=options.grace_period,
+        deadline=options.deadline,
+        time_left=attempt.time_left,
+        restart_count=attempt.restart_count,
+        max_restarts=options.max_restarts,
+        seed=options.seed,
+        port=options.port,
+        torch_version=machine.ready.torch_version,
+        secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
+        context=_context(environ),
+        cluster=cluster,
+        rank0_only=options.results == "rank0",
+        gather_all=options.gather == "all" and world_size > placed.local_world_size,
+    )
+
+
+def _check_world(options: Options, here: int, world_size: int) -> None:
+    if options.rank_start + here > world_size:
+        raise ValueError(
+            f"world_size={world_size} with {here} rank(s) on this machine from rank_start={options.rank_start}: "
+            f"allowed: {options.rank_start + here} or more, or None for this machine alone"
+        )
+    if world_size > here and options.port == 0:
+        raise ValueError(
+            f"world_size={world_size} with {here} rank(s) on this machine and port=0: the machines of a launch "
+            f"must agree on the port of the one with rank 0; allowed: 1 to 65535"
+        )
+
+
+def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
+    token, source = options.token, "token="
+    if token is None:
+        token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
+    tokens.check(token, source)
+    if options.gather == "all" and not token:
+        raise ValueError(
+            "gather='all' without a token: values of other machines are unpickled here, so the machines must share a "
+            "secret that signs them; give all of them token= or MLAUNCH_TOKEN, or use gather='local'"
+        )
+    if not token and options.rank_start == 0:
+        _log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
+    if token and len(token) < tokens.SHORTEST:
+        _log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
+    key = tokens.key_of(token) if token else None
+    return Rendezvous(options.master_ip, options.port, key, options.join_timeout, options.heartbeat_timeout)
+
+
+def _context(environ: Mapping[str, str]) -> Context:
+    cwd = working_directory()
+    main = sys.modules.get("__main__")
+    main_file = getattr(main, "__file__", None)
+    main_name = getattr(getattr(main, "__spec__", None), "name", None)
+    argv = tuple(getattr(sys, "argv", ()))
+    authkey = bytes(current_process().authkey)
+    return Context(
+        dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), of_this_process(), authkey
+    )
+
+
+def working_directory() -> str:
+    """Returns it; FileNotFoundError, with what to do, if somebody has removed it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+        ) from error
+
+
+def place(options: Options, machine: ThisMachine, environ: Mapping[str, str]) -> DeviceChoice:
+    """Says where the ranks of this machine run. ValueError for what it does not have."""
+    device_type = device_choice.choose_type(options.device_type, machine.ready)
+    available = machine.count(environ) if device_type != "cpu" else 0
+    if device_type == "cpu" or (options.device_type == "auto" and available == 0):
+        return device_choice.place_on_cpus(options.n_gpus, options.devices)
+    accelerator = device_choice.Accelerator(device_type, machine.ready.runtime or device_type, available)
+    return device_choice.place_on_accelerators(accelerator, options.n_gpus, options.devices, environ)

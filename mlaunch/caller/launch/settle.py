@@ -1,0 +1,153 @@
+"""Decides what a caller gets of a launch: its values, or the exception of its first failure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure
+from mlaunch.base.text import name_ranks
+from mlaunch.caller.launch.hints import hints_of, of_value
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.output import files
+from mlaunch.caller.report import notebook
+from mlaunch.caller.report.failure_text import FailureText, in_order, meanwhile
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.warn import warn_caller
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launch that is over, or a call. ``report``: makes its report, once; most calls' is never read."""
+
+    report: Callable[[], LaunchReport]
+    values: list[Any]
+    error: BaseException | None  # instead of the values
+
+    def result(self) -> list[Any]:
+        """Returns the values, or raises why there are none."""
+        try:
+            if self.error is not None:
+                raise self.error
+            return self.values
+        finally:
+            del self  # else the error's traceback would hold the error, and what it maps would wait for the collector
+
+
+def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
+    """Ends the hearing. Reads values, so it comes before the outcome is closed."""
+    try:
+        return Ended(report, _values_or_raise(outcome), None)
+    except BaseException as error:
+        return Ended(report, [], error)
+
+
+def _values_or_raise(outcome: Outcome) -> list[Any]:
+    if outcome.interrupt is not None:
+        raise outcome.interrupt
+    if outcome.refused is not None:
+        kind = LaunchTimeout if outcome.refused.late else LaunchError
+        raise kind(f"{outcome.spec.name} was not started: {outcome.refused.text}")
+    if outcome.late and (outcome.stopped or outcome.broken):
+        _raise_timeout(outcome)
+    if outcome.broken and not outcome.failures:
+        raise _error(outcome, LaunchError, f"{outcome.spec.name} was ended: {outcome.broken}")
+    if outcome.failures:
+        _raise_failure(outcome)
+    return _values(outcome)
+
+
+def _values(outcome: Outcome) -> list[Any]:
+    spec = outcome.spec
+    here = range(spec.rank_start, spec.rank_start + spec.local_world_size)
+    if outcome.silent and spec.command is None:
+        ranks = ", ".join(map(str, sorted(outcome.silent)))
+        warn_caller(
+            f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.name} exited with code 0 "
+            f"without returning a value (ranks {ranks}); their results are None"
+        )
+    wanted = range(spec.world_size) if spec.gather_all else here
+    return [_value(outcome, rank) if rank in outcome.values else None for rank in wanted]
+
+
+def _value(outcome: Outcome, rank: int) -> Any:
+    try:
+        return outcome.values[rank].read()
+    except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
+        raise LaunchError(
+            f"the value that rank {rank} of {outcome.spec.name} returned cannot be unpickled here: "
+            f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
+        ) from error
+
+
+def _raise_timeout(outcome: Outcome) -> None:
+    spec = outcome.spec
+    silent = list(outcome.stopped - outcome.values.keys())
+    who = f"{name_ranks(silent)} had not returned" if silent else outcome.broken
+    if not silent and outcome.stopped:
+        who = f"{name_ranks(list(outcome.stopped))} had returned but not ended"
+    lines = [
+        f"{spec.name} did not finish within its deadline of {spec.deadline:g} s; {who}",
+        *meanwhile(outcome.doing()),
+    ]
+    raise _error(outcome, LaunchTimeout, "\n".join(lines))
+
+
+def _raise_failure(outcome: Outcome) -> None:
+    """Raises the first failure, as the exception of its rank if that can be made here."""
+    outcome.failures = [_completed(failure) for failure in in_order(outcome.failures)]
+    cause = outcome.failures[0] = _with_output(outcome, outcome.failures[0])
+    text = FailureText(outcome.spec.name, outcome.failures, outcome.doing())
+    report = _error(outcome, LaunchError, str(text))
+    remote = outcome.raised.get(cause.rank) if cause.rank is not None else None
+    if remote is None or remote.pickled is None:
+        raise report
+    try:
+        error: BaseException = pickle.loads(remote.pickled)
+    except (Exception, SystemExit):  # its class does not exist here, or cannot be made: the text must do
+        raise report from None
+    add_note(error, f"raised by {cause.who} of {outcome.spec.name} ({cause.place})")
+    for hint in hints_of(cause):
+        add_note(error, hint)
+    raise error from report
+
+
+def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
+    stacks = {rank: dump.text for rank, dump in outcome.stacks.items() if dump.text}
+    error = kind(text, outcome.failures, _results(outcome), stacks)
+    error.log_dir = outcome.log_dir
+    cause = outcome.failures[0].rank if outcome.failures else None
+    error.recorded = outcome.recorded.get(cause) if cause is not None else None
+    return error
+
+
+def _results(outcome: Outcome) -> dict[int, Any]:
+    results = {}
+    for rank, value in outcome.values.items():
+        with contextlib.suppress(Exception, SystemExit):  # what a __setstate__ may raise; the failure itself is told
+            results[rank] = value.read()
+    return results
+
+
+def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
+    """Adds the place of what it has printed, if it was kept here."""
+    spec = outcome.spec
+    if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
+        return cause
+    name = cause.rank if spec.command is None else cause.rank - spec.rank_start
+    where = files.directory_of(outcome.log_dir, spec.restart_count, name)
+    return dataclasses.replace(cause, hints=(*cause.hints, f"its output is in {where}"))
+
+
+def _completed(failure: RankFailure) -> RankFailure:
+    hints = (*failure.hints, *hints_of(failure))
+    return dataclasses.replace(failure, traceback=notebook.complete(failure.traceback), hints=hints)
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Adds a note, which an exception with a ``__setattr__`` of its own may refuse, and Python 3.10 lacks."""
+    BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])

@@ -1,0 +1,124 @@
+"""Starts a launch: the one way from a plan to a handle, for functions and commands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.report.history import History
+from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError, in_memfds
+from mlaunch.caller.server.prepared_launch import preparation
+from mlaunch.protocol import explain, payload
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
+from mlaunch.protocol.spec import LaunchSpec
+
+
+def start_launch(
+    server: ForkServer, spec: LaunchSpec, call: Call | None, output: OutputPlan, history: History
+) -> LaunchHandle:
+    """Sends the launch to the fork server. ``call`` None: the ranks have it in memory, or run a command.
+
+    Raises:
+        ServerGoneError: The fork server is gone.
+        TypeError: The function or an argument cannot be pickled.
+    """
+    spec = with_pipes(spec, output)
+    return _handle(server, spec, send_launch(server, spec, call), output, history)
+
+
+def start_or_take(
+    server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
+) -> LaunchHandle:
+    """Does the same with a server that stays: takes the launch that it has prepared, if it can serve this call.
+
+    In any case the next one is to be prepared.
+    """
+    spec = with_pipes(spec, output)
+    agent = preparation.take(server, spec)
+    if agent is not None:
+        _send_call(server, agent, spec, call)
+    following = preparation.expect(server, spec)
+    try:
+        if agent is None:
+            sent = send_launch(server, spec, call, following, more=spec.cluster is None)
+            return _handle(server, spec, sent, output, history)
+        if following is not None:
+            with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
+                server.prepare(following)
+    finally:
+        if following is not None:
+            following.close()
+    handle = _handle(server, spec, agent, output, history)
+    handle.prepared = True
+    return handle
+
+
+def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: OutputPlan, history: History) -> LaunchHandle:
+    return LaunchHandle(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
+
+
+def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call) -> None:
+    """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
+    try:
+        with naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
+            agent.try_send(BeginCall(details_of(spec)), memfds)
+    except BaseException:
+        agent.close()
+        raise
+    server.adopt(agent)
+
+
+def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
+    """Returns the launch with the pipes that the plan for its output wants."""
+    return dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
+
+
+def send_launch(
+    server: ForkServer, spec: LaunchSpec, call: Call | None, following: Channel | None = None, *, more: bool = False
+) -> Channel:
+    """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
+    try:
+        with naming_culprits(spec, call):
+            return server.launch(spec, call, following, more=more)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
+
+
+class naming_culprits:
+    """Says what of a call cannot be pickled, if that is why a block fails."""
+
+    def __init__(self, spec: LaunchSpec, call: Call | None) -> None:
+        self._name, self._call = spec.name, call
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
+            return
+        if self._call is None or is_misuse(error) or interrupts.by_handler(error):
+            return
+        raise unpicklable_call(self._call, self._name, error) from explain.below_the_pickler(error)
+
+
+def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
+    """Returns the TypeError that says which part of a call cannot be pickled."""
+    return misuse(TypeError(f"{_culprit(call, name)} cannot be pickled ({error})"))
+
+
+def _culprit(call: Call, name: str) -> str:
+    """Says which part of a call cannot be pickled."""
+    parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
+    parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
+    for where, value in [*parts, (f"{name}", call.function)]:
+        try:
+            payload.check(value)
+        except Exception:  # whatever a __reduce__ may raise
+            return explain.unpicklable(value, where) + ", which"
+    return f"the call of {name}"

@@ -1,0 +1,1 @@
+"""The options of a launch: their values, checks, texts and types."""

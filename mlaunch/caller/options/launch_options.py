@@ -1,0 +1,233 @@
+"""The options of a launch. Each is stated once, as a field of ``Options``: name, type, default, values, meaning, flag.
+
+The signature of ``launcher``, its documentation and the checks are made from these fields (``option_text``). What must
+be written elsewhere (``option_types``, the flags of the command) is held to them by ``tests/unit/test_options.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
+from mlaunch.caller.options.option_values import (
+    About,
+    AnEngine,
+    Choice,
+    Devices,
+    Directory,
+    Name,
+    Seconds,
+    Secret,
+    Seed,
+    Staying,
+    Switch,
+    Variables,
+    Whole,
+    option,
+)
+
+
+def about(name: str) -> About:
+    """Says what the field of this name says."""
+    found: About = Options.__dataclass_fields__[name].metadata["about"]
+    return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``launcher`` takes besides the function. Those before ``KW_ONLY`` also by position."""
+
+    n_gpus: int | None = option(
+        None,
+        Whole(1, optional=True),
+        "Ranks on this machine; on CPUs any number. None: one per visible accelerator; where there is none, "
+        "one per CPU that this process may use.",
+        flag="--nproc-per-node",
+    )
+    world_size: int | None = option(
+        None,
+        Whole(1, optional=True),
+        "Ranks on all machines (the flag counts machines). None: ``n_gpus``.",
+        flag="--nnodes",
+    )
+    rank_start: int = option(
+        0, Whole(0), "The first rank of this machine (the flag numbers machines).", flag="--node-rank"
+    )
+    master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
+    port: int = option(
+        0,
+        Whole(0, HIGHEST_PORT),
+        "The port of the rendezvous there. 0: chosen by the system, for a launch on one machine.",
+        flag="--master-port",
+    )
+    device_type: str = option(
+        "auto",
+        Name(),
+        '"auto": the accelerator that torch was built for if one is visible, else "cpu". Or one by name: "cpu", '
+        '"cuda", ...',
+    )
+    backend: str | None = option(
+        None,
+        Name(optional=True),
+        "The process group's: any that ``init_process_group`` takes and this torch offers. None: the device's own "
+        "plus gloo for CPU tensors (``cpu:gloo,cuda:nccl``); on CPUs gloo.",
+    )
+    _: KW_ONLY
+    devices: Sequence[int] | None = option(
+        None,
+        Devices(),
+        "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
+        "local rank i finds ``devices[i]`` under the number i. Where a kind has no such variable, ask "
+        "``mlaunch.device()``.",
+        flag="--devices",
+    )
+    timeout: float | timedelta | None = option(
+        1800.0,
+        Seconds(optional=True, delta=True),
+        "Limit in seconds (or a timedelta) for each collective and for joining the group. None: no limit.",
+    )
+    grace_period: float = option(
+        5.0,
+        Seconds(zero=True),
+        "Seconds between SIGTERM and SIGKILL for ranks that are stopped.",
+        flag="--shutdown-timeout",
+    )
+    deadline: float | None = option(
+        None,
+        Seconds(optional=True),
+        "Limit in seconds for the whole call, restarts included, from the moment at which its ranks are started. "
+        "When it has passed, ranks are stopped and the call raises ``LaunchTimeout``. None: no limit.",
+        flag="--deadline",
+    )
+    max_restarts: int = option(
+        0,
+        Whole(0),
+        "How often all ranks are started again after a failure. Each time in a new process group, with "
+        "``TORCHELASTIC_RESTART_COUNT`` counting up and a warning that says why; the last failure is raised.",
+        flag="--max-restarts",
+    )
+    start_method: str = option(
+        "forkserver",
+        Choice("forkserver", "fork", "spawn"),
+        '"forkserver" (a warm process with torch imported; this process is not forked), "fork" (ranks inherit this '
+        'process\'s memory; refused once an accelerator is initialised) or "spawn" (a fresh interpreter for each '
+        "call).",
+    )
+    env: Mapping[str, str] | None = option(None, Variables(), "Environment variables to add for the ranks.")
+    seed: int | str | None = option(
+        None,
+        Seed(),
+        "Seeds Python's, numpy's and torch's generators. A number: the same on all ranks; \"per-rank\": 1024 plus the "
+        'rank; "per-rank:7": 7 plus the rank. None: each rank\'s torch generator gets a fresh seed.',
+    )
+    join: bool = option(
+        True,
+        Switch(),
+        "In a process that torchrun, srun, mpirun or submitit started as a rank, join the other ranks and run the "
+        "function here, which gives a list of one value, instead of starting ranks. False: always start ranks. "
+        "``MLAUNCH_JOIN=0`` in the environment means the same.",
+    )
+    join_timeout: float = option(
+        300.0, Seconds(), "Seconds for the machines of a launch to come together.", flag="--rdzv-conf"
+    )
+    heartbeat_timeout: float = option(
+        15.0, Seconds(), "Seconds after which a machine that says nothing counts as lost."
+    )
+    token: str | None = option(
+        None,
+        Secret(),
+        "A secret that the machines of a launch share, and prove to each other before anything else. None: that of "
+        "the environment; without it too, whoever reaches the port may join.",
+        flag="--token-file",
+        variable="MLAUNCH_TOKEN",
+        shown=False,
+    )
+    gather: str = option(
+        "local",
+        Choice("local", "all"),
+        '"local": the list of this machine\'s ranks. "all": of all machines\' ranks, by global rank, on each of them; '
+        "needs a token, with which values are signed.",
+    )
+    results: str = option(
+        "all",
+        Choice("all", "rank0"),
+        '"all": every rank\'s value comes back. "rank0": that of rank 0 alone; the others\' are not even pickled, and '
+        "None stands in the list for them.",
+    )
+    output: str = option(
+        "all",
+        Choice("all", "rank0", "none", "raw"),
+        "What ranks print is shown here with their rank in front, ``[3]``, and once where several ranks print the "
+        'same line: "all" of it, that of "rank0" alone, or "none". "raw": ranks write to the streams of this '
+        "process themselves.",
+    )
+    log_dir: str | os.PathLike[str] | None = option(
+        None,
+        Directory(),
+        "A directory in which each call makes one of its own, with a file per attempt, rank and stream.",
+        flag="--log-dir",
+    )
+    progress: bool = option(
+        True,
+        Switch(),
+        "Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra "
+        "``notebook`` there).",
+    )
+    keep: float | None = option(
+        None,
+        Seconds(optional=True, none=""),
+        "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too; "
+        "the latest call says how long. None: each call starts its own.",
+    )
+    ranks: Any = option(
+        None,
+        Staying(),
+        "``Ranks`` that the function is to run on, instead of ranks of its own. Theirs are then the options, but for "
+        "``deadline``, ``log_dir`` and ``progress``.",
+    )
+    engine: Any = option(
+        None,
+        AnEngine(),
+        "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or an allocation that one holds. "
+        "The list then has the values of all ranks. None: they run on this machine.",
+        flag="--engine",
+    )
+    machines: int | None = option(
+        None,
+        Whole(1, optional=True),
+        "Machines that the engine is to give, with ``n_gpus`` ranks on each. None: as many as it has, or one.",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError that names the option, the value and what is allowed."""
+        values = {given.name: getattr(self, given.name) for given in fields(self)}
+        for name, value in values.items():
+            about(name).allowed.check(name, value)
+        check_together(values)
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+
+    def replaced(self, changes: Mapping[str, Any]) -> Options:
+        """Returns a checked copy. TypeError for a name that is no option."""
+        names = [given.name for given in fields(self)]
+        for name in changes:
+            if name not in names:
+                raise TypeError(f"launcher has no option {name!r}{_perhaps(name, names)}")
+        return Options(**{**{name: getattr(self, name) for name in names}, **changes})
+
+
+def _perhaps(name: str, names: Sequence[str]) -> str:
+    import difflib  # for this alone
+
+    from mlaunch.caller.options import peer_names
+
+    if found := peer_names.answer(name):
+        return found
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; help(launcher) lists what there is"

@@ -1,0 +1,219 @@
+"""What an option is made of. Its kind of value checks a value, and says in words what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+from mlaunch.base import seeding
+
+T = TypeVar("T")
+
+
+class OptionType(Protocol):
+    """A kind of value; ``str()`` says what is allowed."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises TypeError or ValueError that names the option, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is to be known of an option besides its name, type and default.
+
+    Attributes:
+        allowed: Checks its values, and names them.
+        meaning: For people.
+        flag: That of ``mlaunch run`` which sets it; empty where none does.
+        variable: The environment variable that counts where the option is not given; empty without one.
+    """
+
+    allowed: OptionType
+    meaning: str
+    flag: str = ""
+    variable: str = ""
+
+
+def option(
+    default: T, allowed: OptionType, meaning: str, *, flag: str = "", variable: str = "", shown: bool = True
+) -> T:
+    """Returns a dataclass's field with all that there is to say of it. ``shown``: ``repr`` shows its value."""
+    return field(default=default, repr=shown, metadata={"about": About(allowed, meaning, flag, variable)})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number in a range."""
+
+    lowest: int
+    highest: int | None = None
+    optional: bool = False
+
+    def __str__(self) -> str:
+        highest = "" if self.highest is None else f" to {self.highest}"
+        return f"whole numbers from {self.lowest}{highest}" + (", or None" if self.optional else "")
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.optional:
+            return
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        if value < self.lowest or (self.highest is not None and value > self.highest):
+            raise ValueError(f"{name}={value!r}: allowed: {self}")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A finite number of seconds. ``optional``: or None. ``delta``: a timedelta will do."""
+
+    zero: bool = False  # allowed
+    optional: bool = False
+    delta: bool = False
+    none: str = " for no limit"  # what it means
+
+    def __str__(self) -> str:
+        return ("seconds, 0 or more" if self.zero else "seconds, more than 0") + (
+            f", or None{self.none}" if self.optional else ""
+        )
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.optional:
+            return
+        seconds = value.total_seconds() if self.delta and isinstance(value, timedelta) else value
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+            raise TypeError(f"{name}={value!r}: allowed: a number of seconds")
+        if not math.isfinite(seconds):
+            raise ValueError(f"{name}={value!r}: allowed: a finite number of seconds")
+        if seconds < 0 or (seconds == 0 and not self.zero):
+            raise ValueError(f"{name}={value!r}: allowed: {self}")
+
+
+@dataclass(frozen=True)
+class Name:
+    """A string that is not empty."""
+
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return "a name, or None" if self.optional else "a name"
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.optional:
+            return
+        if not isinstance(value, str):
+            raise TypeError(f"{name}={value!r}: allowed: a string")
+        if not value:
+            raise ValueError(f"{name}='': allowed: a name")
+
+
+class Secret:
+    """A string that no message shows, or None."""
+
+    def __str__(self) -> str:
+        return "a string that is not empty (its value is not shown), or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and (not isinstance(value, str) or not value):
+            raise TypeError(f"{name}: allowed: {self}")
+
+
+class Choice:
+    """One of some words."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def __str__(self) -> str:
+        return ", ".join(map(repr, self.words))
+
+    def check(self, name: str, value: object) -> None:
+        if value not in self.words:
+            raise ValueError(f"{name}={value!r}: allowed: {self}")
+
+
+class Switch:
+    """True or False."""
+
+    def __str__(self) -> str:
+        return "True, False"
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+
+
+class Devices:
+    """Numbers of devices, each once, or None."""
+
+    def __str__(self) -> str:
+        return "a list of device numbers, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is None:
+            return
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            how_many = f"; for {value} ranks: n_gpus={value}" if isinstance(value, int) and value > 0 else ""
+            raise TypeError(f"{name}={value!r}: allowed: a list of device numbers{how_many}")
+        for device in value:
+            Whole(0).check(name, device)
+        if not value or len(set(value)) != len(value):
+            raise ValueError(f"{name}={list(value)}: allowed: at least one device, each once")
+
+
+class Variables:
+    """Environment variables, or None."""
+
+    def __str__(self) -> str:
+        return "a mapping of strings to strings, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, Mapping | None):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        for variable, text in (value or {}).items():
+            if not isinstance(variable, str) or not isinstance(text, str):
+                raise TypeError(f"{name}={{{variable!r}: {text!r}}}: allowed: names and values that are strings")
+
+
+class Staying:
+    """Ranks that stay."""
+
+    def __str__(self) -> str:
+        return "Ranks, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and not callable(getattr(value, "submit", None)):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+
+
+class AnEngine:
+    """Who places ranks on other machines."""
+
+    def __str__(self) -> str:
+        return "an engine of mlaunch.engines, an allocation that one holds, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and (isinstance(value, type) or not callable(getattr(value, "call", None))):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+
+
+class Seed:
+    """What the generators may start from, or None."""
+
+    def __str__(self) -> str:
+        return seeding.ALLOWED
+
+    def check(self, _name: str, value: object) -> None:
+        seeding.check(value)
+
+
+class Directory:
+    """A path, or None. ``Options`` checks it, because of ``output``, which says whose the streams are."""
+
+    def __str__(self) -> str:
+        return "a path, or None"
+
+    def check(self, name: str, value: object) -> None:
+        """Checks nothing."""

@@ -1,0 +1,49 @@
+"""What the options ``output``, ``log_dir`` and ``progress`` make of the output of a decorated function's ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from mlaunch.base.text import ranges
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output import files
+from mlaunch.caller.output.display import Area, area
+from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
+from mlaunch.protocol.spec import LaunchSpec
+
+
+def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | None:
+    """Returns a directory of this call's own in ``log_dir``. OSError where there can be none."""
+    if log_dir is None:
+        return None
+    try:
+        return files.new_directory(log_dir, name)
+    except OSError as error:
+        raise OSError(error.errno, f"log_dir={log_dir!r}: {error.strerror}") from None
+
+
+def place_of(options: Options) -> Area | None:
+    """Returns where lines change, if the options want any that do."""
+    return area() if options.progress else None
+
+
+def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None) -> OutputPlan:
+    """Makes the plan; ``log_dir`` of the options is this call's own directory.
+
+    ``place``: for lines that change, if there is one already.
+    """
+    output, policies = options.output, {}
+    directory = None if options.log_dir is None else os.fspath(options.log_dir)
+    for local_rank in range(spec.local_world_size if output != "raw" else 0):
+        shown = output == "all" or (output == "rank0" and spec.rank(local_rank) == 0)
+        for stream in STREAMS:
+            policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
+    name = spec.name.rpartition(".")[2].removesuffix("()")
+    bars = place or place_of(options)
+    return OutputPlan(policies, _prefix(spec), directory, area=bars, name=name, remember=output != "raw")
+
+
+def _prefix(spec: LaunchSpec) -> Callable[[Sequence[int]], str]:
+    host = f"{os.uname().nodename}:" if spec.world_size > spec.local_world_size else ""
+    return lambda ranks: f"[{host}{ranges(ranks, ',')}] "

@@ -1,0 +1,87 @@
+"""The calls on ranks that stay that have not begun, and those that are over and of which nobody has been told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.caller.ranks.session_words import lost
+from mlaunch.caller.report.launch_report import LaunchReport
+
+
+class Queue:
+    """Under the lock of whoever has it, save ``tell``, which runs code of the user's."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[KeptCall] = deque()
+        self._left: deque[KeptCall] = deque()  # that other ranks may run, since these are lost
+        self._settled: deque[KeptCall] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def last(self) -> KeptCall | None:
+        """The one that will begin last."""
+        return self._waiting[-1] if self._waiting else None
+
+    def add(self, call: KeptCall) -> None:
+        self._waiting.append(call)
+
+    def begin_next(self) -> KeptCall | None:
+        """Returns the next one, which begins; None if there is none, now that cancelled ones are left out."""
+        while self._waiting:
+            call = self._waiting.popleft()
+            if call.begin():
+                return call
+            call.cancel()
+        return None
+
+    def remove(self, call: KeptCall) -> bool:
+        """Takes one out that has not begun; False if it has."""
+        found = next((calls for calls in (self._waiting, self._left) if call in calls), None)
+        if found is not None:
+            found.remove(call)
+        return found is not None
+
+    def clear(self) -> deque[KeptCall]:
+        """Takes out those that wait."""
+        waiting, self._waiting = self._waiting, deque()
+        return waiting
+
+    # The ranks are lost
+
+    def lose(self, report: Callable[[], LaunchReport], why: str, *, others_follow: bool) -> None:
+        """Leaves to others what these ranks will not run, and settles what was meant for these alone."""
+        for call in self.clear():
+            if others_follow and call.moves:
+                self._left.append(call)
+            elif call.begin():
+                self.settle(call, Ended(report, [], lost(call.spec.name, why)))
+            else:
+                call.cancel()
+
+    @property
+    def left(self) -> bool:
+        """Whether there is something for others."""
+        return bool(self._left)
+
+    def take_left(self) -> KeptCall | None:
+        """Takes out the first one that is left for others; None: there is none."""
+        return self._left.popleft() if self._left else None
+
+    # Those that are over
+
+    def settle(self, call: KeptCall, ended: Ended) -> None:
+        """Settles one of which nobody is told yet."""
+        call.settle(ended)
+        self._settled.append(call)
+
+    def tell(self) -> None:
+        """Tells those who wait."""
+        with contextlib.suppress(IndexError):  # another thread tells, too
+            while self._settled:
+                self._settled.popleft().tell()

@@ -1,0 +1,76 @@
+"""The ways by which a launcher calls ranks that stay, and hears small values of them, without waking their agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from mlaunch.base.fds import KeptFd
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.kept_messages import DirectAnswer
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.result_queue import ResultQueue
+
+
+class DirectWays:
+    """They are given as ranks start, and taken one by one."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, Channel] = {}
+        self._answers: ResultQueue[DirectAnswer] | None = None
+        self._kept: tuple[KeptFd, ...] = ()  # what answers come on, and ``fd``
+        self.fd = -1  # can be read when all have answered; -1: none can
+
+    def __len__(self) -> int:
+        """Returns to how many ranks there is one."""
+        return len(self._ranks)
+
+    @property
+    def offered(self) -> bool:
+        """Whether the ranks are on this machine, so that there are such ways."""
+        return self._answers is not None
+
+    def take_answers(self, fd: int, all_there: int) -> None:
+        """Takes the end on which answers come, and what tells that all have."""
+        self.fd, self._answers = all_there, ResultQueue(Connection(fd, writable=False))
+        self._kept = KeptFd(fd), KeptFd(all_there)
+
+    def intact(self) -> bool:
+        """Tells whether the descriptors are still these ways': others may have closed them and opened files."""
+        return all(one.intact() for one in self._kept) and all(way.intact() for way in self._ranks.values())
+
+    def take_rank(self, rank: int, fd: int) -> None:
+        """Takes the end on which a rank hears."""
+        self._ranks[rank] = Channel.adopt(fd)
+
+    def send(self, board: Board, number: int, content: Payload) -> None:
+        """Sends all ranks a call. One that is gone hears nothing, which its agent will tell."""
+        board.call = number
+        record, fds = pickle.dumps((number, content.data)), content.fds()
+        for way in self._ranks.values():
+            way.try_send_pickled(record, fds)
+
+    def drain(self) -> Sequence[DirectAnswer]:
+        """Returns the answers that have come. EOFError: the ranks are gone, and their agent."""
+        if self._answers is None or not all(one.intact() for one in self._kept):
+            return ()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        return self._answers.drain()
+
+    def close_answers(self) -> None:
+        """Closes the end on which answers came."""
+        if self._answers is not None:
+            self._answers.leave_reader()
+        for one in self._kept:
+            one.close()
+        self.fd, self._answers, self._kept = -1, None, ()
+
+    def close(self) -> None:
+        self.close_answers()
+        for way in self._ranks.values():
+            way.close()

@@ -1,0 +1,133 @@
+"""Handles to what ranks that stay hold, and values that are dealt to the ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mlaunch.base.misuse import misuse
+from mlaunch.base.text import in_bytes, name_ranks
+from mlaunch.protocol import pickling_for
+from mlaunch.rank import held_objects as on_ranks
+from mlaunch.rank.held_objects import Description
+
+
+class Holder(Protocol):
+    """The ranks, as a handle needs them."""
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Makes a call."""
+
+    @property
+    def owner(self) -> str:
+        """The launch that they are now; "": they are gone."""
+
+    @property
+    def free_later(self) -> Callable[[str, int], None]:
+        """Has the next call let go of a held object, of which launch and number; called in any thread.
+
+        It must not hold the ranks: until it is called it is referred to for good.
+        """
+
+
+class Held:
+    """Stands for one object on each rank; made by ``Ranks.hold``.
+
+    In the arguments of a call on the same ranks, at any depth, and in what a function brings along, it is on each rank
+    that rank's object: the same one in each call. It is freed when the handle is (with the next call), or by ``free``.
+
+    Attributes:
+        descriptions: What each rank holds: type, shape, bytes.
+    """
+
+    def __init__(self, ranks: Holder, owner: str, number: int, descriptions: Sequence[Description]) -> None:
+        self.descriptions = tuple(descriptions)
+        self._ranks = ranks
+        self._owner = owner
+        self._number = number
+        self._finalizer = weakref.finalize(self, ranks.free_later, owner, number)
+        self._finalizer.atexit = False
+
+    def fetch(self, rank: int | None = None) -> Any:
+        """Returns the object of one rank, or the list of all ranks' objects (None)."""
+        if rank is not None and not 0 <= rank < len(self.descriptions):
+            raise misuse(ValueError(f"fetch(rank={rank}): allowed: 0 to {len(self.descriptions) - 1}, or None for all"))
+        values = self._ranks.run(on_ranks.fetch, self, rank)
+        return values if rank is None else values[rank]
+
+    def free(self) -> None:
+        """Lets go of the objects, with the next call. May be called again."""
+        self._finalizer()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ranks still hold it."""
+        return self._finalizer.alive and self._ranks.owner == self._owner
+
+    def __repr__(self) -> str:
+        if not self.alive:
+            return f"<Held {self._number}: freed, or its ranks are gone>"
+        alike: dict[Description, list[int]] = {}
+        for rank, description in enumerate(self.descriptions):
+            alike.setdefault(description, []).append(rank)
+        parts = [f"{_describe(description)} on {name_ranks(ranks)}" for description, ranks in alike.items()]
+        return f"<Held {self._number}: {'; '.join(parts)}>"
+
+    def __reduce__(self) -> tuple[Callable[[str, int], Any], tuple[str, int]]:
+        to = pickling_for.present()
+        if to is None:
+            raise misuse(TypeError(f"{self!r} stands for objects in its ranks and travels to them alone; see fetch()"))
+        if not self._finalizer.alive:
+            raise misuse(ValueError(f"held value {self._number} was freed"))
+        if to.owner != self._owner and not self.alive:
+            why = "since the ranks that held it have ended; hold() it again"
+            raise misuse(ValueError(f"held value {self._number} is lost, {why}"))
+        if to.owner != self._owner:
+            other = f"other ranks than those of {to.name}; hold it on these"
+            raise misuse(ValueError(f"held value {self._number} belongs to {other}"))
+        to.used.append(self._number)
+        return on_ranks.resolve, (self._owner, self._number)
+
+    def __copy__(self) -> Held:
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Held:
+        """Returns the handle itself: there is one object on each rank, and it is freed once."""
+        return self
+
+
+class Scattered:
+    """Made by ``scatter``."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+
+    def __repr__(self) -> str:
+        return f"scatter({self._values!r})"
+
+    def __reduce__(self) -> tuple[Callable[[Sequence[Any]], Any], tuple[list[Any]]]:
+        to = pickling_for.present()
+        if to is None:
+            raise misuse(TypeError("scatter() is for the arguments of calls on Ranks: ranks.run(f, scatter(values))"))
+        if len(self._values) != to.world_size:
+            raise misuse(ValueError(f"scatter() of {len(self._values)} values to {to.name}; give one for each rank"))
+        return on_ranks.pick, (self._values,)
+
+
+def scatter(values: Sequence[Any]) -> Any:
+    """Deals values to ranks that stay: anywhere in the arguments of a call, rank i gets the i-th.
+
+    Raises, as the call is made:
+        TypeError: It is no call on ``Ranks``.
+        ValueError: There are more or fewer values than ranks.
+
+    Example:
+        >>> losses = ranks.run(step, model, scatter(batches), lr=0.1)
+    """
+    return Scattered(values)
+
+
+def _describe(description: Description) -> str:
+    shape = "" if description.shape is None else f" {list(description.shape)}"
+    return f"{description.type_name}{shape}, {in_bytes(description.size)}"

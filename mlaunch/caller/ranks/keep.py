@@ -1,0 +1,135 @@
+"""Ranks that decorated functions with ``keep=`` share: one set for equal options."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.ranks.rank_set import ClosedError
+from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol.calls import Call
+from mlaunch.rank.setup import device
+
+# Of one call, or of the launcher: ranks need not have been started with them.
+_OF_A_CALL = {"deadline", "log_dir", "progress", "max_restarts", "seed", "keep", "ranks", "join"}
+
+
+@dataclass
+class _Set:
+    ranks: Ranks
+    environ: dict[str, str]
+    cwd: str
+    here: bool  # on this machine
+
+
+@dataclass
+class _Locks:
+    """``of_sets`` is held for a moment; one ``of_making``, by key, while ranks are started. None while any end."""
+
+    of_sets: threading.Lock = field(default_factory=threading.Lock)
+    of_making: dict[str, threading.Lock] = field(default_factory=dict)
+
+
+_locks = _Locks()
+_sets: dict[str, _Set] = {}
+_leaving: list[tuple[str, _Set]] = []  # which somebody closes
+
+
+def _forget() -> None:
+    """Forgets them in a fork of the caller, which has no right to its parent's ranks, nor to locks taken there."""
+    _locks.of_sets, _locks.of_making = threading.Lock(), {}
+    _sets.clear()
+    _leaving.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def call_on_kept(
+    options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Ended:
+    """Runs the function on the ranks that the options name, or that they share; returns how the call ended."""
+    if options.ranks is not None:
+        ended: Ended = options.ranks.call(options, Call(function, args, kwargs))
+        return ended
+
+    def attempt(time_left: float | None, _restart_count: int) -> Ended:
+        call = Call(function, args, kwargs, seed=options.seed)
+        while True:
+            ranks = _shared(options)
+            try:
+                return ranks.call(options.replaced({"deadline": time_left}), call)
+            except ClosedError:
+                if not ranks.closed:  # others, which a __reduce__ has called
+                    raise
+
+    name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
+    return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+
+
+def _shared(options: Options) -> Ranks:
+    """Returns the set for these options; a fresh one, if the environment or the working directory has changed."""
+    own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
+    key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
+    while True:
+        with _locks.of_sets:
+            making = _locks.of_making.setdefault(key, threading.Lock())
+        with making:
+            environ, cwd = dict(os.environ), os.getcwd()
+            found, in_the_way = _look(key, options, environ, cwd)
+            if found is None and not in_the_way:
+                found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd, here=options.engine is None)
+                with _locks.of_sets:
+                    _sets[key] = found
+        if found is not None:
+            found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
+            return found.ranks
+        for one in in_the_way:  # without a lock: a call of its may run for long
+            one[1].ranks.close()
+            with _locks.of_sets:
+                if one in _leaving:
+                    _leaving.remove(one)
+
+
+def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tuple[_Set | None, list[tuple[str, _Set]]]:
+    """Returns the set that is there, or else those that are to end before: an older one, idle rivals, what leaves."""
+    with _locks.of_sets:
+        found = _sets.get(key)
+        if found is not None and (found.environ, found.cwd) == (environ, cwd):
+            return found, []
+        for name, other in list(_sets.items()):
+            if name == key or (other.ranks.idle and _are_rivals(options, other)):
+                _leaving.append((name, _sets.pop(name)))
+        return None, [(name, other) for name, other in _leaving if name == key or _are_rivals(options, other)]
+
+
+def _are_rivals(options: Options, other: _Set) -> bool:
+    """Tells whether they want the same accelerators, whose memory the new one needs; engines know their machines."""
+    if options.engine is not None or not other.here:
+        return False
+    return meet(options, other.ranks.devices, {**os.environ, **(options.env or {})})
+
+
+def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Tells whether ranks with these options would be on a device that is taken; True where that cannot be known."""
+    kind = taken[0].partition(":")[0]
+    if kind == "cpu" or options.device_type not in {"auto", kind}:
+        return False
+    numbers = options.devices if options.devices is not None else options.n_gpus and range(options.n_gpus)
+    if not numbers:
+        return True
+    runtime = "rocm" if kind == "cuda" and "HIP_VISIBLE_DEVICES" in environ else kind
+    try:
+        wanted = device.visible(runtime, numbers, environ).split(",")
+    except IndexError:  # fewer are visible: they will not be started
+        return False
+    names = [name.partition(":")[2] for name in taken]
+    named_alike = {name.isdigit() for name in names} == {name.isdigit() for name in wanted}
+    return not named_alike or not set(names).isdisjoint(wanted)

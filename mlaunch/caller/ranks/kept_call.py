@@ -1,0 +1,193 @@
+"""A call on ranks that stay: what is sent, and the future of its values."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlaunch.base.misuse import is_misuse
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.start import unpicklable_call
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.ranks.session_words import lost
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol import calls, explain, payload, pickling_for
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.pickling_for import Destination
+from mlaunch.protocol.spec import LaunchSpec
+
+_CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
+_log = logging.getLogger("mlaunch")
+
+
+class RanksFuture(Future[Any]):
+    """The future of a call on ranks that stay; its result is the list of their values, in the order of ranks.
+
+    Attributes:
+        report: The LaunchReport of the call; None before it is over.
+    """
+
+    make_report: Callable[[], LaunchReport] | None = None
+    stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
+        self._condition = interrupts.Condition()  # type: ignore[assignment]
+
+    @property
+    def report(self) -> LaunchReport | None:
+        return None if self.make_report is None else self.make_report()
+
+
+class Runs(Protocol):
+    """The ranks that run a call, as that needs them."""
+
+    def drive(self, call: KeptCall) -> None:
+        """Drives it until it is over, or these ranks are gone."""
+
+    def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
+        """Ends it because of an interrupt; the ranks, if that has come before."""
+
+
+def _held_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(eq=False)
+class KeptCall:
+    """``spec``: with this call's name and deadline; ``moves``: it holds nothing of these ranks, others may run it.
+
+    ``freed``: numbers of held objects that it lets go of; if it does not get there, ``free_later`` takes them back.
+    ``over``: it is settled or cancelled, and that was told. ``stale`` is as the future's.
+    """
+
+    spec: LaunchSpec
+    content: Payload
+    plan: OutputPlan
+    options: Options
+    moves: bool
+    freed: Sequence[int]
+    free_later: Callable[[str, int], None]
+    future: RanksFuture | None = None  # somebody has, or will
+    number: int = 0  # of the calls on these ranks, as they were queued
+    session: Runs = field(init=False)  # where it is queued
+    ended: Ended | None = None
+    stale: str = ""
+    over: bool = False
+    _running: threading.Lock = field(default_factory=_held_lock)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def begin(self) -> bool:
+        """Tells whether to begin it; False if its future was cancelled."""
+        return self.future is None or self.future.set_running_or_notify_cancel()
+
+    def settle(self, ended: Ended) -> None:
+        """Keeps how it ended; ``tell`` then tells."""
+        self.ended = ended
+        if self.future is not None:
+            self.future.make_report, self.future.stale = ended.report, self.stale
+        if ended.error is not None:
+            self._keep_freed()
+        self.close()
+
+    def tell(self) -> None:
+        """Lets those know who wait for a settled call; it may run code of theirs."""
+        if self.future is not None and self.ended is not None:
+            try:
+                _resolve(self.future, self.ended)
+            except BaseException:  # sys.exit in a callback: whoever drives has to drive on
+                _log.exception("a callback of the future of %s raised", self.spec.name)
+        self._end()
+
+    def cancel(self) -> None:
+        """Cancels one that has not begun; it may run code of who waits."""
+        if self.future is not None:
+            self.future.cancel()
+        self.drop()
+        self._end()
+
+    def drop(self) -> None:
+        """Forgets one that nobody will begin."""
+        self._keep_freed()
+        self.close()
+
+    def _keep_freed(self) -> None:
+        """Has a later call let go of what this one was to: nothing can be freed twice, and somebody may have failed."""
+        freed, self.freed = self.freed, ()
+        for number in freed:
+            self.free_later(self.spec.launch_id, number)
+
+    def refuse(self, report: Callable[[], LaunchReport], why: str, cause: BaseException) -> None:
+        """Settles one that lost ranks have left and no others take, and tells that."""
+        if self.begin():
+            error = lost(self.name, why)
+            error.__cause__ = cause
+            self.settle(Ended(report, [], error))
+            self.tell()
+        else:
+            self.cancel()
+
+    def drive(self) -> Ended:
+        """Drives a submitted one to its end, on whatever ranks; an interrupt ends it, and is how it ended."""
+        interrupt: BaseException | None = None
+        while not self.over:
+            try:
+                self.session.drive(self)
+            except BaseException as error:  # Ctrl-C, or what another signal handler raised
+                self.session.interrupt(self, error, again=interrupt is not None)
+                interrupt = interrupt or error
+        if self.ended is None or (interrupt is not None and self.ended.error is None):
+            raise interrupt or CancelledError
+        return self.ended
+
+    def wait(self) -> None:
+        """Waits until it is over, which another thread sees to."""
+        with self._running:
+            pass
+
+    def close(self) -> None:
+        content, self.content = self.content, Payload()
+        content.close()
+
+    def _end(self) -> None:
+        self.over = True
+        self._running.release()
+
+
+def _resolve(future: RanksFuture, ended: Ended) -> None:
+    if ended.error is not None:
+        future.set_exception(ended.error)
+    else:
+        future.set_result(ended.values)
+
+
+def pickle_call(to: Destination, name: str, call: Call) -> Payload:
+    """Pickles the call. TypeError that names what cannot be pickled."""
+    plain = calls.to_plain(call)
+    if type(plain[0]) is tuple and payload.PLAIN.issuperset(map(type, (*call.args, *call.kwargs.values()))):
+        data = pickle.dumps(plain, 5)
+        if len(data) <= _CALL_LIMIT:
+            return Payload(data)
+    with pickling_for.towards(to), interrupts.allowed():  # it runs code of the user's, and may take long
+        try:
+            return payload.pack(plain, "call", most=_CALL_LIMIT)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a __reduce__ may raise
+            if is_misuse(error) or interrupts.by_handler(error):  # a handle that does not belong there, an alarm
+                raise
+            raise unpicklable_call(call, name, error) from explain.below_the_pickler(error)

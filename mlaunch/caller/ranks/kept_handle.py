@@ -1,0 +1,243 @@
+"""A launch whose ranks stay: its calls are begun, heard and ended one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch.handle import Backing, LaunchHandle
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.launch.settle import Ended, settle
+from mlaunch.caller.launch.status import status_lines
+from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.ranks.direct_channels import DirectWays
+from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
+from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
+from mlaunch.protocol.spec import LaunchSpec
+
+_CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
+
+
+class KeptServer(Backing, Protocol):
+    """What is behind ranks that stay."""
+
+    def ended(self) -> bool:
+        """Tells whether it has ended."""
+
+    def close(self) -> None:
+        """Ends it, if it is theirs alone, after they have ended."""
+
+
+@dataclass
+class KeptHandle(LaunchHandle):
+    """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
+
+    server: KeptServer
+    _is_settled: bool = False  # the last call, and no other output has begun
+    over: bool = False  # the call that was begun last
+    _number: int = 0  # its number
+    ahead: bool = False  # of it nothing is noted yet but the values that have come
+    _by_itself: bool = False  # it is over when all values are there; else when the agent says so
+    _call: KeptCall | None = None  # it, while it is ahead
+    _begun: float = 0.0  # when it began, in monotonic seconds
+    _told: dict[int, DirectAnswer] = field(default_factory=dict)  # its values, by local rank, while it is ahead
+    _direct: DirectWays = field(default_factory=DirectWays)
+    idle_spec: LaunchSpec = field(init=False)
+    idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.idle_spec = self.spec
+        self.idle_plan = dataclasses.replace(self.relay.output.plan, area=None)
+        self.relay.output.stand_aside()
+
+    def begin(self, call: KeptCall) -> None:
+        """Sends the call. OSError if the agent is gone."""
+        board, content = self.history.board, call.content
+        self.over, self._number, self._begun = False, call.number, time.monotonic()
+        self._by_itself = call.spec.deadline is None and len(self._direct) == self.spec.world_size
+        self.ahead = self._by_itself and self.relay.output.serves(call.plan)
+        if self.ahead:
+            self._call, self._told = call, {}
+        else:
+            self._turn(call.plan, call.spec)
+        if self._by_itself and board is not None:
+            self._direct.send(board, call.number, content)
+        else:
+            self.agent.send(NextCall(call.number, call.spec.deadline, content.data), content.fds())
+
+    def finish(self) -> tuple[Ended, str]:
+        """Settles the call that is over; the ranks wait for the next one. Also returns what is stale in them."""
+        ended = self._finish_ahead()
+        if ended is not None:
+            stale = self._told[0][2]
+        else:
+            self._turn_to_present()
+            self._finish_output()
+            ended, stale = settle(self.outcome, self.report()), self.outcome.stale
+            self.outcome.close()
+            self.relay.output.stand_aside()  # else other calls would be numbered beside ranks that do nothing
+        self._is_settled = True
+        return ended, stale
+
+    def intact(self) -> bool:
+        return super().intact() and self._direct.intact()
+
+    # Ahead: most calls are short, and nothing happens but that all values come
+
+    def wait_ahead(self) -> list[int]:
+        """Waits until something has come; returns the descriptors that can be read."""
+        with interrupts.allowed():
+            return self.relay.wait()
+
+    def hear_ahead(self, ready: list[int]) -> bool:
+        """Takes in values; False if something else has come, or somebody else has taken them in."""
+        if not self.ahead or ready != [self._direct.fd] or not self._direct.intact():
+            return False
+        for answer in self._direct.drain():
+            if answer[1] == self._number:
+                self._told[answer[0]] = answer
+        self.over = len(self._told) == self.spec.world_size
+        return True
+
+    def _finish_ahead(self) -> Ended | None:
+        """Settles a call of which only values have come; None if there is more to it."""
+        if not self.ahead or self._call is None or self.relay.wait(0.0):
+            return None
+        try:
+            values = [pickle.loads(self._told[rank][3]) for rank in range(self.spec.world_size)]
+        except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
+            return None
+        sizes = [len(self._told[rank][3]) for rank in range(self.spec.world_size)]
+        report = self.history.report_of_values(self._call.spec, sizes, self._begun, self.relay.output.tails())
+        self.ahead, self._call = False, None
+        return Ended(report, values, None)
+
+    def _turn_to_present(self) -> None:
+        """Begins in full what was begun ahead."""
+        if self.ahead and self._call is not None:
+            self.ahead = False
+            self._turn(self._call.plan, self._call.spec)
+            for answer in self._told.values():
+                self._take_answer(answer)
+            self._note_values()
+            self._call = None
+
+    def step(self) -> bool:
+        """Takes in what has come, without waiting; False after the last word of the launch."""
+        self._turn_to_present()
+        self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
+        return super().step()
+
+    def end_call(self, call: KeptCall, interrupt: BaseException) -> None:
+        """Asks to end it, as Ctrl-C does, because of an interrupt."""
+        self._turn_to_present()
+        self.outcome.interrupt = interrupt
+        self._by_itself = False
+        self._limits.begin_cancel(force=False)
+        self.agent.try_send(EndCall(call.number))
+
+    def end_ranks(self) -> None:
+        """Asks the ranks to leave."""
+        self._turn_to_present()
+        self._turn_to_none()  # now, since it would begin to count anew
+        self.ending = self.outcome.leaving = True
+        self._limits.begin_cancel(force=False)
+        self.agent.try_send(EndRanks())
+
+    def cancel(self, *, force: bool) -> None:
+        """Ends the launch, whatever its ranks do."""
+        self._turn_to_present()
+        self.ending = True
+        self._limits.begin_cancel(force=force)
+        self.agent.try_send(Cancel(force))
+
+    def settle_launch(self) -> Ended:
+        """Settles how the launch itself has ended."""
+        self._read_answers()
+        self.relay.finish(0.0)
+        return settle(self.outcome, self.report())
+
+    def dressed(self, plan: OutputPlan) -> OutputPlan:
+        """Returns what becomes of a call's output, as these ranks have it."""
+        return plan
+
+    def _turn_to_none(self) -> None:
+        """Begins what belongs to no call, if that has not begun."""
+        if self._is_settled:
+            self._begun = time.monotonic()
+            self._turn(self.idle_plan, self.idle_spec)
+            self.relay.output.stand_aside()
+
+    def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
+        """Begins what belongs to one call, or to none."""
+        self._is_settled = False
+        self.outcome.close()
+        self.spec = spec
+        self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the last one's is read
+        agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
+        self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
+        self.outcome = Outcome(spec, plan.directory)
+        self.relay.turn_to(plan, spec.local_world_size, self.history.board)
+        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over)
+
+    def _pauses(self) -> bool:
+        return self.over and not self._is_settled  # what comes now is not of the call that is over
+
+    def _show(self, record: object, fds: Sequence[int]) -> None:
+        if isinstance(record, CallOver):
+            self._read_answers()
+            self.over = self.over or record.number == self._number
+            memfds = iter(fds)
+            for answer in record.answers:
+                self.outcome.take(answer, [] if answer.data else [next(memfds)])
+        elif isinstance(record, RanksStarting) and fds[1:]:
+            self._direct.take_answers(fds[1], fds[2])
+            self.relay.watch(fds[2])
+        elif isinstance(record, RankStarted) and self._direct.offered:
+            self._direct.take_rank(record.rank, fds[0])
+            fds = fds[1:]
+        self._note_values()
+        super()._show(record, fds)
+
+    def _take_answers(self, ready: set[int]) -> None:
+        if self._direct.fd in ready:
+            self._read_answers()
+            self._note_values()
+
+    def _read_answers(self) -> None:
+        """Takes in the values that ranks have sent without their agent."""
+        try:
+            answers = self._direct.drain()
+        except EOFError:  # the ranks are gone, and their agent
+            self.relay.unwatch(self._direct.fd)
+            self._direct.close_answers()
+            return
+        for answer in answers:
+            if answer[1] == self._number:
+                self._take_answer(answer)
+
+    def _take_answer(self, answer: DirectAnswer) -> None:
+        local_rank, _, stale, data = answer
+        rank = self.spec.rank(local_rank)
+        pid = self.history.started[rank].pid
+        self.outcome.take(RankAnswered(rank, pid, AnswerKind.VALUE, False, time.monotonic(), stale, data), [])
+
+    def _note_values(self) -> None:
+        """Notes whether all values of a call are there that is over with them."""
+        if self._by_itself and len(self.outcome.values) == self.spec.world_size:
+            self.over = True
+
+    def close(self) -> None:
+        super().close()
+        self._direct.close()
+
+    def _end_output(self, until: float) -> None:
+        self.relay.finish_call(until)

@@ -1,0 +1,255 @@
+"""The ranks behind one ``Ranks``: its present session, the calls made for it, and what is noted between them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import arguments, interrupts
+from mlaunch.caller.launch.call import flush_streams
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_options import new_directory, output_plan
+from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture, pickle_call
+from mlaunch.caller.ranks.open_session import open_session
+from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol import calls
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.pickling_for import Destination
+from mlaunch.protocol.spec import Context, LaunchSpec
+
+_KEPT = 20  # reports
+_OF_A_CALL = ("deadline", "log_dir", "progress")  # options
+_sessions: weakref.WeakSet[RanksLaunch] = weakref.WeakSet()
+
+
+class ClosedError(RuntimeError):
+    """Somebody has closed the ranks."""
+
+
+class RankSet:
+    """Makes calls, each on the present session: the first, or a fresh one after that was lost."""
+
+    def __init__(self, options: Options, *, restart: bool, idle_timeout: float | None) -> None:
+        self.options = options
+        self.reports: deque[Callable[[], LaunchReport]] = deque(maxlen=_KEPT)
+        self.closed = False
+        self.told_stale: set[str] = set()
+        self._restart = restart
+        self._idle_timeout = idle_timeout
+        self._yields = False
+        self._opening = threading.RLock()
+        self.pid = os.getpid()
+        self._numbers = itertools.count(1)
+        self._freed: deque[tuple[str, int]] = deque()
+        self._known: tuple[tuple[RanksLaunch, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
+        self.session = self._open(None)
+
+    def next_number(self) -> int:
+        """Returns a number that no call and no held value of these ranks has."""
+        return next(self._numbers)
+
+    def submit(self, options: Options, call: Call) -> RanksFuture:
+        """Queues a call; of the options count those that are a call's own."""
+        session, made, future = None, None, RanksFuture()
+        try:
+            with interrupts.deferred():
+                session, made = self._submit(options, call, future)
+                session.leave_to_thread()
+            return future
+        except BaseException as interrupt:  # nobody will have the future
+            if session is not None and made is not None:
+                session.interrupt(made, interrupt)
+            raise
+
+    def run(self, options: Options, call: Call) -> tuple[str, Ended]:
+        """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
+        with interrupts.deferred():  # one for all of it: between the two nobody would end the call
+            _, made = self._submit(options, call, None)
+            ended = made.drive()
+        self._note(ended.report, made.stale)
+        return made.spec.launch_id, ended
+
+    def _submit(self, options: Options, call: Call, future: RanksFuture | None) -> tuple[RanksLaunch, KeptCall]:
+        self._check()
+        if not isinstance(call.function, calls.Reference):
+            arguments.check(call.function, call.args, call.kwargs)
+        flush_streams()  # what was printed before the call stands before what the ranks print
+        while True:
+            session = self._present()
+            made = self._make(session, options, call)
+            made.future = future
+            try:
+                session.submit(made)
+                return session, made
+            except RanksLost:  # meanwhile; what that means is decided above
+                made.drop()
+            except BaseException:
+                made.drop()
+                raise
+
+    def note(self, future: Future[Any]) -> None:
+        """Keeps the report of a call that is over, and warns of old code in the ranks."""
+        if isinstance(future, RanksFuture) and future.make_report is not None:
+            self._note(future.make_report, future.stale)
+
+    def _note(self, report: Callable[[], LaunchReport], stale: str) -> None:
+        self.reports.append(report)
+        if not stale:
+            return
+        new = [name for name in stale.split(",") if name not in self.told_stale]
+        self.told_stale.update(new)
+        if new:
+            warn_caller(
+                f"the ranks run older code than the files of {', '.join(new)} hold, since they imported it before the "
+                f"change; ranks.reload() loads it"
+            )
+
+    def stay(self, seconds: float | None) -> None:
+        """Sets how long the ranks stay after a call, unless others want where they are."""
+        self._yields = self.session.yields = True
+        changed = seconds != self._idle_timeout
+        self._idle_timeout = self.session.idle_timeout = seconds
+        if changed:
+            self.session.leave_to_thread()  # which waits for as long as it was before
+
+    def free_later(self, owner: str, number: int) -> None:
+        """Has the next call let go of a held object; called in any thread."""
+        self._freed.append((owner, number))
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the ranks; there are no calls after it."""
+        if self.pid != os.getpid():
+            return
+        with self._opening:
+            self.closed = True
+        with interrupts.deferred():
+            self.session.close(wait=wait)
+
+    def abandon(self) -> None:
+        """Has the ranks end after what was submitted; the collector may call it anywhere."""
+        self.closed = True
+        self.session.abandon()
+
+    def _make(self, session: RanksLaunch, options: Options, call: Call) -> KeptCall:
+        name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
+        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
+            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
+        if options.log_dir is not None:
+            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
+        spec, plan = self._planned(session, options, name)
+        freed = self._take_freed(session.launch_id)
+        to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
+        sent = Call(calls.portable(call.function), call.args, call.kwargs, freed, call.held, call.seed)
+        try:
+            content = pickle_call(to, name, sent)
+        except BaseException:
+            self._freed.extend((session.launch_id, number) for number in freed)
+            raise
+        return KeptCall(spec, content, plan, options, not to.used, freed, self.free_later)
+
+    def _planned(self, session: RanksLaunch, options: Options, name: str) -> tuple[LaunchSpec, OutputPlan]:
+        """Returns what a call has of its own; that of the last call, if nothing differs."""
+        known = (session, options, name)
+        if self._known is not None and self._known[0] == known:
+            return self._known[1]
+        spec = dataclasses.replace(session.handle.idle_spec, name=name, deadline=options.deadline)
+        found = spec, session.handle.dressed(output_plan(options, spec))
+        self._known = (known, found) if found[1].directory is None and found[1].area is None else None
+        return found
+
+    def _open(self, surroundings: Context | None) -> RanksLaunch:
+        session = open_session(self.options, self._idle_timeout, surroundings)
+        session.restart, session.yields, session.carry_on = self._restart, self._yields, self._carry_on
+        _sessions.add(session)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # to be called before an engine gives its machines back
+        return session
+
+    def _check(self) -> None:
+        """Refuses what is no use: to a fork, first, where some thread of the parent may hold a lock for ever."""
+        if self.pid != os.getpid():
+            raise misuse(RuntimeError(f"these ranks belong to process {self.pid}, of which this one is a fork"))
+        if self.closed:
+            raise misuse(ClosedError("these ranks were closed; make new ones: Ranks(...)"))
+        if sys.is_finalizing():
+            raise misuse(RuntimeError("the interpreter is ending, and has ended its ranks; call them before that"))
+
+    def _present(self) -> RanksLaunch:
+        """Returns the present session; a fresh one, if that is over.
+
+        Meanwhile no lock is held but that of opening: whoever ends a session runs callbacks, which may submit.
+        """
+        while True:
+            self._check()
+            session = self.session
+            if not session.whole():
+                session.step()
+                session.tell()
+            if not session.over:
+                return session
+            session.see_end()
+            if not self._restart and not session.expired:
+                raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
+            self._warn_of(session)
+            refused: list[tuple[KeptCall, RanksLost]] = []
+            with self._opening:
+                if self.session is session and not self.closed:
+                    self.session = self._open(session.handle.idle_spec.context)  # of when they were made
+                    refused = self._move(session)
+            for call, error in refused:
+                call.refuse(session.report, session.why_lost, error)
+
+    def _warn_of(self, session: RanksLaunch) -> None:
+        if session.why_lost and not session.was_told:
+            session.was_told = True
+            warn_caller(f"the ranks were lost between calls: {session.why_lost}; fresh ones are started")
+
+    def _move(self, lost: RanksLaunch) -> list[tuple[KeptCall, RanksLost]]:
+        """Has the present session run, before all others, what lost ranks have left; returns what it refuses."""
+        refused = []
+        while (call := lost.take_left()) is not None:
+            call.spec, call.plan = self._planned(self.session, call.options, call.name)
+            try:
+                self.session.submit(call)
+            except RanksLost as error:  # these, too
+                refused.append((call, error))
+        self.session.leave_to_thread()
+        return refused
+
+    def _carry_on(self, lost: RanksLaunch) -> None:
+        """Starts the ranks that run what lost ones have left, if nobody has yet."""
+        try:
+            self._present()
+        except BaseException as error:
+            while (call := lost.take_left()) is not None:
+                call.refuse(lost.report, lost.why_lost, error)
+            if not isinstance(error, Exception):  # Ctrl-C, while they are started
+                raise
+
+    def _take_freed(self, owner: str) -> tuple[int, ...]:
+        found = []
+        with contextlib.suppress(IndexError):  # handles are collected in any thread
+            while True:
+                found.append(self._freed.popleft())
+        return tuple(number for of, number in found if of == owner)
+
+
+def _close_all() -> None:
+    for session in list(_sessions):
+        session.close(wait=False)

@@ -1,0 +1,233 @@
+"""``Ranks``: processes that stay between calls, with device, process group, modules and the objects they hold."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.options.launch_options import Options, about
+from mlaunch.caller.ranks.held import Held
+from mlaunch.caller.ranks.kept_call import RanksFuture
+from mlaunch.caller.ranks.rank_set import RankSet
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol.calls import Call
+from mlaunch.rank import reload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mlaunch.caller.options.option_types import AllOptions
+
+
+class Ranks:
+    """One process per device that stays between calls, inside one process group.
+
+    What a call leaves in its ranks is there in the next one: modules, CUDA contexts, communicators, and what ``hold``
+    keeps. Calls run one after the other, in the order in which they are made, on all ranks. Several threads may call.
+
+    A call that raises, passes its deadline or is interrupted ends alone, if it can: ranks that still work are raised
+    KeyboardInterrupt in, and once all have come back it is checked that each has entered the same operations of each
+    process group. If so, the ranks and what they hold stay. Otherwise they are ended, which the error's note says, and
+    the next call starts fresh ones.
+
+    Args:
+        restart: Start fresh ranks for the next call when these are lost. False: that call raises ``RanksLost``.
+        idle_timeout: Seconds without a call after which the ranks end; the next call starts fresh ones. None: never.
+        **options: Those of ``launcher``, save ``max_restarts`` and ``world_size``, ``rank_start``. ``deadline`` and
+            ``log_dir`` count for each call. With ``engine`` the ranks are on its machines.
+
+    Raises:
+        ValueError, TypeError: An option is wrong, or asks for what this machine has not.
+        LaunchError: The engine does not give machines, or other ranks that stay have taken them.
+        RuntimeError: This process is a rank itself.
+
+    Example:
+        >>> with Ranks(n_gpus=4) as ranks:
+        ...     model = ranks.hold(build, "7b")
+        ...     losses = ranks.run(step, model, scatter(batches), lr=0.1)
+    """
+
+    def __init__(
+        self, *, restart: bool = True, idle_timeout: float | None = None, **options: Unpack[AllOptions]
+    ) -> None:
+        __tracebackhide__ = True
+        try:
+            self._set = RankSet(_checked(options, idle_timeout), restart=restart, idle_timeout=idle_timeout)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+        weakref.finalize(self, self._set.abandon).atexit = False
+
+    # Calls
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs the function on every rank, after the calls before it; returns their values in the order of ranks.
+
+        Raises:
+            Exception: What a call of a decorated function raises; a note says what has become of the ranks.
+            RanksLost: The ranks are gone, and ``restart`` is False.
+            RuntimeError: The ranks were closed.
+        """
+        __tracebackhide__ = True
+        function, args = _unwrapped(function, args)
+        try:
+            return self.call(self._set.options, Call(function, args, kwargs)).result()
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RanksFuture:
+        """Queues the call and returns the future of the list that ``run`` returns; ``future.report`` reports on it."""
+        __tracebackhide__ = True
+        function, args = _unwrapped(function, args)
+        ours = self._set
+        try:
+            future = ours.submit(ours.options, Call(function, args, kwargs))
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+        future.add_done_callback(ours.note)  # not the call: it holds the future
+        return future
+
+    def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
+        """Runs the function on every rank and leaves there what it returns; returns the handle of these objects."""
+        __tracebackhide__ = True
+        if not callable(function) or _is_model(function):
+            raise misuse(TypeError(f"hold() takes a function that makes the object, not a {type(function).__name__}; "
+                                   f"to hold one that is here: hold(lambda: it)"))  # fmt: skip
+        function, args = _unwrapped(function, args)
+        number = self._set.next_number()
+        try:
+            owner, ended = self._set.run(self._set.options, Call(function, args, kwargs, held=number))
+            return Held(self, owner, number, ended.result())
+        except BaseException as error:
+            self._set.free_later(self.owner, number)  # some ranks may have it
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def reload(self) -> list[str]:
+        """Reloads the user's modules whose files have changed, on all ranks or, if that fails on one, on none.
+
+        A reload cannot change objects that were made before: a held object keeps its old class, which a warning names.
+        What other modules have taken with ``from module import name`` stays as it was, too.
+
+        Returns:
+            The names of the modules.
+
+        Raises:
+            RuntimeError: A module failed on some rank; all ranks have the code that they had.
+        """
+        told = self.run(reload.reload_changed)
+        failed = [(rank, text) for rank, (_, text) in enumerate(told) if text]
+        if failed:
+            self.run(reload.put_back)
+            rank, text = failed[0]
+            raise RuntimeError(
+                f"nothing was reloaded: rank {rank} failed:\n{text.rstrip()}\nmend the module, and reload again"
+            )
+        old = sorted({number for numbers in self.run(reload.finish) for number in numbers})
+        self._set.told_stale.clear()
+        if old:
+            which = ", ".join(map(str, old))
+            warn_caller(f"the held values {which} keep the classes of before the reload; hold them anew to change that")
+        return sorted({name for names, _ in told for name in names})
+
+    # The ranks
+
+    @property
+    def last(self) -> LaunchReport | None:
+        """The report of the latest call that is over; None before the first."""
+        latest = self._set.reports.copy()
+        return latest[-1]() if latest else None
+
+    @property
+    def history(self) -> tuple[LaunchReport, ...]:
+        """The reports of the latest 20 calls, the latest last."""
+        return tuple(report() for report in self._set.reports.copy())
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._set.session.handle.idle_spec.world_size
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The ranks' devices, as the machine numbers them: "cuda:2", "cpu"."""
+        spec = self._set.session.handle.idle_spec
+        return tuple(spec.device(local_rank) for local_rank in range(spec.local_world_size))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return self._set.session.idle
+
+    def close(self, *, cancel_futures: bool = False) -> None:
+        """Ends the ranks, after the calls that were submitted (unless they are cancelled). May be called again."""
+        self._set.close(wait=not cancel_futures)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(cancel_futures=kind is not None)
+
+    def __repr__(self) -> str:
+        over = self._set.session.over
+        state = "closed" if self._set.closed else "gone" if over else "idle" if self.idle else "running"
+        return f"<Ranks: {self.world_size} on {', '.join(dict.fromkeys(self.devices))}, {state}>"
+
+    # For launchers and handles
+
+    def call(self, options: Options, call: Call) -> Ended:
+        """Makes a call and waits for it; of the options count those that are a call's own."""
+        return self._set.run(options, call)[1]
+
+    def stay(self, seconds: float | None) -> None:
+        """Sets ``idle_timeout`` anew, from the next call on."""
+        self._set.stay(seconds)
+
+    @property
+    def closed(self) -> bool:
+        """Whether they are for no more calls."""
+        return self._set.closed
+
+    @property
+    def owner(self) -> str:
+        """The launch that they are now; "": they are gone."""
+        return "" if self._set.session.over else self._set.session.launch_id
+
+    @property
+    def free_later(self) -> Callable[[str, int], None]:
+        """Has the next call let go of a held object; called in any thread."""
+        return self._set.free_later
+
+
+def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
+    """Returns the options; what is wrong with them is the doing of whoever gave them."""
+    try:
+        about("keep").allowed.check("idle_timeout", idle_timeout)
+        return Options().replaced(options)
+    except (TypeError, ValueError) as error:
+        raise misuse(error) from None
+
+
+def _is_model(function: Callable[..., Any]) -> bool:
+    """Tells whether it is a module of torch, whose call would be its forward; its class makes one, as a function."""
+    return not isinstance(function, type) and hasattr(function, "state_dict")
+
+
+def _unwrapped(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns what a decorated function wraps, and the arguments with the instance of a method."""
+    if isinstance(function, MethodType) and hasattr(type(function.__func__), "_wrapped_call"):
+        return _unwrapped(function.__func__, (function.__self__, *args))  # a class method, from Python 3.13 on
+    wrapped = getattr(function, "_wrapped_call", None) if hasattr(type(function), "_wrapped_call") else None
+    return (wrapped[0], (*wrapped[1], *args)) if wrapped is not None else (function, tuple(args))

@@ -1,0 +1,260 @@
+"""The calls on one set of ranks that stay, in order, and how they and the ranks end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from mlaunch.base.exceptions import RanksLost
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.ranks.call_queue import Queue
+from mlaunch.caller.ranks.driver import Driver
+from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.caller.ranks.kept_handle import KeptHandle
+from mlaunch.caller.ranks.session_words import CLOSED, add_loss, add_staying, how_lost
+
+
+class RanksLaunch:
+    """One launch of ranks that stay, from its start to its end. ``own_server``: the fork server ends with it."""
+
+    def __init__(self, handle: KeptHandle, idle_timeout: float | None, *, own_server: bool) -> None:
+        self.handle = handle
+        self.launch_id = handle.spec.launch_id
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.ended = threading.Event()
+        self.restart = True  # another one follows if this is lost
+        self.carry_on: Callable[[RanksLaunch], None] = lambda _: None  # has that one take over what is left here
+        self.yields = False  # while it is idle, to others who want where its ranks are
+        self.why_lost = ""  # how it ended, unless somebody ended it
+        self.was_told = False  # the caller, that they are lost
+        self._losing = False  # one has ended while no call ran, and the others are about to
+        self.expired = False  # they ended because nobody called
+        self._own_server, self._abandoned, self._closing = own_server, False, False
+        self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
+        self._idle_since = time.monotonic()
+        self._queue = Queue()
+        self._present: KeptCall | None = None
+        self._numbers = itertools.count(1)
+        self.report = handle.report()  # of the ranks themselves
+        with self.lock:  # the driver's thread takes it first
+            self._driver = Driver(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether its ranks are gone, or about to go, or another process's."""
+        return self.ended.is_set() or self.handle.ending or self._losing or self.pid != os.getpid()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return self._present is None and not self._queue
+
+    def whole(self) -> bool:
+        """Tells whether its descriptors are still its own, not closed by other code; else the next step ends it."""
+        return self.ended.is_set() or (self._driver.intact() and self.handle.intact())
+
+    def submit(self, call: KeptCall) -> None:
+        """Queues the call, which ``run`` or ``leave_to_thread`` is to drive. RanksLost if the ranks are gone."""
+        with self.lock:
+            if self.over:
+                raise RanksLost(self.why_lost or "the ranks were ended")
+            call.session, call.number = self, next(self._numbers)
+            self._queue.add(call)
+            self._advance()
+
+    def drive(self, call: KeptCall) -> None:
+        """Drives a submitted call until it is over, or these ranks are gone. Can be interrupted."""
+        self._driver.drive(call)
+
+    def leave_to_thread(self) -> None:
+        """Has the thread drive what was submitted."""
+        self._driver.notify()
+
+    def close(self, *, wait: bool) -> None:
+        """Ends the ranks: after what was submitted (``wait``), or at once, as Ctrl-C would."""
+        if self.pid != os.getpid():
+            return
+        try:
+            while wait and (last := self._last()) is not None:
+                self._driver.drive(last)
+            self._begin_to_end()
+            self._driver.drive_to_end()
+            self._driver.join()
+        except BaseException:  # Ctrl-C, while they take their time
+            self._begin_to_end()
+            self.handle.cancel(force=True)
+            self._driver.drive_to_end()
+            self._driver.join()
+            raise
+
+    def see_end(self) -> None:
+        """Waits until ranks that are about to go are gone; not until all are told, by code that may wait for us."""
+        with self.lock:
+            if not self.ended.is_set() and not self.handle.ending:
+                self.handle.end_ranks()
+        self._driver.notify()
+        self._driver.drive_to_end()
+
+    def _begin_to_end(self) -> None:
+        with self.lock:
+            self._closing = self._closing or not self.over
+            queued = self._queue.clear()
+            if self._present is not None:
+                self.handle.cancel(force=False)
+            elif not self.ended.is_set():
+                self.handle.end_ranks()
+        for call in queued:  # without the lock, since it runs code of theirs
+            call.cancel()
+        self._driver.notify()
+
+    def abandon(self) -> None:
+        """Has the ranks end after what was submitted; the collector may call it anywhere."""
+        if self.pid == os.getpid():
+            self._abandoned = True
+            self._driver.notify()
+
+    # Steps
+
+    def watch(self, fd: int) -> None:
+        """Has ``fileno`` tell of another descriptor, too."""
+        self.handle.relay.watch(fd)
+
+    def fileno(self) -> int:
+        return self.handle.fileno()
+
+    def timeout(self) -> float | None:
+        """Returns the seconds until ``step`` is due though nothing has come."""
+        idle = None
+        if self.idle_timeout is not None and self.idle and not self.handle.ending:
+            idle = max(0.0, self._idle_since + self.idle_timeout - time.monotonic())
+        return min((one for one in (idle, self.handle.timeout()) if one is not None), default=None)
+
+    def step(self) -> None:
+        """Takes in what has come."""
+        with self.lock:
+            if not self.ended.is_set():
+                try:
+                    self._take_step()
+                except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
+                    self._break(error)
+
+    def hear_values(self, call: KeptCall) -> None:
+        """Takes in the values of this call and those before it, as long as nothing else comes; it waits for them."""
+        while self.handle.ahead and not call.over:
+            ready = self.handle.wait_ahead()
+            with self.lock:
+                if not self.handle.hear_ahead(ready):
+                    return
+                if self.handle.over:
+                    self._finish_present()
+                    self._advance()
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells those who wait, and has others run what is left; without the lock, since it runs code of theirs."""
+        self._queue.tell()
+        if self._queue.left:
+            self.carry_on(self)
+
+    def take_left(self) -> KeptCall | None:
+        """Takes out the first call that these ranks leave to others; None: there is none."""
+        with self.lock:
+            return self._queue.take_left()
+
+    def _take_step(self) -> None:
+        if not self.whole():
+            self.handle.cancel(force=True)
+            self.handle.outcome.broken = CLOSED
+            self._end()
+        elif not self.handle.step():
+            self._end()
+        elif self.handle.over and self._present is not None:
+            self._finish_present()
+        elif self.idle:
+            self._losing = self.handle.outcome.failed  # a call that begins now would not hear why
+        self._advance()
+        if self.idle and not self.over:
+            self._end_if_unused()
+
+    def _break(self, error: Exception) -> None:
+        """Ends the ranks, of which nobody knows any more what they have answered."""
+        if self.whole():  # else the next step says why
+            self.handle.outcome.interrupt = self.handle.outcome.interrupt or error
+        if not self.handle.ending:
+            self.handle.cancel(force=True)
+
+    def _end_if_unused(self) -> None:
+        if self._abandoned:
+            self.handle.end_ranks()
+        elif self.idle_timeout is not None and time.monotonic() >= self._idle_since + self.idle_timeout:
+            self.expired = True
+            self.handle.end_ranks()
+
+    # Calls
+
+    def _advance(self) -> None:
+        """Begins the next call if none runs."""
+        while self._present is None and not self.ended.is_set() and not self.handle.ending:
+            self._present = call = self._queue.begin_next()
+            if call is None:
+                return
+            try:
+                self.handle.begin(call)
+            except (BrokenPipeError, ConnectionResetError):  # which its end will tell
+                continue
+            except OSError as error:
+                self._break(error)
+
+    def _finish_present(self) -> None:
+        call, self._present = self._present, None
+        ended, stale = self.handle.finish()
+        self._idle_since = time.monotonic()
+        if call is not None:
+            if ended.error is not None:
+                add_staying(ended.error)
+            call.stale = stale
+            self._queue.settle(call, ended)
+
+    def _end(self) -> None:
+        """Takes in that the launch is over, and what that means for the calls."""
+        ended = self.handle.settle_launch()
+        why = "they were closed" if self._closing else how_lost(ended.error, self._fate_of_server())
+        self.why_lost = "" if self.expired else why
+        if self._present is not None:
+            self.was_told = True
+            if ended.error is None:
+                ended = Ended(ended.report, [], RanksLost(f"{self._present.spec.name} was ended: {self.why_lost}"))
+            elif not self._closing:
+                add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
+            self._queue.settle(self._present, ended)
+        self._present, self.report = None, ended.report
+        self._queue.lose(ended.report, self.why_lost, others_follow=self.restart and not self._closing)
+        self.handle.close()
+        if self._own_server:
+            self.handle.server.close()
+        self.ended.set()
+        self._driver.end()
+
+    def _fate_of_server(self) -> str:
+        server = self.handle.server
+        return server.describe_end() if server.ended() else ""
+
+    def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool = False) -> None:
+        """Ends a call because of an interrupt; the launch, if that has come before."""
+        with self.lock:
+            if self._queue.remove(call):
+                call.cancel()
+            elif call is self._present and again:
+                self.handle.cancel(force=True)
+            elif call is self._present:
+                self.handle.end_call(call, interrupt)
+        self._driver.notify()
+
+    def _last(self) -> KeptCall | None:
+        """Returns the call that will be over last."""
+        with self.lock:
+            return self._queue.last or self._present

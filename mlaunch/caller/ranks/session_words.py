@@ -1,0 +1,45 @@
+"""What the caller is told of the fate of ranks that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlaunch.base.exceptions import RanksLost, report_of
+from mlaunch.caller.launch.settle import add_note
+
+_STAYED = "the ranks are in step and stay, with what they hold"
+_GONE = "the ranks were ended ({why}); what they held is lost, and {next}{doing}"
+_NEXT = {True: "the next call starts fresh ones", False: "no call starts others (restart=False)"}
+CLOSED = "other code in this process closed the descriptors by which their caller speaks to them"
+_OUT_OF_STEP = "not all of them came back in step"
+
+
+def add_staying(error: BaseException) -> None:
+    """Notes on the error of a call that the ranks stay."""
+    add_note(error, _STAYED)
+
+
+def add_loss(error: BaseException, why: str, *, restart: bool, doing: Sequence[str]) -> None:
+    """Notes on the error of a call that the ranks are lost. ``doing``: where those were that did not come back."""
+    places = "".join(f"\n  {line}" for line in doing)
+    add_note(error, _GONE.format(why=why, next=_NEXT[restart], doing=places))
+
+
+def how_lost(error: BaseException | None, server: str) -> str:
+    """Says why a launch has ended that nobody ended, by its error. ``server``: how its fork server has ended, if so."""
+    if error is not None and str(error).endswith(CLOSED):
+        return CLOSED
+    report = report_of(error) if error is not None else None
+    if report is None or not report.failures:
+        unknown = error is None or isinstance(error, KeyboardInterrupt)
+        return server or (_OUT_OF_STEP if unknown else str(error).partition("\n")[0])
+    cause = report.failures[0]
+    if server and cause.exitcode == 0:  # the ranks were let go since it was gone
+        return server
+    ended = cause.exitcode is not None or cause.rank is None  # a rank, or a machine or what serves it
+    return f"{cause.who} {cause.what}".partition("\n")[0] if ended else _OUT_OF_STEP
+
+
+def lost(name: str, why: str) -> RanksLost:
+    """Returns the error of a call whose ranks are gone."""
+    return RanksLost(f"{name} was not run, since its ranks are gone: {why}")

@@ -1,0 +1,147 @@
+"""The words in which a failed launch says why, and what its ranks were doing."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.frames import is_import, is_library, is_ranks_own, module_of
+from mlaunch.base.text import name_some_ranks
+from mlaunch.caller.report import notebook
+from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.protocol.stack_dump import STATES, is_whole, main_frames
+
+_SHORTENED = 150  # characters of a consequence's message
+_CONSEQUENCES_SHOWN = 8
+_IN_USER_CODE = {Phase.RUNNING, Phase.COMMANDED}
+_WRAPPERS = {
+    "wrapper", "inner", "_wrapped", "_fn", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl",
+    "compile_wrapper",
+}  # fmt: skip
+_MODULE = "<module>"
+# torch wraps its collectives in a function that writes their exceptions to a log.
+_ERROR_LOGGER, _LOGGING = f"{os.sep}c10d_logger.py", os.path.join("logging", "__init__.py")
+
+
+@dataclass
+class FailureText:
+    """The text of a failed launch: the cause whole, its consequences shortened."""
+
+    name: str  # "train()", or a command, "train.py"
+    failures: Sequence[RankFailure]
+    meanwhile: Sequence[str] = ()  # what the others were doing
+
+    def __str__(self) -> str:
+        cause, *others = self.failures
+        lines = [f"{cause.who} of {self.name} {cause.what}", *([f"  {cause.place}"] if cause.place else [])]
+        lines += [f"  {hint}" for hint in cause.hints]
+        if cause.traceback:
+            lines += ["", textwrap.indent(cause.traceback.rstrip(), "  ")]
+        if others:
+            lines += ["", "after which:", *(f"  {line}" for line in _consequences(others))]
+        return "\n".join([*lines, *meanwhile(self.meanwhile)])
+
+
+def _consequences(others: Sequence[RankFailure]) -> list[str]:
+    """Returns a line for each failure, one for those of ranks that are alike, in the order of the first of each."""
+    alike: dict[tuple[str, str], list[RankFailure]] = {}
+    for other in others:
+        is_rank = other.rank is not None and not other.subject
+        alike.setdefault(("" if is_rank else other.who, _shortened(other.what)), []).append(other)
+    shown = list(alike.items())[:_CONSEQUENCES_SHOWN]
+    lines = [
+        f"{who} {what}" if who else _of_ranks([other.rank or 0 for other in those], what)
+        for (who, what), those in shown
+    ]
+    left = len(others) - sum(len(those) for _, those in shown)
+    return [*lines, f"and {left} more (see .failures)"] if left else lines
+
+
+def _of_ranks(ranks: Sequence[int], what: str) -> str:
+    verb, _, rest = what.partition(" ")
+    verb = "were" if verb == "was" and len(ranks) > 1 else verb
+    return f"{name_some_ranks(ranks)} {verb} {rest}".rstrip()
+
+
+def meanwhile(lines: Sequence[str]) -> list[str]:
+    """Returns the section of a report on what ranks were doing; none without lines."""
+    return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
+    """Returns the failures with the cause first: the earliest that does not look like a consequence of another."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
+
+
+def _shortened(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    first = " ".join(first.split())
+    if len(first) > _SHORTENED:
+        first = textwrap.shorten(first, _SHORTENED, placeholder=" ...")
+    return first + (" ..." if rest else "")
+
+
+def summarise(dumps: Iterable[RankStacks]) -> list[str]:
+    """Returns a line for each group of ranks at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
+    groups: dict[str, list[int]] = {}
+    for dump in dumps:
+        groups.setdefault(_in_words(dump), []).append(dump.rank)
+    ordered = sorted(groups.items(), key=lambda group: min(group[1]))
+    return [f"{name_some_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {words}" for words, ranks in ordered]
+
+
+def _in_words(dump: RankStacks) -> str:
+    frames = main_frames(dump.text)
+    if dump.phase not in _IN_USER_CODE:  # but it may be there: in a __setstate__, an exit handler
+        users = any(not is_library(file) for file, _, _ in frames)
+        return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
+    begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)  # or ends, or raises through our frames
+    if begins:
+        return f"{dump.phase.value}, at its very beginning or end"
+    if not frames:
+        return f"{dump.phase.value} and did not show its stack" + (
+            f" ({STATES[dump.state]})" if dump.state in STATES else ""
+        )
+    return in_words(frames)
+
+
+def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8"."""
+    place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames) - 1)
+    file, line, name = frames[place]
+    inner, outer = frames[:place], frames[place + 1 :]
+    if inner and is_import(inner[-1][0]):
+        doing = f"importing {_imported(inner) or _named_in(file, line) or 'a module'}"
+    elif name == _MODULE and outer and is_import(outer[0][0]):
+        doing = f"importing {module_of(file)}" + (f", in {called}," if (called := _called(inner)) else "")
+    else:
+        doing = f"in {_called(inner) or name}"
+    return f"{doing} at {notebook.short_name(file)}:{line}"
+
+
+def _imported(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Names the module whose code runs first of these frames; "" if none does yet."""
+    return next((module_of(file) for file, _, name in reversed(frames) if name == _MODULE), "")
+
+
+def _named_in(file: str, line: str) -> str:
+    """Names the module that a line of source imports; "" if that cannot be read."""
+    words = linecache.getline(file, int(line)).split() if line.isdigit() else []
+    return words[1].rstrip(",") if words[:1] in (["import"], ["from"]) and len(words) > 1 else ""
+
+
+def _called(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Says what user code had called, of the frames below it; "" if it was in no library."""
+    within = ""  # the file of the wrapper
+    for file, _, name in reversed(frames):
+        if name in _WRAPPERS:
+            within = file
+        elif within.endswith(_ERROR_LOGGER) and file.endswith((_ERROR_LOGGER, _LOGGING)):
+            return "a failed call of torch.distributed"
+        else:
+            return name
+    return ""

@@ -1,0 +1,1 @@
+"""The fork server as its caller sees it."""

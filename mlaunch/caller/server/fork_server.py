@@ -1,0 +1,260 @@
+"""The caller's handle to a fork server: how it is asked, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from mlaunch.base import linux
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
+from mlaunch.base.fds import close_all
+from mlaunch.caller import interrupts
+from mlaunch.protocol import error_file, payload
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import Cancel, NotReady, Ready
+from mlaunch.protocol.messages.prepared_messages import PrepareNext
+from mlaunch.protocol.messages.server_messages import CountDevices, DeviceCount, Retire, StartLaunch
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import LaunchSpec
+
+_QUIET_TIME = 0.5  # seconds in which nobody wonders
+_IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
+
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class ServerGoneError(LaunchError):
+    """The fork server was gone before it could start a launch."""
+
+
+class ForkServer:
+    """A running fork server. ``wait(seconds)`` returns its exit code, or None if it lives on."""
+
+    def __init__(self, control: Channel, pid: int, wait: Callable[[float], int | None]) -> None:
+        self.pid = pid
+        self._control = control
+        self._wait = wait
+        self._lock = threading.RLock()
+        self._ready: Ready | None = None
+        self._waiting = False
+        self._killed = False
+        self._launches: weakref.WeakSet[Channel] = weakref.WeakSet()
+        _open_channels.add(control)
+
+    def ready(self, deadline: float | None = None, on_wait: Callable[[], None] | None = None) -> Ready:
+        """Tells what its torch offers; waits for the import. ``on_wait`` is called if that takes half a second.
+
+        Raises:
+            LaunchTimeout: It was stopped when ``deadline`` seconds had passed, or took a minute more. It is killed.
+            LaunchError: Its modules could not be imported.
+        """
+        with self._lock:
+            if self._waiting:
+                raise RuntimeError(
+                    "a launch from a signal handler, while the same thread waits for the fork server to start; "
+                    "call mlaunch.warm_up() early, or launch outside of the handler"
+                )
+            if self._ready is None:
+                self._waiting = True
+                try:
+                    self._ready = self._hear(deadline, on_wait)
+                finally:
+                    self._waiting = False
+            return self._ready
+
+    def _hear(self, deadline: float | None, on_wait: Callable[[], None] | None) -> Ready:
+        try:
+            quiet = _QUIET_TIME if deadline is None else min(deadline, _QUIET_TIME)
+            if on_wait is not None and not interrupts.wait_readable([self._control.fileno()], quiet):
+                on_wait()
+                deadline = None if deadline is None else deadline - quiet
+            self._await_word(deadline)
+            record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
+        except (EOFError, ConnectionResetError):
+            raise LaunchError(f"{self.describe_end()} before it was ready") from None
+        if isinstance(record, NotReady):
+            told, whole = f"the fork server (pid {self.pid}) could not import its modules:\n", "\n" not in record.reason
+            raise LaunchError(record.reason if whole else told + record.reason.rstrip())
+        if not isinstance(record, Ready):
+            raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
+        return record
+
+    def _await_word(self, deadline: float | None) -> None:
+        """Waits for its first word; one that somebody has stopped would never say it."""
+        for seconds in (deadline, _IMPORT_TIMEOUT):
+            if interrupts.wait_readable([self._control.fileno()], seconds):
+                return
+            if linux.is_stopped(self.pid):
+                break
+        self.kill()
+        raise LaunchTimeout(
+            f"the fork server (pid {self.pid}) had not imported torch when the deadline had passed (was it stopped?) "
+            f"and was killed; look for what stops processes here (SIGSTOP, a debugger, a frozen cgroup) or slows their "
+            f"imports. The next call starts another one"
+        )
+
+    def describe_end(self) -> str:
+        """Says how the server, whose connection was found closed, came to its end."""
+        return f"the fork server (pid {self.pid}) {self.describe_exit()}"
+
+    def describe_exit(self) -> str:
+        """Says how a server whose connection was found closed has ended."""
+        exitcode = self._wait(5.0)
+        return "closed its connection" if exitcode is None else describe_exit(exitcode)
+
+    def alive(self) -> bool:
+        """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's.
+
+        One that somebody has stopped cannot either: who asked it would wait until somebody wakes it.
+        """
+        if self._killed or not self._control.intact() or self._wait(0.0) is not None:
+            return False
+        return not linux.is_stopped(self.pid)
+
+    def ended(self) -> bool:
+        """Tells whether the server is gone."""
+        return self._wait(0.0) is not None
+
+    def kill(self) -> None:
+        """Ends it at once; its launches end with it."""
+        self._killed = True  # from now on: it closes its channels before it can be reaped
+        if self._wait(0.0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
+
+    def count_devices(self, environ: Mapping[str, str]) -> int:
+        """Counts the accelerators visible in ``environ``. In a process of its own, since it wakes the driver."""
+        ours = self._ask(CountDevices(), [("environ", dict(environ))])
+        try:
+            interrupts.wait_readable([ours.fileno()])
+            answer, _ = ours.receive()
+        except EOFError:
+            answer = None
+        finally:
+            ours.close()
+        if not isinstance(answer, DeviceCount):
+            raise LaunchError(f"counting the accelerators failed: the counting process died ({answer!r})")
+        if answer.error:
+            raise LaunchError(f"counting the accelerators failed: {answer.error}")
+        return answer.count
+
+    def launch(
+        self, spec: LaunchSpec, call: Call | Payload | None, following: Channel | None = None, *, more: bool = False
+    ) -> Channel:
+        """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
+
+        ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
+        see StartLaunch.
+        """
+        with _standard_streams() as streams:
+            beside = streams if following is None else [*streams, following.fileno()]
+            return self._ask(StartLaunch(more, error_file.directory_of(spec)), [("spec", spec), ("call", call)], beside)
+
+    def prepare(self, following: Channel, *, like: LaunchSpec | None = None) -> None:
+        """Has a launch prepared, as the last one was. OSError if the server is gone.
+
+        ``following``: its end of the channel; ``like``: how else it is to be.
+        """
+        specs = [] if like is None else [("spec", like)]
+        with _standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
+            self._control.send(PrepareNext(), [following.fileno(), *memfds, *(streams if memfds else [])])
+
+    def adopt(self, launch: Channel) -> None:
+        """Counts a prepared launch among those that run."""
+        self._launches.add(launch)
+
+    def _ask(self, record: object, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()) -> Channel:
+        ours, theirs = Channel.pair()
+        _open_channels.add(ours)
+        self._launches.add(ours)
+        try:
+            with in_memfds(values) as memfds, self._lock:
+                self._control.send(record, [*memfds, theirs.fileno(), *extra])
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+    def retire(self) -> None:
+        """Lets running launches end, then the server; does not wait. One that is stopped and has none is killed."""
+        if linux.is_stopped(self.pid) and not any(launch.fileno() >= 0 for launch in self._launches):
+            self.kill()
+        if self._control.intact():
+            self._control.try_send(Retire())
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
+        for launch in list(self._launches):
+            if launch.intact():
+                launch.try_send(Cancel())
+        self._control.close()
+        if linux.is_stopped(self.pid) or self._wait(timeout) is None:
+            self.kill()
+            self._wait(timeout)
+
+
+@contextlib.contextmanager
+def _standard_streams():  # type: ignore[no-untyped-def]
+    """Gives descriptors 1 and 2 of this moment, or /dev/null for one that is closed.
+
+    If this process began without it (under cron, say), any file may have taken the number since.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    streams = ((1, sys.__stdout__), (2, sys.__stderr__))
+    try:
+        yield [null if stream is None or not _is_open(fd) else fd for fd, stream in streams]
+    finally:
+        os.close(null)
+
+
+class in_memfds:
+    """Gives memfds with values, by name, to a block; of a Payload, its own.
+
+    No context manager of contextlib's; see ``interrupts``.
+    """
+
+    def __init__(self, values: Sequence[tuple[str, object]]) -> None:
+        self._values = values
+        self._memfds: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        try:
+            for name, value in self._values:
+                if isinstance(value, Payload):
+                    self._memfds.append(os.dup(value.memfd))
+                    continue
+                self._memfds.append(payload.create(name))
+                with interrupts.allowed():  # it runs code of the user's, and may take long
+                    payload.write(self._memfds[-1], value)
+        except BaseException:
+            close_all(self._memfds)
+            raise
+        return self._memfds
+
+    def __exit__(self, *_: object) -> None:
+        close_all(self._memfds)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def forget_inherited() -> None:
+    """Closes the parent's servers and launches, which are not ours, in a fork of the caller."""
+    for channel in list(_open_channels):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=forget_inherited)

@@ -1,0 +1,133 @@
+"""The launch that the fork server prepares for the next call of this process: the caller's end of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from dataclasses import dataclass
+
+from mlaunch.agent.supervision.stack_requests import STOPPED, state_of
+from mlaunch.base import linux
+from mlaunch.base.fds import close_all
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.protocol import registry
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
+from mlaunch.protocol.messages.prepared_messages import shape_of
+from mlaunch.protocol.spec import LaunchSpec
+
+_DEATH_TIMEOUT = 5.0  # seconds for a killed agent
+_RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more
+_VARIABLE = "MLAUNCH_PREPARE"  # "0": prepare nothing
+_Streams = tuple[tuple[int, int] | None, ...]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    server: ForkServer
+    shape: LaunchSpec
+    streams: _Streams  # what descriptors 1 and 2 stand for
+    channel: Channel
+
+
+class Preparation:
+    """There is one launch at most, for the shape of the last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: _Prepared | None = None
+
+    def take(self, server: ForkServer, spec: LaunchSpec) -> Channel | None:
+        """Returns the channel to the agent of a prepared launch that can serve this one; drops any other."""
+        with self._lock:
+            found, self._next = self._next, None
+        if found is None:
+            return None
+        alike = (found.server, found.shape, found.streams) == (server, shape_of(spec), _streams())
+        if alike and _is_there(found.channel):
+            return found.channel
+        _drop(found)
+        return None
+
+    def expect(self, server: ForkServer, spec: LaunchSpec) -> Channel | None:
+        """Returns the server's end of the channel of the launch that it is to prepare; None: it is to prepare none."""
+        if not _is_wanted(spec):
+            return None
+        ours, theirs = Channel.pair()
+        with self._lock:
+            before, self._next = self._next, _Prepared(server, shape_of(spec), _streams(), ours)
+        if before is not None:
+            _drop(before)
+        return theirs
+
+    def drop(self) -> None:
+        """Drops what was prepared, without waiting for its end."""
+        with self._lock:
+            found, self._next = self._next, None
+        if found is not None:
+            _drop(found)
+
+    def forget(self) -> None:
+        """Lets go of it in a fork of this process, which has no right to it."""
+        self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
+        if self._next is not None:
+            self._next.channel.close()
+        self._next = None
+
+
+def _is_wanted(spec: LaunchSpec) -> bool:
+    alone = spec.cluster is None and spec.command is None and spec.port == 0 and spec.restart_count == 0
+    small = spec.local_world_size <= max(_FEW_RANKS, _RANKS_PER_CORE * len(os.sched_getaffinity(0)))
+    return alone and small and os.environ.get(_VARIABLE) != "0" and not linux.memory_is_short()
+
+
+def _is_there(channel: Channel) -> bool:
+    """Tells whether its agent was forked and nobody has stopped it. One that has ended since says so by itself.
+
+    What an agent says may come before the fork server's word that it was forked.
+    """
+    if not channel.intact() or not linux.wait_readable([channel.fileno()], 0.0):
+        return False
+    with contextlib.suppress(OSError, EOFError):
+        record = channel.peek()
+        if isinstance(record, AgentStarted):
+            return state_of(record.pid) not in STOPPED
+        return not isinstance(record, AgentFailed)
+    return False
+
+
+def _drop(found: _Prepared) -> None:
+    """Closes the channel, at which the launch ends by itself. One that is stopped would not, so it is killed."""
+    with contextlib.closing(found.channel), contextlib.suppress(OSError, EOFError):
+        if not found.channel.intact() or not linux.wait_readable([found.channel.fileno()], 0.0):
+            return
+        record = found.channel.peek()
+        if isinstance(record, AgentStarted) and state_of(record.pid) in STOPPED:
+            _kill(found)
+
+
+def _kill(found: _Prepared) -> None:
+    """Kills the agent, with which its ranks die, and removes what it would have removed."""
+    launch_id, agent = "", -1
+    while linux.wait_readable([found.channel.fileno()], 0.0):
+        record, fds = found.channel.receive()
+        if isinstance(record, AgentStarted):
+            agent = fds.pop()
+            signal.pidfd_send_signal(agent, signal.SIGKILL)
+        elif isinstance(record, RanksStarting):
+            launch_id = record.launch_id
+        close_all(fds)
+    if agent >= 0:
+        linux.wait_readable([agent], _DEATH_TIMEOUT)  # the socket of one that lives is not removed
+        os.close(agent)
+    registry.remove(found.shape.context.environ, launch_id)
+
+
+def _streams() -> _Streams:
+    return tuple(linux.identity(fd) for fd in (1, 2))
+
+
+preparation = Preparation()
+os.register_at_fork(after_in_child=preparation.forget)

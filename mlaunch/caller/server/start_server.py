@@ -1,0 +1,150 @@
+"""Starts fork servers.
+
+``forkserver``: one per caller process, started at the first launch, warm until the caller ends.
+``spawn``: a fresh interpreter that serves one launch. ``fork``: a fork of the caller that serves one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.warn import warn_caller
+from mlaunch.forkserver import main as server_main
+from mlaunch.protocol import originals
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import Channel
+from mlaunch.rank.setup import device, process
+
+_BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.main import main; main({}, {}, {})"
+# Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
+_HUGE_HEAP = "glibc.malloc.hugetlb=1"
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What is to be different from this one: for commands, which have paths and a standard input of their own."""
+
+    executable: str = field(default_factory=lambda: sys.executable)
+    path: Sequence[str] = field(default_factory=lambda: sys.path)
+    preload: Sequence[str] = ()  # modules to import once
+    stdin: int | None = subprocess.DEVNULL  # None: ours
+
+
+def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
+    """Starts a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
+    like = like or Interpreter()
+    ours, theirs = Channel.pair()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    code = _BOOTSTRAP.format(theirs.fileno(), os.getpid(), tuple(like.preload))
+    tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
+    process = subprocess.Popen(
+        [like.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *like.path],
+        env={**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])},
+        stdin=like.stdin,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer
+    )
+    theirs.close()
+    _interpreters.add(process)
+
+    def wait(seconds: float) -> int | None:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    return ForkServer(ours, process.pid, wait)
+
+
+def _disown() -> None:
+    """Disowns it after a fork of the caller, in the child: Popen would warn of a process that is not the child's."""
+    for interpreter in _interpreters:
+        interpreter.returncode = interpreter.returncode or 0
+
+
+_interpreters: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_disown)
+
+
+def start_fork(call: Call) -> ForkServer:
+    """Starts a fork of this process that serves one launch, with the call in memory."""
+    _check_forkable()
+    linux.give_back_openmp_threads()
+    ours, theirs = Channel.pair()
+    caller = os.getpid()
+    process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
+    in_common = originals.of_main(call.function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
+        pid = os.fork()
+    if pid == 0:
+        originals.inherit(in_common)
+        _become_server(ours, theirs, caller, call)
+    theirs.close()
+    return ForkServer(ours, pid, _Waiter(pid))
+
+
+def _become_server(ours: Channel, theirs: Channel, caller: int, call: Call) -> None:
+    try:
+        ours.close()
+        os.setsid()
+        linux.open_standard_streams()
+        process.reset_process()
+    except BaseException:
+        os._exit(1)
+    server_main.serve(theirs, caller, call)
+
+
+class _Waiter:
+    """Waits for a child that we forked, and remembers how it ended."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._pidfd = KeptFd(os.pidfd_open(pid))
+        self._exitcode: int | None = None
+
+    def __call__(self, seconds: float) -> int | None:
+        if self._exitcode is None and not self._pidfd.intact():
+            self._pidfd = KeptFd(os.pidfd_open(self._pid))  # it is not reaped, so the number is its own
+        if self._exitcode is None and linux.wait_readable([self._pidfd.fd], seconds):
+            try:
+                _, status = os.waitpid(self._pid, 0)
+            except ChildProcessError:  # somebody in this process waits for any child
+                status = 0
+            self._exitcode = os.waitstatus_to_exitcode(status)
+            self._pidfd.close()
+        return self._exitcode
+
+
+def _check_forkable() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        accelerator = device.accelerator()
+        if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+            raise RuntimeError(
+                f"start_method='fork': this process has initialised {accelerator}, and a fork of it could not "
+                f"use the devices; use start_method='forkserver' (the default), which does not fork this process"
+            )
+    if threading.active_count() > 1:
+        _warn_of_threads()
+
+
+@functools.cache  # once: the threads of a notebook are always there
+def _warn_of_threads() -> None:
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    warn_caller(
+        f"start_method='fork' in a process with {len(others)} other thread(s) ({', '.join(others[:5])}): a lock that "
+        f"one of them holds now stays locked in the ranks; start_method='forkserver' has no such danger"
+    )

@@ -1,0 +1,75 @@
+"""The one warm fork server of this process."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Mapping
+
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.prepared_launch import preparation
+from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+
+# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
+_READ_AT_IMPORT = (
+    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
+)  # fmt: skip
+_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
+# What a module with a decorated function imports: each rank would, which has to import the module.
+_PREPARED = ("mlaunch.caller.launcher",)
+
+
+class WarmServer:
+    """Starts the server when it is first asked for, and anew when it died, was stopped or lacks today's settings."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._settings: tuple[dict[str, str], tuple[str, ...]] | None = None
+        self.preload: tuple[str, ...] = ()  # modules that it imports besides torch
+        self._retired: list[ForkServer] = []
+
+    def get(self, environ: Mapping[str, str]) -> ForkServer:
+        settings = _import_settings(environ), self.preload
+        with self._lock:
+            self._close_retired()
+            if self._server is not None:
+                if self._server.alive() and self._settings == settings:
+                    return self._server
+                preparation.drop()  # it would keep the server from ending
+                self._server.retire()
+                self._retired.append(self._server)
+            like = Interpreter(preload=(*_PREPARED, *self.preload))
+            self._server, self._settings = start_interpreter(environ, like), settings
+            return self._server
+
+    def _close_retired(self) -> None:
+        for server in [server for server in self._retired if server.ended()]:
+            server.close()
+            self._retired.remove(server)
+
+    def close(self) -> None:
+        """Ends the server, and those that were replaced, with whatever still runs there."""
+        preparation.drop()
+        for server in [*self._retired, *([self._server] if self._server else [])]:
+            server.close()
+        self._server, self._retired = None, []
+
+    def forget(self) -> None:
+        """Forgets the servers in a fork of this process, which has no right to its parent's server."""
+        self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
+        self._server, self._retired = None, []
+
+
+def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
+    }
+
+
+warm_server = WarmServer()
+atexit.register(warm_server.close)
+os.register_at_fork(after_in_child=warm_server.forget)

@@ -1,0 +1,112 @@
+"""What ``mlaunch run --dry-run`` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+
+from mlaunch.base.text import ranges
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
+from mlaunch.cli.job import Job
+from mlaunch.cli.job_spec import spec_of
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rank.joining.recognise import OWNER
+from mlaunch.rank.setup import device, environment
+
+_AT_THE_START = "(chosen at the start)"
+_OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
+
+
+def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | None = None) -> str:
+    """Returns the plan, for people. ``environ``: the caller's. ``runtime``: None: not known; then CUDA's rules.
+
+    Raises:
+        ValueError: This machine cannot serve the job.
+    """
+    spec = _spec(job, size, environ)
+    first, world = spec.rank_start, spec.world_size
+    ranks = [_environment(job, spec, local_rank, environ, runtime) for local_rank in range(size)]
+    shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
+    shared = {name: value for name, value in shared.items() if not _is_of_one(name)}
+    lines = [
+        f"command     {_command(job)}",
+        f"directory   {job.path[0] if job.path else ''} comes first in sys.path",
+        f"ranks       {ranges(range(first, first + size), ', ')} of {world}{_guess(job, size)}",
+        f"machines    {_machines(job)}",
+        f"devices     {_devices(job, environ)}",
+        f"threads     {_threads(size, environ)}",
+        f"ending      SIGTERM, after {job.grace_period:g} s SIGKILL; {job.max_restarts} restarts; {_deadline(job)}",
+        "",
+        "environment of every rank:",
+        *(f"  {name}={value}" for name, value in sorted(shared.items())),
+        "",
+        "and of each:",
+    ]
+    for rank in ranks:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in rank.items() if name not in shared))
+    return "\n".join(lines)
+
+
+def _guess(job: Job, size: int) -> str:
+    """Guesses: only all machines together know which ranks each has."""
+    return f", if each machine has {size}" if job.nodes > 1 else ""
+
+
+def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
+    """Returns the launch as far as it is known before anything starts, by the code that plans real ones."""
+    nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
+    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.deadline), _AT_THE_START)
+    if spec.command is None or job.run_id:
+        return spec
+    return dataclasses.replace(spec, command=dataclasses.replace(spec.command, run_id=_AT_THE_START))
+
+
+def _environment(
+    job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], runtime: str | None
+) -> dict[str, str]:
+    """Says what the rank gets beyond the caller's environment."""
+    if spec.command is None:
+        return {}
+    port = job.port if job.nodes == 1 and job.port else _AT_THE_START
+    known = dataclasses.replace(spec, interface="lo" if job.nodes == 1 else _AT_THE_START)
+    found = environment.of_command(known, spec.command, local_rank, ("127.0.0.1", port), runtime)
+    found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
+    del found[OWNER]  # the rank's own process
+    return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}
+
+
+def _is_of_one(name: str) -> bool:
+    """Tells which are a rank's own: with one rank every variable is shared; these are still the rank's own."""
+    return name in {"RANK", "LOCAL_RANK", "ROLE_RANK", _OWN}
+
+
+def _command(job: Job) -> str:
+    before = {"file": ["python"], "module": ["python", "-m"], "program": [], "function": ["python: call"]}[job.kind]
+    return " ".join([*before, shlex.join([job.target, *job.args])])
+
+
+def _machines(job: Job) -> str:
+    if job.nodes == 1:
+        return f"this one alone; ranks meet at 127.0.0.1, {f'port {job.port}' if job.port else 'a free port'}"
+    secret = "with a token" if job.token else "without a token"
+    role = "which this one opens" if job.node_rank == 0 else "to which this one connects"
+    return f"{job.nodes}, this is number {job.node_rank}; they meet at {job.host}, port {job.port}, {role}, {secret}"
+
+
+def _devices(job: Job, environ: Mapping[str, str]) -> str:
+    variables = [f"{name}={value}" for name, value in environ.items() if name.endswith("_VISIBLE_DEVICES")]
+    if job.virtual_local_rank:
+        return "each rank sees its own alone"
+    return f"every rank sees those of {' '.join(variables)}" if variables else "every rank sees all"
+
+
+def _threads(size: int, environ: Mapping[str, str]) -> str:
+    if "OMP_NUM_THREADS" in environ:
+        return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
+    return f"{device.threads_of(size)} for each rank"
+
+
+def _deadline(job: Job) -> str:
+    return "no deadline" if job.deadline is None else f"all within {job.deadline:g} s"

@@ -1,0 +1,178 @@
+"""``mlaunch ps``, ``stacks`` and ``stop``: what this user's running launches are doing, and how to end one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base.text import in_two_units, name_some_ranks
+from mlaunch.caller.report.failure_text import in_words
+from mlaunch.protocol import registry
+from mlaunch.protocol.visitors import ALL_STACKS, STACKS, STATUS, STOP
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_QUEUE_TIMEOUT = 5  # seconds for a launch to take a visitor in
+_ANSWER_TIMEOUT = 5.0  # seconds for it to answer
+_ID_SHOWN = 8
+_MOST_ROWS = 16  # of ranks that ps shows each by itself
+_ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
+_STOP = """\
+Ends a running launch as a failure does: its ranks are asked to end (SIGTERM), and forced after the grace period. Its
+caller gets a LaunchError that says so. Returns when the ranks are gone.
+"""
+
+
+def add_commands(commands: Commands) -> None:
+    ps = commands.add_parser(
+        "ps", help="list this user's running launches", description="Lists this user's running launches, newest first."
+    )
+    ps.add_argument("--json", action="store_true", help="one JSON list, with the command line and directory of each")
+    ps.set_defaults(run=_ps)
+    stacks = commands.add_parser(
+        "stacks",
+        help="show where the ranks of a running launch are",
+        description="Shows the Python stacks of a running launch, equal ones once. The ranks go on meanwhile.",
+    )
+    stacks.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
+    stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
+    stacks.set_defaults(run=_stacks)
+    stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
+    stop.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)")
+    stop.set_defaults(run=_stop)
+
+
+def _ps(args: argparse.Namespace) -> int:
+    launches = sorted(ask(STATUS), key=lambda launch: float(launch["age"]))
+    if args.json:
+        print(json.dumps(launches, indent=2))
+    elif not launches:
+        print(_nothing())
+    else:
+        print("\n\n".join(_entry(launch) for launch in launches))
+    return 0
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    launches = ask(ALL_STACKS if args.all_threads else STACKS, args.id)
+    if not launches:
+        others = [launch["id"][:_ID_SHOWN] for launch in ask(STATUS)]
+        running = f"running: {', '.join(others)}" if others else _nothing()
+        raise LookupError(
+            f"no running launch has an ID that starts with {args.id!r}; {running}" if args.id else running
+        )
+    show = _every_thread if args.all_threads else _grouped
+    print("\n\n".join(f"{_title(launch)}\n{show(launch['ranks'])}" for launch in launches))
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    found = ask(STATUS, args.id)
+    if len(found) != 1:
+        others = "; ".join(_title(launch) for launch in found or ask(STATUS))
+        which = f"has an ID that starts with {args.id!r}" if args.id else "is the only one"
+        raise LookupError(f"no running launch {which}; running: {others}" if others else _nothing())
+    (launch,) = found
+    print(f"ending {_title(launch)}", flush=True)
+    ask(STOP, launch["id"], patient=True)
+    return 0
+
+
+def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str, Any]]:
+    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out.
+
+    ``patient``: waits for each as long as it takes.
+    """
+    answers, timeout = [], None if patient else _ANSWER_TIMEOUT
+    for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
+        with connection:
+            answers.append(_answer(connection, word, timeout) if launch_id.startswith(start) else None)
+    return [answer for answer in answers if answer is not None]
+
+
+def _answer(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
+    connection.settimeout(timeout)
+    with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
+        connection.send(word)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if fds:
+            with open(fds[0], encoding="utf-8") as file:
+                file.seek(0)
+                status: dict[str, Any] = json.load(file)
+                return status
+    return None  # it ended while we asked
+
+
+def _nothing() -> str:
+    places = ", ".join(str(path) for path in registry.candidates(os.environ))
+    return f"no launch of this user is running here (looked in {places})"
+
+
+def _title(launch: Mapping[str, Any]) -> str:
+    size = len(launch["ranks"])
+    ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
+    again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
+    return (
+        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}  {ranks}, {in_two_units(launch['age'])} old, "
+        f"called by pid {launch['caller']}{again}"
+    )
+
+
+def _entry(launch: Mapping[str, Any]) -> str:
+    rows = [
+        ("RANK", "PID", "DEVICE", "STATE"),
+        *(_each if len(launch["ranks"]) <= _MOST_ROWS else _alike)(launch["ranks"]),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
+    return "\n".join([_title(launch), *(f"  {line}".rstrip() for line in lines)])
+
+
+def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    return [(str(rank["rank"]), str(rank["pid"]), _place(rank), rank["state"]) for rank in ranks]
+
+
+def _place(rank: Mapping[str, Any]) -> str:
+    return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])
+
+
+def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """Returns a row for all ranks that do the same on the same kind of device; --json tells of each."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        groups.setdefault((rank["device"].partition(":")[0], rank["state"]), []).append(rank)
+    rows = []
+    for (kind, state), members in groups.items():
+        if len(members) == 1:
+            rows += _each(members)
+        else:
+            numbers = name_some_ranks([rank["rank"] for rank in members]).partition(" ")[2]
+            rows.append((numbers, f"{len(members)} pids", kind, state))
+    return rows
+
+
+def _grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for rank in ranks:
+        frames = tuple(tuple(frame) for frame in rank["frames"])
+        groups.setdefault((rank["state"], frames), []).append(rank["rank"])
+    blocks = []
+    for (state, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
+        where = f", {in_words(frames)}" if frames else ""
+        stack = [f'    File "{file}", line {line}, in {name}' for file, line, name in reversed(frames)]
+        blocks.append("\n".join([f"  {name_some_ranks(members)}: {state}{where}", *stack]))
+    return "\n".join(blocks)
+
+
+def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
+    blocks = []
+    for rank in ranks:
+        rows = [f"    {row}" for row in rank["stacks"].splitlines() if row]
+        blocks.append("\n".join([f"  rank {rank['rank']} (pid {rank['pid']}): {rank['state']}", *rows]))
+    return "\n".join(blocks)

@@ -1,0 +1,243 @@
+"""``mlaunch run``: a command on every rank, from one interpreter that imports torch once.
+
+This process is the launcher: it plans, starts the interpreter that forks agent and ranks, passes signals on, and tells
+how it ended. It imports no torch itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+
+from mlaunch.base import rlimits
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.caller.launch.device_choice import Accelerator, shown
+from mlaunch.caller.launch.handle import StopSignal
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.start import start_launch
+from mlaunch.caller.report.history import History
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.cli import flags
+from mlaunch.cli.checks import UsageError
+from mlaunch.cli.dry_run import describe
+from mlaunch.cli.job import Job, job_of
+from mlaunch.cli.job_spec import spec_of
+from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
+from mlaunch.cli.run_on_engine import There, engine_of
+from mlaunch.engines.engine import Engine
+from mlaunch.protocol import error_file
+from mlaunch.rank.setup import device
+
+_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses
+
+
+def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
+    """Runs the command line; returns the exit status. ``of_launch``: torch.distributed.launch's."""
+    parser = flags.parser(prog)
+    parser.set_defaults(use_env=True)
+    if of_launch:
+        help_ = "do not pass --local-rank=N to the script, which reads LOCAL_RANK instead"
+        parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
+    args = parser.parse_args(argv)
+    try:
+        job, wishes, engine = job_of(args, os.environ), wishes_of(args, os.environ), engine_of(args)
+        if engine is not None:
+            return _run_there(job, wishes, engine)
+        return _run(job, wishes, dry=args.dry_run)
+    except UsageError as error:
+        parser.exit(_USAGE, f"{prog}: {error}\n")
+    except OSError as error:
+        rlimits.name_limit(error)
+        _say(str(error))
+        return _RAISED
+    except StopSignal as stop:
+        _say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
+        return _SIGNALLED + stop.number
+    finally:
+        _let_go_of_streams()
+
+
+def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
+    handled = ",".join(signal.Signals(number).name for number in job.signals)
+    environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
+    executable = _interpreter(environ)
+    with _stopping_at(job.signals):
+        if dry and isinstance(job.size, int) and job.devices is None:
+            print(describe(job, job.size, environ))
+            return 0
+        server = start_interpreter(environ, Interpreter(executable, job.path, job.preload, stdin=None))
+        try:
+            size, environ = _on_devices(job, server, environ)
+            if dry:
+                print(describe(job, size, environ, server.ready().runtime))
+                return 0
+            if job.virtual_local_rank:
+                _check_devices(size, environ, server.ready().runtime)
+            _say_threads(size, environ)
+            return _launch(job, size, server, environ, wishes)
+        except LaunchError as error:
+            return _fail(error, _TIMED_OUT if isinstance(error, LaunchTimeout) else None)
+        finally:
+            server.close()
+
+
+def _run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
+    """Runs the job on an engine's machines; returns the exit status."""
+    with _stopping_at(job.signals):
+        size = job.size if isinstance(job.size, int) else 1
+        there = There(job, engine, wishes, _directory(wishes, size, job))
+        try:
+            return _carry_out(job, there.attempt)
+        except LaunchError as error:
+            return _fail(error)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        finally:
+            there.close()
+
+
+def _interpreter(environ: Mapping[str, str]) -> str:
+    """Returns the one that runs the ranks; torchrun's variable."""
+    executable = environ.get("PYTHON_EXEC", sys.executable)
+    if shutil.which(executable) is None:
+        raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
+    return executable
+
+
+def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> int:
+    """Runs the job; returns the exit status."""
+    directory = _directory(wishes, size, job)
+    machine = ThisMachine(server.ready(), server.count_devices)
+
+    def attempt(time_left: float | None, restart_count: int) -> Ended:
+        spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
+        output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
+        handle = start_launch(server, spec, None, output, History())
+        try:
+            return handle.wait()
+        finally:
+            handle.close()
+
+    return _carry_out(job, attempt)
+
+
+def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
+    directory = directory_of(wishes, size, job.run_id or "run")
+    if directory is not None and wishes.log_dir is None:
+        _say(f"output is kept in {directory}")
+    return directory
+
+
+def _carry_out(job: Job, attempt: Callable[[float | None, int], Ended]) -> int:
+    """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
+    begun = time.monotonic()
+    try:
+        with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say).result()
+    except LaunchTimeout as error:  # of the deadline, or of the time to join
+        late = job.deadline is not None and time.monotonic() - begun >= job.deadline
+        return _fail(error, _TIMED_OUT if late else _RAISED)
+    return 0
+
+
+def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
+    ready = server.ready(job.deadline)
+    count = 0
+    if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
+        count = server.count_devices(environ) if ready.accelerator else 0
+    if job.devices is not None:
+        if not ready.accelerator:
+            raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
+        try:
+            accelerator = Accelerator(ready.accelerator, ready.runtime or ready.accelerator, count)
+            environ |= shown(accelerator, job.devices, environ)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
+        count = len(job.devices)
+    if isinstance(job.size, int):
+        return job.size, environ
+    if job.size in {"gpu", "xpu"} and count == 0:
+        raise UsageError(f"--nproc-per-node {job.size}: no device is visible here (torch {ready.torch_version})")
+    size = count if job.size != "cpu" and count else device.usable_cpus()
+    return size, environ
+
+
+def _check_devices(size: int, environ: Mapping[str, str], runtime: str | None) -> None:
+    try:
+        device.only(size - 1, environ, runtime)
+    except ValueError as error:
+        raise UsageError(f"--virtual-local-rank with {size} ranks: {error}") from None
+
+
+@contextlib.contextmanager
+def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
+    """Raises StopSignal in the main thread when one of these signals comes."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise StopSignal(number)
+
+    # One that was ignored when this command started (nohup) stays so.
+    wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say_threads(size: int, environ: Mapping[str, str]) -> None:
+    if size > 1 and "OMP_NUM_THREADS" not in environ:
+        share, cpus = device.threads_of(size), device.usable_cpus()
+        _say(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {share} of {cpus} CPUs")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+
+
+def _let_go_of_streams() -> None:
+    """Lets go of streams whose reader has left (``| head``): the interpreter's last flush must not fail."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # None, closed
+            continue
+
+
+def _record(error: LaunchError) -> None:
+    """Writes what the rank wrote of its failure, or else what we know, for what started this command and asked."""
+    path = os.environ.get(error_file.VARIABLE)
+    if path and error.failures:
+        cause, first_line = error.failures[0], str(error).partition("\n")[0]
+        record = error.recorded or error_file.new_record(first_line, cause.traceback or str(error))
+        try:
+            error_file.write(path, record, cause.exitcode)
+        except OSError as problem:
+            _say(f"{error_file.VARIABLE}={path}: {problem}")
+
+
+def _fail(error: LaunchError, status: int | None = None) -> int:
+    """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
+    _say(str(error))
+    _record(error)
+    return _status(error) if status is None else status
+
+
+def _status(error: LaunchError) -> int:
+    code = error.failures[0].exitcode if error.failures else None
+    if code is None:
+        return _RAISED
+    return code if code > 0 else _SIGNALLED - code

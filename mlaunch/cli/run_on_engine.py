@@ -1,0 +1,96 @@
+"""``mlaunch run --engine``: a command on the machines of an engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
+from mlaunch.cli.checks import UsageError
+from mlaunch.cli.engine_names import engine_named
+from mlaunch.cli.job import Job
+from mlaunch.cli.output import Wishes
+from mlaunch.engines.engine import Engine
+from mlaunch.engines.launch.engine_launch import HostPrefix, MachinesLaunch, Work
+from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
+
+# Flags that an engine or its machines decide.
+_DECIDED = (
+    "node_rank", "master_addr", "master_port", "rdzv_endpoint", "devices", "preload", "dry_run", "standalone",
+    "token_file",
+)  # fmt: skip
+
+
+def engine_of(args: argparse.Namespace) -> Engine | None:
+    """Returns the engine that the flags name. UsageError for flags that do not go with it."""
+    if args.engine is None:
+        return None
+    for name in _DECIDED:
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} with --engine: allowed: one of the two")
+    try:
+        return engine_named(args.engine)
+    except ValueError as error:
+        raise UsageError(f"--engine {error}") from None
+
+
+class There:
+    """A job on machines of its own, which ``close`` gives back."""
+
+    def __init__(self, job: Job, engine: Engine, wishes: Wishes, directory: str | None) -> None:
+        self._job = job
+        self._wishes = wishes
+        self._directory = directory
+        self._machines = engine.ask_for(job.nodes, None)
+        self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
+
+    def attempt(self, time_left: float | None, restart_count: int) -> Ended:
+        """Runs it once."""
+        self._machines.renew()
+        options = _options(self._job)
+        return MachinesLaunch(self._machines, options, self._work, self._output, restart_count, time_left).run()
+
+    def close(self) -> None:
+        self._machines.close()
+
+    def _output(self, _spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
+        """Shows all ranks, since none has a stream of this process; files are named by global rank."""
+        places = {rank: rank - machine.rank_start for machine in self._machines.machines for rank in machine.ranks}
+        wished = self._wishes.policies(max(places.values()) + 1)
+        policies = {
+            (rank, stream): wished.get((local_rank, stream), Policy(shown=True))
+            for rank, local_rank in places.items()
+            for stream in STREAMS
+        }
+        return OutputPlan(policies, self._prefix(hosts, places), self._directory, merge=False)
+
+    def _prefix(self, hosts: dict[int, str], places: dict[int, int]) -> Callable[[Sequence[int]], str]:
+        if not self._wishes.own_prefix:
+            return HostPrefix(hosts)
+        return lambda ranks: self._wishes.prefix_of(self._job.role, ranks[0], places[ranks[0]], hosts[ranks[0]])
+
+
+def _options(job: Job) -> Options:
+    return Options(
+        n_gpus=job.size if isinstance(job.size, int) else None,
+        device_type="cpu" if isinstance(job.size, int) or job.size == "cpu" else "auto",
+        grace_period=job.grace_period,
+        deadline=job.deadline,
+        max_restarts=job.max_restarts,
+        join_timeout=job.join_timeout,
+    )
+
+
+def _command(job: Job) -> ScriptTarget:
+    return ScriptTarget(
+        kind=job.kind,
+        target=job.target,
+        args=job.args,
+        role=job.role,
+        run_id=job.run_id,
+        error_dir="",
+        virtual_local_rank=job.virtual_local_rank,
+        numa_binding=job.numa_binding,
+    )

@@ -1,0 +1,1 @@
+"""A launch over machines, as the caller drives it."""

@@ -1,0 +1,261 @@
+"""The agents of all machines, as one agent that a launch's handle can hear.
+
+A thread of the caller's turns what members tell into records and descriptors on a channel: values into memfds, what
+ranks print into pipes, rows of boards into one board, times into those of this machine's clock. So all that a caller
+makes of a launch on its own machine (output, progress, report, restarts, the first failure) it makes of this one, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.base.fds import close_all
+from mlaunch.engines.launch.machine import Machine, last_lines
+from mlaunch.engines.launch.output_pipes import Backlog
+from mlaunch.engines.launch.patience import Patience
+from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.protocol import failures
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.machines.frame_stream import NoiseError
+from mlaunch.protocol.messages.launch_messages import (
+    AgentFailed,
+    Cancel,
+    Finished,
+    RankGone,
+    RanksStarting,
+    RankStarted,
+    Reaped,
+)
+from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
+from mlaunch.protocol.messages.member_messages import FromAgent, MachineDone, Printed, Rows, Seen, ServerEnded
+
+_STREAMS = (1, 2)
+
+
+class MergedAgent:
+    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        world_size: int,
+        end_of: Callable[[Machine], tuple[str, str]],
+        times: Patience,
+        lookout: Lookout,
+    ) -> None:
+        self.channel, self._theirs = Channel.pair()
+        self._machines = machines
+        self._world_size = world_size
+        self._end_of = end_of
+        self._times = times
+        self._lookout = lookout
+        self._open = {machine.stream.fileno(): machine for machine in machines}
+        self._board = Board.create(world_size)
+        self._backlog = Backlog()
+        self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
+        self._started = False
+        self._refused = False
+        self._hopeless = False  # the launch's handle has let go of it
+        self._lost = False  # some machine, or a process there
+        self._hearsay: RankFailure | None = None  # what others say of a machine, which may be about to say more itself
+        self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen. The machines are this thread's from now on, until ``join``."""
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Waits for its end; True if that has come."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._lookout.open()
+            while self._open and not self._hopeless:
+                self._step()
+        except Exception as error:  # of ours: the handle must not wait for ever
+            self._tell(AgentFailed(f"{type(error).__name__}: {error}"))
+        finally:
+            for machine in self._open.values():
+                machine.lost = True
+            self._lookout.close()
+            if self._hearsay is not None and not self._lost:
+                self._tell(self._hearsay)
+            self._tell(Finished())
+            self._end_output()
+            self._theirs.close()
+            self._board.close()
+            os.close(self._nothing)
+
+    def _end_output(self) -> None:
+        """Passes on what ranks printed last, to whose end the handle reads once it has heard of the launch's."""
+        self._backlog.end(range(self._world_size))
+        while self._backlog.blocked() and not self._hopeless:
+            if self._backlog.wait(self._theirs.fileno()):
+                self._hear_handle()
+            self._backlog.flush()
+        self._backlog.close()
+
+    def _step(self) -> None:
+        ready = self._wait()
+        gives_up, passed = self._times.take_due()
+        if gives_up:
+            self._give_up()
+        if passed:
+            self._backlog.limit = None
+        self._backlog.flush()
+        for machine in self._machines:
+            if machine.stderr in ready:
+                machine.hear_stderr()
+            if machine.stream.outgoing in ready:
+                machine.stream.flush()
+        for fd in ready & self._open.keys():
+            self._hear(fd, self._open[fd])
+        self._lookout.serve(ready, list(self._open.values()))
+        if self._lookout.stopped_by is not None and not self._lost:
+            self._fail(failures.from_stop(self._lookout.stopped_by))
+            self._cancel()
+        if self._theirs.fileno() in ready:
+            self._hear_handle()
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        for fd in [self._theirs.fileno(), *self._lookout.fds()]:
+            poll.register(fd, select.POLLIN)
+        for fd in self._open if not self._backlog.full else ():
+            poll.register(fd, select.POLLIN)
+        for machine in self._machines:
+            if machine.stderr >= 0:
+                poll.register(machine.stderr, select.POLLIN)
+            if machine.stream.unsent:
+                poll.register(machine.stream.outgoing, select.POLLOUT)
+        for fd in self._backlog.blocked():
+            poll.register(fd, select.POLLOUT)
+        return {fd for fd, _ in poll.poll(self._times.milliseconds(self._lookout.due))}
+
+    def _hear_handle(self) -> None:
+        """Passes on what it wants: that the launch ends. What ranks print holds up nothing any more then."""
+        try:
+            record, fds = self._theirs.receive()
+        except EOFError:
+            record, fds, self._hopeless = Cancel(force=True), [], True
+        self._obey(record, fds)
+        close_all(fds)
+
+    def _obey(self, record: object, _fds: Sequence[int]) -> None:
+        self._backlog.limit = None
+        self._send(record)
+
+    def _send(self, record: object, content: int = -1, *, but: Machine | None = None) -> None:
+        """Sends a record to all machines that have not ended."""
+        for machine in self._open.values():
+            if machine is not but:
+                machine.stream.send(record, content)
+
+    def _hear(self, fd: int, machine: Machine) -> None:
+        try:
+            for record, content in machine.stream.receive():
+                self._take(machine, record, content)
+                if content >= 0:
+                    os.close(content)
+                if isinstance(record, MachineDone):
+                    del self._open[fd]
+        except NoiseError as error:
+            del self._open[fd]
+            self._lose(machine, f"was lost: the host {error}")
+        except EOFError:
+            del self._open[fd]
+            self._lose(machine)
+
+    def _lose(self, machine: Machine, what: str = "") -> None:
+        """Tells that a machine is gone, and ends the launch on the others."""
+        machine.lost = True
+        fate, words = self._end_of(machine) if not what else ("", "")
+        what = what or f"was lost: {fate or 'its member has ended'}"
+        hints = tuple(f"it wrote: {line}" for line in last_lines(words))
+        self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
+        self._backlog.end(machine.ranks)
+        self._send(Cancel())
+
+    def _cancel(self) -> None:
+        """Asks all machines to end the launch."""
+        self._send(Cancel())
+
+    def _fail(self, failure: RankFailure) -> None:
+        self._lost = True
+        self._tell(failure)
+
+    def _take(self, machine: Machine, record: object, content: int) -> None:
+        if isinstance(record, Printed):
+            self._backlog.add(record.rank, record.stream, record.data)
+        elif isinstance(record, Rows):
+            for rank, row in zip(machine.ranks, record.rows, strict=True):
+                self._board.take_row(rank, row, machine.shift)
+        elif isinstance(record, FromAgent):
+            self._take_from_agent(machine, record.record, content)
+        elif isinstance(record, Seen):
+            self._lookout.take(machine, record.number, content)
+        elif isinstance(record, ServerEnded):
+            self._fail(RankFailure(None, 0, record.what, host=machine.host, subject="the fork server"))
+            self._send(Cancel(), but=machine)
+        elif isinstance(record, MachineDone) and record.error:
+            self._refuse(f"host {machine.host}: {record.error}", late=record.late)
+
+    def _take_from_agent(self, machine: Machine, record: Any, content: int) -> None:
+        if isinstance(record, RanksStarting):
+            self._begin(record)
+        elif isinstance(record, RankStarted):
+            readers = self._backlog.open(record.rank, _STREAMS)
+            self._tell(machine.shifted(record), readers)
+            close_all(readers)
+        elif isinstance(record, RankGone):
+            self._tell(machine.shifted(record), [content if content >= 0 else self._nothing])
+        elif isinstance(record, Reaped):
+            if record.exitcode != 0:
+                who = f"the agent on host {machine.host}"
+                self._fail(RankFailure(None, 0, describe_exit(record.exitcode), host=machine.host, subject=who))
+        elif isinstance(record, Refused):
+            self._refuse(record.text, late=record.late)
+        elif isinstance(record, RankFailure):
+            self._take_peers_failure(machine, record)
+        elif not isinstance(record, Value) and (machine.number == 0 or not isinstance(record, Waiting)):
+            self._tell(machine.shifted(record), [content] if content >= 0 else [])
+
+    def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
+        """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
+        if record.rank is None and self._hearsay is None:
+            self._hearsay = record if record.host else dataclasses.replace(record, host=machine.host)
+            self._times.begin_to_give_up()
+
+    def _give_up(self) -> None:
+        """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
+        for machine in self._open.values():
+            machine.lost = True
+            self._backlog.end(machine.ranks)
+        self._open.clear()
+
+    def _refuse(self, text: str, *, late: bool = False) -> None:
+        if not self._refused:
+            self._refused = True
+            self._tell(Refused(text, late))
+        self._send(Cancel())
+
+    def _begin(self, record: RanksStarting) -> None:
+        """Tells of the start once, as that of all ranks."""
+        if self._started:
+            return
+        self._started = True
+        all_of_them = RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size)
+        self._tell(all_of_them, [self._board.fd])
+
+    def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
+        self._theirs.try_send(record, fds)

@@ -1,0 +1,42 @@
+"""One call on the machines of an engine: as ``caller/launch/call.py`` does it on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch.call import flush_streams
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_options import new_directory, output_plan
+from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.warn import warn_caller
+from mlaunch.engines.launch.engine_launch import MachinesLaunch, Work, with_hosts
+from mlaunch.engines.launch.machines import Machines
+from mlaunch.protocol import calls
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import LaunchSpec
+
+
+def call_on_machines(
+    machines: Machines, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Ended:
+    """Runs the function on every machine's ranks; returns how the last attempt ended."""
+    name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
+    work = Work(name, Call(calls.portable(function), args, kwargs))
+    log_dir = new_directory(options.log_dir, name)
+    flush_streams()
+    if log_dir is not None:
+        options = options.replaced({"log_dir": log_dir})
+
+    def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
+        return with_hosts(output_plan(options, spec), hosts)
+
+    def attempt(time_left: float | None, restart_count: int) -> Ended:
+        machines.renew()
+        return MachinesLaunch(machines, options, work, output, restart_count, time_left).run()
+
+    with interrupts.deferred():
+        return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)

@@ -1,0 +1,221 @@
+"""The machines of a call: asked for, greeted, asked what they can give, and given back."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mlaunch import _version
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.caller import interrupts
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.lease import Renewal
+from mlaunch.engines.placement import Placement
+from mlaunch.protocol.machines.frame_stream import NoiseError
+from mlaunch.protocol.messages.member_messages import AskOffer, Lease, NotPrepared, command_of
+
+_LOOK_DELAY = 0.1  # seconds between questions to the engine
+_LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
+
+
+class Machines:
+    """``place``: an engine's; ``python``: the interpreter there; ``wanted``: how many, None: as the engine has it;
+    ``n_gpus``: ranks on each, where a call does not say it; ``lease``: the engine's."""
+
+    def __init__(
+        self,
+        place: Callable[[int | None, Sequence[str]], Placement],
+        python: str,
+        wanted: int | None,
+        n_gpus: int | None,
+        lease: float | None,
+    ) -> None:
+        self._place = place
+        self._python = python
+        self._wanted = wanted
+        self._n_gpus = n_gpus
+        self._lease = lease
+        self._renewal: Renewal | None = None
+        self._placement: Placement | None = None
+        self._leaving = False  # they are being given back, which may have been interrupted
+        self._asked = 0  # calls for which machines were
+        self.machines: list[Machine] = []
+
+    @property
+    def hosts(self) -> list[str]:
+        """Their names, in the order of their ranks; [] before they are there, and after."""
+        return [machine.host for machine in self.machines]
+
+    def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Waits until the machines are there, unless they are, however long a queue takes.
+
+        ``timeout``: seconds in which all members must have started then. ``tell``: gets what the machines wait for,
+        when that changes.
+
+        Raises:
+            LaunchError: They do not come, or mlaunch cannot run there.
+        """
+        self.renew()
+        if self.machines:
+            return
+        atexit.register(self.close)
+        try:
+            self._open(timeout, tell)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
+        self._placement = placement = self._place(self._wanted, command_of(self._python))
+        told = ""
+        while state := placement.state():
+            if state != told:
+                tell(state)
+            told = state
+            interrupts.wait_readable([], _LOOK_DELAY)
+        self._start_members(placement, timeout)
+
+    def _start_members(self, placement: Placement, timeout: float) -> None:
+        size = len(placement.sizes)
+        waiting, until = list[Machine](), time.monotonic() + timeout
+        while waiting or len(self.machines) < size:
+            while len(self.machines) < size and len(waiting) < (placement.at_once or size):
+                number = len(self.machines)
+                self.machines.append(Machine(number, placement.start(number)))
+                waiting.append(self.machines[-1])
+            self._wait(waiting, until, timeout)
+            waiting = [machine for machine in waiting if not self._greeted(machine)]
+        if self._lease is not None:
+            record = Lease(self._lease, tuple(placement.farewell))
+            self._renewal = Renewal([machine.stream for machine in self.machines], record)
+
+    def _wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
+        """Waits until one has said something, by then; ``timeout``: seconds of all. Keeps their standard error."""
+        errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
+        fds = [*(machine.stream.fileno() for machine in machines), *errors]
+        left = until - time.monotonic()  # of one that prints without end something can always be read
+        ready = interrupts.wait_readable(fds, left) if left > 0 else []
+        if not ready:
+            for machine in machines:
+                machine.lost = True  # for a call later on, too
+            names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
+            words = "\n".join(word for machine in machines if (word := machine.last_words()))
+            raise LaunchTimeout(
+                f"mlaunch has not answered on {names} within join_timeout={timeout:g} s; is it slow to start there, or "
+                f"does something ask for input?" + (words and f" It wrote:\n{words}")
+            )
+        for fd in ready:
+            if fd in errors:
+                errors[fd].hear_stderr()
+
+    def _greeted(self, machine: Machine) -> bool:
+        try:
+            return machine.greet()
+        except EOFError:
+            raise LaunchError(self._why_not(machine)) from None
+
+    def _why_not(self, machine: Machine) -> str:
+        """Says why a member did not start."""
+        fate, words = self.end_of(machine)
+        name = machine.host or f"machine {machine.number}"
+        lines = [f"mlaunch did not start on {name}" + (f": {fate}" if fate else "")]
+        lines += [f"  {line}" for line in words.splitlines()]
+        if "No module named" in words and "mlaunch" in words:
+            install = shlex.join([self._python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
+            lines.append(f"mlaunch must be installed there: {install}")
+        return "\n".join(lines)
+
+    def end_of(self, machine: Machine) -> tuple[str, str]:
+        """Returns what the engine says of a member that has ended, and what that wrote last."""
+        until = time.monotonic() + _LAST_WORDS_TIMEOUT
+        fate = self._placement.fate(machine.number) if self._placement is not None else ""
+        writer = next((one for one in (machine, *self.machines) if one.writes_here), machine)
+        while writer.stderr >= 0 and time.monotonic() < until:
+            interrupts.wait_readable([writer.stderr], until - time.monotonic())
+            writer.hear_stderr()
+        return fate, writer.last_words()
+
+    def prepare(self, order: AskOffer, timeout: float) -> None:
+        """Asks all machines what they can give to a launch, which they must say within ``timeout`` seconds.
+
+        Raises:
+            LaunchError: A machine cannot give it, or has ended.
+        """
+        self._asked += 1
+        for machine in self.machines:
+            machine.prepared = None
+            machine.stream.send(self._for(machine, order))
+        waiting, until = list(self.machines), time.monotonic() + timeout
+        while waiting:
+            for machine in waiting:
+                self._hear_prepared(machine)  # also what came with its first word, which is none of its own
+            waiting = [machine for machine in waiting if machine.prepared is None]
+            if waiting:
+                self._wait(waiting, until, timeout)
+        start = 0
+        for machine in self.machines:
+            machine.rank_start = start
+            start += len(machine.ranks)
+
+    def _for(self, machine: Machine, order: AskOffer) -> AskOffer:
+        size = self._placement.sizes[machine.number] if self._placement is not None else None
+        given = size or order.options.get("n_gpus") or self._n_gpus
+        return replace(order, number=self._asked, options={**order.options, "n_gpus": given})
+
+    def _hear_prepared(self, machine: Machine) -> None:
+        try:
+            found = machine.stream.receive()
+        except NoiseError as error:
+            machine.lost = True
+            raise LaunchError(
+                f"host {machine.host} wrote something else than mlaunch on its standard output, beginning "
+                f"{error.beginning!r}: a profile that prints, or another program?"
+            ) from None
+        except EOFError:
+            machine.lost = True
+            fate, words = self.end_of(machine)
+            raise LaunchError(f"host {machine.host} was lost: {fate or words or 'its member has ended'}") from None
+        for record, _ in found:
+            if record.number != self._asked:  # an answer for a call that was given up before it came
+                continue
+            if isinstance(record, NotPrepared):
+                raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
+            machine.prepared = record
+            machine.shift = time.monotonic() - record.clock
+
+    def renew(self) -> None:
+        """Gives the machines back if one of them is lost, so that ``open`` gets others."""
+        if self._leaving or any(machine.lost for machine in self.machines):
+            self._give_back()
+
+    def kill(self) -> None:
+        """Ends all that runs on them."""
+        if self._placement is not None:
+            self._placement.cancel()
+        self._placement = None
+
+    def close(self) -> None:
+        """Gives them back. May be called again, also after it was interrupted; ``open`` gets others."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Forgets each only when that is done, lest an interrupt leave it with nobody."""
+        self._leaving = True
+        if self._renewal is not None:
+            self._renewal.close()
+        for machine in self.machines:
+            machine.close()
+        if self._placement is not None:
+            self._placement.cancel()
+        self.machines, self._placement, self._renewal = [], None, None
+        self._leaving = False
+        atexit.unregister(self.close)
+
+
+def say(text: str) -> None:
+    """Tells people what a call waits for."""
+    print(f"mlaunch: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""Answers ``mlaunch ps`` and ``stacks`` here for a launch whose ranks are on other machines, by asking there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.base.forks import close_in_forks
+from mlaunch.caller.launch.plan import working_directory
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.protocol import registry
+from mlaunch.protocol.messages.member_messages import Look
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.visitors import Reception, answer
+
+_PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
+
+
+@dataclass
+class _Question:
+    visitor: socket.socket
+    due: float  # when it is answered with what there is, in monotonic seconds
+    missing: set[int]  # numbers of the machines that have not answered
+    found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # their ranks
+
+
+class Lookout:
+    """Of one launch. It belongs to the thread that hears the machines."""
+
+    def __init__(self, spec: LaunchSpec, machines: Sequence[Machine]) -> None:
+        self._spec = spec
+        self._machines = machines
+        self._start = time.monotonic()
+        self._questions: dict[int, _Question] = {}
+        self._asked = 0
+        self._cwd = working_directory()
+        self._environ = dict(os.environ)
+        self._reception = Reception(self._environ, spec.launch_id)
+
+    def open(self) -> None:
+        """Can be found from now on. Removes what callers have left that were killed: no fork server did it for them."""
+        with contextlib.suppress(OSError):  # a directory that is not ours: a launch needs no visitors
+            for _, connection in registry.connections(self._environ):
+                connection.close()
+        self._reception.open()
+        close_in_forks(self._reception)
+
+    @property
+    def due(self) -> float:
+        """When ``serve`` is to be called though nothing has come."""
+        return min((question.due for question in self._questions.values()), default=math.inf)
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The process that has asked the launch to end; None: none has."""
+        return self._reception.stopped_by
+
+    def fds(self) -> list[int]:
+        """Returns what is to be watched."""
+        return self._reception.fds()
+
+    def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
+        """Asks the machines that are ``there`` what visitors want to know; answers what has waited too long."""
+        for visitor, word in self._reception.take(ready):
+            self._asked += 1
+            numbers = {machine.number for machine in there}
+            self._questions[self._asked] = _Question(visitor, time.monotonic() + _PATIENCE, numbers)
+            for machine in there:
+                machine.stream.send(Look(self._asked, word))
+        for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
+            self._finish(number)
+
+    def take(self, machine: Machine, number: int, content: int) -> None:
+        """Takes what a machine answers. ``content``: a file with its status in JSON; -1: none."""
+        question = self._questions.get(number)
+        if question is None:  # it came too late
+            return
+        question.missing.discard(machine.number)
+        if content >= 0:
+            with open(os.dup(content), encoding="utf-8") as file, contextlib.suppress(ValueError):  # it was cut
+                file.seek(0)
+                question.found[machine.number] = json.load(file)["ranks"]
+        if not question.missing:
+            self._finish(number)
+
+    def close(self) -> None:
+        """Answers those who still wait, and is found no more."""
+        for number in list(self._questions):
+            self._finish(number)
+        self._reception.close()
+
+    def _finish(self, number: int) -> None:
+        question = self._questions.pop(number)
+        answer(question.visitor, self._status(question))
+
+    def _status(self, question: _Question) -> dict[str, Any]:
+        ranks = []
+        for machine in self._machines:
+            known = question.found.get(machine.number) or [self._unknown(rank, machine) for rank in machine.ranks]
+            ranks += [{**rank, "host": machine.host} for rank in known]
+        return {
+            "id": self._spec.launch_id,
+            "function": self._spec.name,
+            "age": round(time.monotonic() - self._start, 3),
+            "caller": os.getpid(),
+            "agent": os.getpid(),
+            "cwd": self._cwd,
+            "argv": list(self._spec.context.argv),
+            "world_size": self._spec.world_size,
+            "restart_count": self._spec.restart_count,
+            "ranks": ranks,
+        }
+
+    def _unknown(self, rank: int, machine: Machine) -> dict[str, Any]:
+        state = "its machine is lost" if machine.lost else "its machine has not said what it does"
+        return {"rank": rank, "pid": 0, "device": "-", "state": state, "stacks": "", "frames": []}

@@ -1,0 +1,81 @@
+"""Gives a launch its agent: the one that rests, or a new one."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlaunch.base.fds import OwnedFds
+from mlaunch.base.text import both_ends
+from mlaunch.forkserver.children import Child, Children
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.messages.launch_messages import AgentFailed, Reaped
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
+
+    ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``: see the agent's
+    Order. ``directory``: see StartLaunch.
+    """
+
+    fds: tuple[int, int, int, int, int]
+    call: Call | None = None
+    more: bool = False
+    rehearses: bool = False
+    directory: str = ""
+
+    @property
+    def socket(self) -> int:
+        return self.fds[2]
+
+
+def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
+    """Begins a launch; of its descriptors the socket stays here. ``owned``: what is none of its agent's business."""
+    for child in children:
+        child.end_stopped()
+    rested = children.resting if launch.more else None
+    if rested is None:
+        _begin_anew(launch, children, owned)
+    elif rested.serves(launch.fds):
+        rested.begin(Channel.adopt(launch.socket))
+    else:
+        rested.dismiss()
+        _begin_anew(launch, children, owned)
+
+
+def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
+    from mlaunch.agent import main
+
+    parent = os.getpid()
+    link, agents_link = Channel.pair() if launch.more else (None, None)
+    pid = fork(launch.socket)
+    if pid == 0:
+        foreign = owned()
+        if link is not None:
+            foreign.add(link.fileno())
+        main.run_agent(main.Order(*launch.fds, launch.call, launch.rehearses), main.Home(parent, foreign, agents_link))
+    if agents_link is not None:
+        agents_link.close()
+    if pid is not None:
+        child = Child(pid, os.pidfd_open(pid), None, is_agent=True, link=link, directory=launch.directory)
+        children.add(child)
+        child.begin(Channel.adopt(launch.socket))
+    elif link is not None:
+        link.close()
+
+
+def fork(channel_fd: int) -> int | None:
+    """Forks as os.fork; None if the system refuses, which is said on the channel: other launches go on."""
+    try:
+        return os.fork()
+    except OSError:
+        channel = Channel.adopt(channel_fd)
+        channel.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))
+        channel.try_send(Reaped(1))
+        channel.close()
+        return None

@@ -1,0 +1,1 @@
+"""What runs on a machine of an engine: a caller without a person."""

@@ -1,0 +1,229 @@
+"""One launch on one machine, told to a caller elsewhere: each record of its agent, and all that its ranks print."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Sequence
+
+from mlaunch.base.fds import KeptFd, close_all
+from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.engines.lease import Term
+from mlaunch.member.looks import Looks
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.kept_messages import (
+    CallOver,
+    EndCall,
+    EndRanks,
+    MeetAgain,
+    NextCall,
+    RanksBack,
+    RanksStand,
+)
+from mlaunch.protocol.messages.launch_messages import (
+    AgentStarted,
+    Cancel,
+    Finished,
+    RankAnswered,
+    RankGone,
+    RanksStarting,
+    RankStarted,
+    Reaped,
+)
+from mlaunch.protocol.messages.member_messages import FromAgent, Lease, Look, MachineDone, Printed, Rows, ServerEnded
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import LaunchSpec
+
+_READ = 32768  # bytes of what a rank prints
+_FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
+_LOOK_DELAY = 0.2  # seconds between looks at the board
+_WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
+_CallRecord = NextCall | EndCall | MeetAgain | EndRanks
+_PIPE = 65536  # bytes that wait in a pipe at most
+
+
+class MachineLaunch:
+    """Starts it. ``call``: the memfd with the call, which stays the caller's of this; -1: ranks run a command."""
+
+    def __init__(self, stream: FrameStream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
+        self._stream = stream
+        self._spec = spec
+        self._server = server
+        self._term = term
+        self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
+        self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
+        self._board: Board | None = None
+        self._early: list[tuple[_CallRecord, int]] = []  # what comes before there are ranks
+        self._rows: tuple[bytes, ...] = ()
+        self._look_at = time.monotonic()
+        self._alone = False  # the caller is gone
+        self._looks = Looks(stream, spec.context.environ)
+        self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
+
+    def run(self) -> None:
+        """Runs it to its end, or the caller's."""
+        try:
+            self._hear_caller()  # what came with the order to start
+            while self._step():
+                pass
+            self._end_output()
+            self._tell_rows()
+            if not self._alone:  # else this machine leaves, which is no end that the caller would expect
+                self._stream.send(MachineDone())
+        finally:
+            self._close()
+
+    def _step(self) -> bool:
+        """Waits for what comes next, and passes it on; False after the agent's last word."""
+        ready = self._wait()
+        if self._stream.outgoing in ready:
+            self._stream.flush()
+        if self._stream.incoming in ready:
+            self._hear_caller()
+        elif self._term.over and not self._alone:
+            self._lose_caller()
+            self._term.tell()
+        for fd in ready & self._pipes.keys():
+            self._carry(fd)
+        self._looks.serve(ready)
+        if time.monotonic() >= self._look_at:
+            self._tell_rows()
+        if self._limits.overdue() == "nobody":
+            return False
+        return self._agent.fileno() not in ready or self._hear_agent()
+
+    def _wait(self) -> set[int]:
+        poll = select.poll()
+        poll.register(self._agent.fileno(), select.POLLIN)
+        for fd in [*self._looks.fds(), *([] if self._alone else [self._stream.incoming])]:
+            poll.register(fd, select.POLLIN)
+        if self._stream.unsent:
+            poll.register(self._stream.outgoing, select.POLLOUT)
+        if self._alone or self._stream.unsent < _FULL:
+            for fd in self._pipes:
+                poll.register(fd, select.POLLIN)
+        due = [
+            self._look_at - time.monotonic(),
+            *([] if self._alone else [self._term.left]),
+            *([left] if (left := self._limits.timeout()) is not None else []),
+        ]
+        return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
+
+    def _hear_caller(self) -> None:
+        try:
+            for record, content in self._stream.receive():
+                if isinstance(record, Cancel):
+                    self._cancel(record)
+                elif isinstance(record, Lease):
+                    self._term.lease = record
+                elif isinstance(record, Look):
+                    self._looks.ask(record)
+                elif isinstance(record, _CallRecord):
+                    self._call(record, content)
+        except EOFError:
+            self._lose_caller()
+
+    def _lose_caller(self) -> None:
+        self._alone = True
+        self._stream.forget()
+        self._cancel(Cancel())
+
+    def _cancel(self, record: Cancel) -> None:
+        self._limits.begin_cancel(force=record.force)
+        self._agent.try_send(record)
+
+    def _call(self, record: _CallRecord, content: int) -> None:
+        """Passes on what concerns ranks that stay. A call waits for them: to an agent that joins it were the end."""
+        if self._board is None and not isinstance(record, EndRanks):
+            self._early.append((record, content))
+            return
+        if isinstance(record, EndRanks):
+            self._limits.begin_cancel(force=False)
+        self._agent.try_send(record, [content] if content >= 0 else [])
+        if content >= 0:
+            os.close(content)
+
+    def _hear_agent(self) -> bool:
+        try:
+            record, fds = self._agent.receive()
+        except EOFError:
+            self._stream.send(ServerEnded(self._server.describe_exit()))
+            return False
+        if isinstance(record, RankGone):
+            self._tell_rows()
+        if isinstance(record, CallOver):
+            self._end_call(record, fds)
+        elif not isinstance(record, AgentStarted | Finished):
+            self._stream.send(FromAgent(record), fds[0] if fds and isinstance(record, _WITH_CONTENT) else -1)
+        self._take(record, fds)
+        return not isinstance(record, Finished | Reaped)
+
+    def _take(self, record: object, fds: Sequence[int]) -> None:
+        """Takes the descriptors, which are this machine's business."""
+        if isinstance(record, AgentStarted):
+            self._limits.agent = KeptFd(fds[0])
+        elif isinstance(record, RanksStarting):
+            self._board = Board(fds[0])
+            self._looks.learn(record)
+            for early in self._early:
+                self._call(*early)
+            self._early.clear()
+            close_all(fds[1:])  # by which ranks that stay would hear calls past their agent, and answer
+        elif isinstance(record, RankStarted):
+            streams = self._spec.streams(record.rank - self._spec.rank_start)
+            close_all(fds[: -len(streams)])
+            for fd, stream in zip(fds[-len(streams) :], streams, strict=True):
+                os.set_blocking(fd, False)
+                self._pipes[fd] = record.rank, stream
+        else:
+            close_all(fds)
+
+    def _carry(self, fd: int) -> bool:
+        """Passes on what a rank has printed; False if nothing was there."""
+        rank, stream = self._pipes[fd]
+        try:
+            data = os.read(fd, _READ)
+        except BlockingIOError:
+            return False
+        if not data:
+            del self._pipes[fd]
+            os.close(fd)
+        self._stream.send(Printed(rank, stream, data))
+        return True
+
+    def _end_call(self, record: CallOver, fds: Sequence[int]) -> None:
+        """Tells that ranks that stay are back, after what they have done, printed and returned."""
+        self._tell_rows()
+        for _ in range(_PIPE // _READ):
+            for fd in list(self._pipes):
+                self._carry(fd)
+        memfds = iter(fds)
+        for answer in record.answers:
+            self._stream.send(FromAgent(answer), -1 if answer.data else next(memfds))
+        self._stream.send(FromAgent(CallOver(record.number)))
+
+    def _tell_rows(self) -> None:
+        self._look_at = time.monotonic() + _LOOK_DELAY
+        if self._board is None:
+            return
+        rows = tuple(map(self._board.row, range(self._spec.local_world_size)))
+        if rows != self._rows:
+            self._rows = rows
+            self._stream.send(Rows(rows))
+
+    def _end_output(self) -> None:
+        """Passes on what ranks left in their pipes; somebody who outlived them may still hold the other end."""
+        while any([self._carry(fd) for fd in list(self._pipes)]):
+            pass
+
+    def _close(self) -> None:
+        close_all(self._pipes)
+        close_all(content for _, content in self._early if content >= 0)
+        self._looks.close()
+        self._agent.close()
+        self._limits.close()
+        if self._board is not None:
+            self._board.close()

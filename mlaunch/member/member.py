@@ -1,0 +1,118 @@
+"""``python -m mlaunch.member.member``: what an engine starts on each machine of a launch.
+
+It is a caller without a person: it has a warm fork server, and starts the ranks of its machine as that machine's script
+would. What it is to run comes on standard input, secrets too, and what it has to tell goes to standard output. It ends
+with its standard input, and its ranks with it: whoever loses the caller loses nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.engines.lease import Term
+from mlaunch.member.machine_launch import MachineLaunch
+from mlaunch.member.machine_plan import MachinePlan
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Lease, MachineDone, NotPrepared, Start, versions
+
+# Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
+_TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
+_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR"}
+
+
+def main() -> NoReturn:
+    """Serves until standard input ends."""
+    stream = _take_over_streams()
+    for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
+        del os.environ[name]
+    code = 1
+    try:
+        serve(stream, socket.gethostname())
+        code = 0
+    finally:
+        warm_server.close()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _take_over_streams() -> FrameStream:
+    """Keeps standard input and output for ourselves: whoever prints here does so to standard error."""
+    stream = FrameStream(linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1)))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    return stream
+
+
+def serve(stream: FrameStream, host: str) -> None:
+    """Serves a caller until its end of the stream is closed."""
+    hello = {**versions(), "host": host, "pid": os.getpid()}
+    os.set_blocking(stream.outgoing, True)
+    os.write(stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
+    os.set_blocking(stream.outgoing, False)
+    _Member(stream).serve()
+
+
+class _Member:
+    def __init__(self, stream: FrameStream) -> None:
+        self._stream = stream
+        self._term = Term(stream)
+        self._plan: MachinePlan | None = None
+
+    def serve(self) -> None:
+        while not self._term.over:
+            try:
+                found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
+            except EOFError:
+                return
+            for record, content in found:
+                self._obey(record, content)
+            if not found:
+                self._wait()
+        self._term.leave()
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._stream.incoming, select.POLLIN)
+        if self._stream.unsent:
+            poll.register(self._stream.outgoing, select.POLLOUT)
+        poll.poll(self._term.milliseconds())
+        self._stream.flush()
+
+    def _obey(self, record: object, content: int) -> None:
+        if isinstance(record, Lease):
+            self._term.lease = record
+        elif isinstance(record, AskOffer):
+            self._prepare(record)
+        elif isinstance(record, Start) and self._plan is not None:
+            self._start(self._plan, record, content)
+        if content >= 0:
+            os.close(content)
+
+    def _prepare(self, order: AskOffer) -> None:
+        try:
+            self._plan = MachinePlan(order)
+            self._stream.send(self._plan.prepared())
+        except (LaunchError, ValueError, OSError) as error:
+            self._stream.send(NotPrepared(order.number, f"{type(error).__name__}: {error}"))
+
+    def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
+        try:
+            launch = MachineLaunch(self._stream, plan.spec(order), plan.server, content, self._term)
+        except (LaunchError, ValueError, OSError) as error:
+            self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
+            return
+        launch.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""``python -m mlaunch.member.started_together``: what a program starts on each machine that joins all their standard streams.
+
+``mpirun`` gives its standard input to its first process alone, and mixes what all print. So each says where it listens,
+in one line that also has a secret, and prints nothing more; the first one hears from the caller of all, connects to
+them, and carries what they and the caller say to each other. Each is a member then, over its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.member import member
+from mlaunch.protocol.machines.first_process import MARK, Lead, Where, without_delay
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.machines.mux import Mux
+from mlaunch.protocol.messages.member_messages import command_of
+from mlaunch.rendezvous.address import LOOPBACK, addresses
+
+_STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
+_LOOK_DELAY = 1.0  # seconds between looks whether what has started this process is there
+_READ = 65536
+# The number of a process, and how many there are, as programs say it.
+_NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE"),
+            ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # fmt: skip
+
+
+def main() -> NoReturn:
+    """Serves until the caller ends, or the first one."""
+    incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
+    os.dup2(2, 1)
+    secret, starter = secrets.token_hex(32), os.getppid()
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        where = _say_where(outgoing, listener.getsockname()[1], secret)
+        stream = FrameStream(incoming, outgoing)
+        lead = _hear(stream, where)
+        if lead is None:
+            _follow(listener, secret.encode(), starter)
+    _lead(stream, lead, where)
+    os._exit(0)
+
+
+def _say_where(outgoing: int, port: int, secret: str) -> Where:
+    number, size = next(((os.environ[a], os.environ[b]) for a, b in _NUMBERS if {a, b} <= os.environ.keys()), (-1, 0))
+    address = next(iter(addresses()), LOOPBACK)
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"  # clones and containers share names and pids
+    where = Where(name, address, port, int(number), int(size), secret)
+    os.write(outgoing, b"\n" + MARK + json.dumps(vars(where)).encode() + b"\n")
+    return where
+
+
+def _hear(stream: FrameStream, where: Where) -> Lead | None:
+    """Waits for the caller's word; None if it is for another one, or comes to others alone."""
+    with contextlib.suppress(EOFError):
+        while True:
+            select.select([stream], [], [])
+            for record, _ in stream.receive(1):  # what follows it is for who carries
+                if isinstance(record, Lead) and record.name == where.name:
+                    return record
+                threading.Thread(target=_drain, args=(stream.incoming,), daemon=True).start()
+                return None
+    if where.number == 0:  # to whom it would have come: the caller is gone
+        os._exit(1)
+    return None
+
+
+def _drain(incoming: int) -> None:
+    """Reads what a program gives to all of its processes, and is not for this one."""
+    os.set_blocking(incoming, True)
+    while os.read(incoming, _READ):
+        pass
+
+
+def _admit_all(listener: socket.socket, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
+    while True:
+        end, _ = listener.accept()
+        threading.Thread(target=_admit, args=(end, secret, found), daemon=True).start()
+
+
+def _admit(end: socket.socket, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
+    """Passes on a connection that has the secret. A stranger takes nobody's time, and soon not even its thread's."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_TIMEOUT, 0))
+    connection = Connection(end.detach())
+    try:
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+    except (AuthenticationError, OSError, EOFError):
+        connection.close()
+        return
+    with socket.socket(fileno=os.dup(connection.fileno())) as known:
+        known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    found.put(connection)
+
+
+def _follow(listener: socket.socket, secret: bytes, starter: int) -> NoReturn:
+    """Is a member for the first one, which waits for the last to start; nobody else knows for how long."""
+    found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    threading.Thread(target=_admit_all, args=(listener, secret, found), daemon=True).start()
+    connection = None
+    while connection is None:
+        with contextlib.suppress(queue.Empty):
+            connection = found.get(timeout=_LOOK_DELAY)
+        if connection is None and os.getppid() != starter:  # what has started us is gone, and nobody comes
+            os._exit(1)
+    with without_delay(os.dup(connection.fileno())) as end:
+        for standard in (0, 1):
+            os.dup2(end.fileno(), standard)
+    connection.close()
+    member.main()
+
+
+def _lead(stream: FrameStream, lead: Lead, own: Where) -> None:
+    """Carries for all, and starts the member of this machine."""
+    ends = {}
+    for place, where in lead.all.items():
+        ends[place] = _start_member() if where.name == own.name else where.connect()
+    Mux(stream, ends).run()
+
+
+def _start_member() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        subprocess.Popen(command_of(sys.executable), stdin=theirs.fileno(), stdout=theirs.fileno())
+    return ours
+
+
+if __name__ == "__main__":
+    main()

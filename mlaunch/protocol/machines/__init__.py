@@ -1,0 +1,1 @@
+"""How a caller and its members on other machines speak."""

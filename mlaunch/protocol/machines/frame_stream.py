@@ -1,0 +1,224 @@
+"""Records and what belongs to them over two byte streams: between a caller and a member on another machine.
+
+Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a socket. A frame is::
+
+    size of the record, size of the content | the record, pickled | the content | a line feed
+
+The line feed is for engines that pass on whole lines, as Slurm does. What is large is content: it goes from a file and
+into a memfd, so that neither side holds it in memory a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from mlaunch.base.fds import close_all
+from mlaunch.base.forks import close_in_forks
+from mlaunch.protocol.machines.content import CHUNK, Content
+
+_HEAD = struct.Struct("!IQ")
+_END = b"\n"
+_LINE = 1 << 16  # bytes of the first line, at most
+_SHOWN = 40  # bytes of what is not of mlaunch
+_MOST = 1 << 24  # bytes of a record: what says more is not one of ours
+
+
+class NoiseError(OSError):
+    """What came is not of mlaunch."""
+
+    def __init__(self, beginning: bytes) -> None:
+        super().__init__(f"wrote something else than mlaunch on its standard output, beginning {beginning!r}")
+        self.beginning = beginning
+
+
+@dataclass
+class _Piece:
+    """What waits to be written: bytes, or the rest of a file."""
+
+    data: memoryview
+    fd: int = -1
+    offset: int = 0
+    size: int = 0
+
+    def next(self) -> memoryview:
+        """Returns what comes next; empty at the end."""
+        if not self.data and self.fd >= 0 and self.offset < self.size:
+            self.data = memoryview(os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset))
+            self.offset += len(self.data)
+            if not self.data:
+                raise OSError(f"a file of {self.size} bytes ended before its end; who cut it?")
+        return self.data
+
+    @property
+    def left(self) -> int:
+        return len(self.data) + max(0, self.size - self.offset)
+
+
+class FrameStream:
+    """One end, which owns its descriptors and never waits. Who uses it polls ``fileno()``, and ``outgoing``."""
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        self.incoming, self.outgoing = incoming, outgoing
+        close_in_forks(self)
+        os.set_blocking(incoming, False)
+        os.set_blocking(outgoing, False)
+        for end in (incoming, outgoing):
+            with contextlib.suppress(OSError):  # it is no pipe, or this user has too many large ones
+                fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, CHUNK)
+        self.heard_at = time.monotonic()  # when something came last
+        self._sending = threading.RLock()  # several threads may
+        self._waiting: deque[_Piece] = deque()
+        self._came = bytearray()
+        self._content: Content | None = None
+
+    def fileno(self) -> int:
+        return self.incoming
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait to be written."""
+        with self._sending:
+            return sum(piece.left for piece in self._waiting)
+
+    def send(self, record: object, content: int = -1) -> None:
+        """Queues a record, and a duplicate of the file that belongs to it; writes what can be written now."""
+        data = pickle.dumps(record)
+        size = os.fstat(content).st_size if content >= 0 else 0
+        with self._sending:
+            self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data + (b"" if size else _END))))
+            if size:
+                self._waiting.append(_Piece(memoryview(b""), os.dup(content), 0, size))
+                self._waiting.append(_Piece(memoryview(_END)))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Writes what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
+        with self._sending:
+            return self._write_now()
+
+    def _write_now(self) -> bool:
+        try:
+            while self._waiting:
+                piece = self._waiting[0]
+                data = piece.next()
+                if data:
+                    piece.data = data[os.write(self.outgoing, data) :]
+                elif piece.left == 0:
+                    self._drop_first()
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):  # which reading tells, too
+            self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Drops what waits to be written."""
+        while self._waiting:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        piece = self._waiting.popleft()
+        if piece.fd >= 0:
+            os.close(piece.fd)
+
+    def skip_to(self, mark: bytes) -> bytes | None:
+        """Returns the line that begins with ``mark`` once it is there, less the mark; None: it is not yet.
+
+        What comes before it, as a login shell's greeting, is dropped. EOFError if it never comes.
+        """
+        with contextlib.suppress(BlockingIOError):
+            self._fill()
+        start = self._came.find(mark)
+        end = self._came.find(b"\n", start) if start >= 0 else -1
+        if end < 0:
+            # Of what can come without end no more is kept than what may be the beginning of the line.
+            del self._came[: start if start >= 0 else max(0, len(self._came) - len(mark))]
+            if len(self._came) > _LINE:
+                del self._came[: len(mark)]
+            return None
+        line = bytes(self._came[start + len(mark) : end])
+        del self._came[: end + 1]
+        return line
+
+    def receive(self, most: int | None = None) -> list[tuple[Any, int]]:
+        """Returns what has come in full: records, each with a memfd that the receiver owns, or -1.
+
+        With ``most``, the rest waits for the next time, though nothing may be left to read then.
+
+        Raises:
+            EOFError: The other end is gone, and all that it sent was received before.
+        """
+        found: list[tuple[Any, int]] = []
+        try:
+            if self._content is not None:
+                self._content.fill(self.incoming, self._note_life)
+            self._fill()
+        except BlockingIOError:
+            pass
+        except EOFError:
+            found = self._take(most)
+            if not found:
+                raise
+            return found
+        return self._take(most)
+
+    def _fill(self) -> None:
+        try:
+            data = os.read(self.incoming, CHUNK)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError("the other end of the stream is closed")
+        self._note_life()
+        self._came += data
+
+    def _note_life(self) -> None:
+        self.heard_at = time.monotonic()
+
+    def _take(self, most: int | None) -> list[tuple[Any, int]]:
+        found: list[tuple[Any, int]] = []
+        while True:
+            if len(found) == most:
+                return found
+            if self._content is None and not self._begin():
+                return found
+            content = self._content
+            if content is None or not content.take(self._came):
+                return found
+            if not self._came:
+                return found
+            if self._came[: len(_END)] != _END:
+                raise NoiseError(bytes(self._came[:_SHOWN]))
+            del self._came[: len(_END)]
+            found.append((pickle.loads(content.record), content.release()))
+            self._content = None
+
+    def _begin(self) -> bool:
+        """Begins the next frame; False if its record is not there yet."""
+        if len(self._came) < _HEAD.size:
+            return False
+        size, content = _HEAD.unpack_from(self._came)
+        if size > _MOST:
+            raise NoiseError(bytes(self._came[:_SHOWN]))
+        if len(self._came) < _HEAD.size + size:
+            return False
+        self._content = Content(bytes(self._came[_HEAD.size : _HEAD.size + size]), content)
+        del self._came[: _HEAD.size + size]
+        return True
+
+    def close(self) -> None:
+        """Closes both descriptors. May be called again: by then their numbers may be somebody else's."""
+        self.forget()
+        if self._content is not None:
+            self._content.close()
+        owned, self.incoming, self.outgoing = {self.incoming, self.outgoing}, -1, -1
+        close_all(owned - {-1})

@@ -1,0 +1,1 @@
+"""The records that processes send each other."""

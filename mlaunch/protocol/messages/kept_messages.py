@@ -1,0 +1,97 @@
+"""The records of ranks that stay.
+
+launcher -> agent   NextCall, EndCall, EndRanks, MeetAgain
+launcher -> rank    DirectCall                      (instead of NextCall, where no deadline is to be kept)
+rank -> launcher    DirectAnswer                    (to such a call, if it is a small value)
+agent -> launcher   CallOver                        (if other machines have ranks, too: RanksStand, RanksBack)
+agent <-> rank      TellNumbers                     (a channel of its own, which a thread of the rank answers)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlaunch.protocol.messages.launch_messages import RankAnswered
+
+# Plain tuples: to find a class for each record would cost processes that wake for a short call too much.
+
+# The call's number, and the call; if it is empty, that is in the attached memfd.
+DirectCall = tuple[int, bytes]
+# The local rank, the call's number, the modules as in Answer, and the value.
+DirectAnswer = tuple[int, int, str, bytes]
+
+
+@dataclass(frozen=True)
+class NextCall:
+    """Has ranks that stay run their next call. ``data``: the call; if it is empty, that is in the attached memfd.
+
+    ``deadline``: seconds, None: no limit.
+    """
+
+    number: int
+    deadline: float | None
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class EndCall:
+    """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class CallOver:
+    """All ranks that stay have come back from a call, and can take the next one.
+
+    ``answers``: the last ones, up to as many as a record can carry the memfds of. Attached, in this order: those of
+    answers without data.
+    """
+
+    number: int
+    answers: tuple[RankAnswered, ...] = ()
+
+
+@dataclass(frozen=True)
+class RanksStand:
+    """Tells where a machine's ranks stand in a call that is to end. ``back``: global ranks that have come back from it.
+
+    Attached: a memfd with the numbers of those that have told them, by global rank. The launcher, who hears all
+    machines, finds out whether somebody works in vain.
+    """
+
+    number: int
+    back: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RanksBack:
+    """A machine's ranks have come back from a call that did not end by itself. Attached: as of RanksStand, of all.
+
+    It is for the launcher to compare these.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True)
+class MeetAgain:
+    """Says that the numbers of all machines' ranks agree: they are to meet, after which this call is over."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class EndRanks:
+    """Asks ranks that stay to leave; they are stopped after the grace period."""
+
+
+@dataclass(frozen=True)
+class TellNumbers:
+    """Asks for the numbers of the operations that a rank has entered since a call began, and says that they are told.
+
+    Attached to the question: the memfd for the answer.
+    """
+
+    call: int
+    question: int = 0  # its number, as the agent counts

@@ -1,0 +1,245 @@
+"""The records that cross process boundaries, each written once.
+
+launcher -> fork server   see server_messages.py
+fork server -> launcher   Ready or NotReady
+launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
+launcher and agent        see kept_messages.py                  (ranks that stay between calls)
+agent -> rank             RunCall, AnswerFile, Release          (a channel for each rank)
+rank -> agent             Answer                                (the result queue)
+agent -> launcher         all that begins with Rank, DeadlinePassed, ServerGone, AgentFailed, Finished
+link and agent            see machine_messages.py               (launches over several machines)
+fork server -> launcher   AgentStarted; Reaped                  (the launch's last word)
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+from mlaunch.protocol.messages.prepared_messages import Details
+
+CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build."""
+
+    torch_version: str
+    accelerator: str | None
+    backends: tuple[str, ...]
+    own_backend: str | None = None  # the one that torch takes for tensors of that kind
+    runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """Why the fork server cannot serve: the traceback of an import that failed, or one line that says it all."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class AgentStarted:
+    """The launch's agent was forked. Attached: its pidfd, with which the launcher can end it if it does not answer."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Asks the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period."""
+
+    force: bool = False
+    number: int = signal.SIGTERM
+
+
+class Phase(enum.Enum):
+    """Where in its life a rank is. The values are the words of messages."""
+
+    STARTING = "starting"
+    BINDING = "binding its device"
+    JOINING = "joining the process group"
+    RECEIVING = "receiving the function and its arguments"
+    RUNNING = "running the function"
+    COMMANDED = "running the command"
+    ANSWERING = "sending its value"
+    FAILING = "reporting an exception"
+    RETURNED = "waiting for the others to return"
+    SEVERED = "unable to answer: its function closed mlaunch's file descriptors"
+    LEAVING = "shutting down"
+    IDLE = "waiting for a call"
+
+
+_MAY_END = frozenset({Phase.RUNNING, Phase.COMMANDED, Phase.RETURNED, Phase.LEAVING, Phase.IDLE})  # with code 0
+
+
+class AnswerKind(enum.Enum):
+    """How a rank answered."""
+
+    VALUE = "returned"
+    ERROR = "raised"
+    UNPICKLABLE = "returned a value that cannot be pickled"
+    INTERRUPTED = "was interrupted"  # because somebody asked for that
+
+
+class Errand(enum.Enum):
+    """What a rank is to do with what it is sent."""
+
+    RUN = "run the call"
+    TELL_NUMBERS = "tell the numbers of operations that it has entered in each process group"
+    MEET = "meet the others in each process group"
+
+
+@dataclass(frozen=True)
+class RunCall:
+    """Asks a rank to run a call: that in ``data``, the attached memfd (``attached``) or in memory. See AnswerFile."""
+
+    number: int
+    errand: Errand = Errand.RUN
+    data: bytes = b""
+    attached: bool = False
+    details: Details | None = None  # for ranks that were prepared
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """Gives a rank a memfd for its answers, instead of the last one, which may be mapped. Attached: it."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Tells a rank that nothing more comes: it may end."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's answer to a call. ``data``: the value or RemoteError; if it is empty, that is in the memfd for answers.
+
+    ``consequence``: it looks like one of another rank's failure (a peer closed the connection). ``stale``: modules of
+    this rank, with commas, whose files are newer than what it runs.
+    """
+
+    local_rank: int
+    number: int  # of the call
+    kind: AnswerKind
+    consequence: bool = False
+    stale: str = ""
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class RanksStarting:
+    """``at``: the agent's monotonic seconds. The rest is what machines agreed on. Attached: the board of the ranks;
+    if they stay, the end of the queue on which they answer the launcher, too.
+    """
+
+    at: float
+    launch_id: str
+    rank_start: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
+    launcher may send calls; the reading ends of its streams' pipes.
+    """
+
+    rank: int
+    pid: int
+    at: float
+
+
+@dataclass(frozen=True)
+class RankAnswered:
+    """An Answer on its way to the launcher, attached its memfd if it has no data. ``at``: agent's monotonic seconds."""
+
+    rank: int
+    pid: int
+    kind: AnswerKind
+    consequence: bool
+    at: float
+    stale: str = ""
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class RankGone:
+    """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: we had told it to stop before.
+
+    Attached: the memfd with the Python stacks that faulthandler wrote if the rank crashed.
+    """
+
+    rank: int
+    pid: int
+    exitcode: int
+    phase: Phase
+    answered: bool
+    stopped: bool
+    at: float
+    hints: tuple[str, ...] = ()
+    peak_memory: int = 0  # bytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly: also with code 0, where nobody may say that all is done (while it unpickles, say)."""
+        return self.exitcode != 0 or not (self.answered or self.stopped or self.phase in _MAY_END)
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
+    ``state`` is the kernel's letter for it."""
+
+    rank: int
+    phase: Phase
+    state: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """The call's deadline passed while ranks were running."""
+
+
+@dataclass(frozen=True)
+class ServerGone:
+    """The rendezvous server died while ranks were running."""
+
+    pid: int
+    exitcode: int
+    at: float
+
+
+@dataclass(frozen=True)
+class AgentFailed:
+    """The agent itself could not go on, for lack of file descriptors, processes or memory: a traceback."""
+
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Nothing of the launch is left but its agent, which exits: its launcher need not wait for that."""
+
+
+@dataclass(frozen=True)
+class Reaped:
+    """Every process of the launch is gone. ``exitcode`` is the agent's."""
+
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """An exception on its way out of a rank. ``pickled`` is None if it does not survive pickling."""
+
+    type_name: str
+    message: str
+    traceback: str
+    phase: Phase
+    host: str
+    device: str
+    pickled: bytes | None

@@ -1,0 +1,58 @@
+"""The records between an agent and its link, and what of them goes on to the launcher.
+
+link -> agent -> launcher Waiting, Refused, RankFailure
+link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
+link -> agent             Beat, Planned, Over
+agent -> link             RankFailure, Value, Done
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlaunch.protocol.spec import Agreed
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What the launch waits for while machines join, for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The machines do not come together, and why. ``late``: because the time for it is over."""
+
+    text: str
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All machines have joined. ``interface``: this machine's, on the way to the master."""
+
+    agreed: Agreed
+    interface: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The link is there: its agent misses it as the other machines do."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """This machine's ranks are gone."""
+
+
+@dataclass(frozen=True)
+class AllGone:
+    """Every machine's ranks are gone."""

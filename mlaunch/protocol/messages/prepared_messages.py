@@ -1,0 +1,68 @@
+"""Launches that are prepared: their ranks are there before their call.
+
+launcher -> fork server   Prepare                   (also asked for by a second socket beside StartLaunch)
+launcher -> agent         BeginCall                 (over the prepared launch's own socket)
+agent -> launcher         CallBegun                 (a launch that ends without it has run nothing of the call)
+agent -> rank             RunCall                   (with the details)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from mlaunch.protocol.settings import Settings
+from mlaunch.protocol.spec import LaunchSpec
+
+
+@dataclass(frozen=True)
+class PrepareNext:
+    """Asks for a launch like the last one, once none has run for a moment. Attached: its socket.
+
+    If there are more descriptors, they are spec memfd, stdout and stderr, for one that is like them instead.
+    """
+
+
+@dataclass(frozen=True)
+class Details:
+    """What of a launch may be known only with its call; see LaunchSpec."""
+
+    name: str
+    deadline: float | None
+    time_left: float | None
+    seed: int | str | None
+    rank0_only: bool
+    argv: tuple[str, ...]
+    settings: Settings = ()
+
+
+@dataclass(frozen=True)
+class BeginCall:
+    """Gives a prepared launch its call. Attached: the call's memfd."""
+
+    details: Details
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    """The ranks of a prepared launch were there, and have been sent the call."""
+
+
+def details_of(spec: LaunchSpec) -> Details:
+    """Returns a launch's details."""
+    own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
+    return Details(*own, spec.context.argv, spec.context.settings)
+
+
+def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
+    """Returns the launch with these details."""
+    context = dataclasses.replace(spec.context, argv=details.argv, settings=details.settings)
+    given = vars(details) | {"context": context}
+    del given["argv"], given["settings"]
+    return dataclasses.replace(spec, **given)
+
+
+def shape_of(spec: LaunchSpec) -> LaunchSpec:
+    """Returns the launch less its details and what is its own: of two that are equal then, one can serve the other."""
+    bare = with_details(spec, Details("", None, None, None, False, ()))
+    return dataclasses.replace(bare, launch_id="", secret="")

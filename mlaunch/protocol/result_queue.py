@@ -1,0 +1,152 @@
+"""What ranks say to their agent and launcher: answers through queues, what they are doing through shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import select
+import struct
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.queues import SimpleQueue
+from typing import TypeVar
+
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages.kept_messages import DirectAnswer
+from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind
+
+R = TypeVar("R")
+
+ANSWER_LIMIT = 2048  # bytes of a value inside an answer
+_LENGTH = struct.Struct("!i")  # as multiprocessing's connections have it
+_CHUNK = 65536  # bytes: a pipe holds no more
+
+
+class ResultQueue(SimpleQueue[R]):
+    """A multiprocessing queue of answers that a rank killed in the middle of sending cannot harm.
+
+    An answer is one write of far less than PIPE_BUF bytes, which the kernel takes whole or not at all. So no lock is
+    needed between writers, and there is none that a rank could die with.
+    """
+
+    _reader: Connection
+    _writer: Connection
+    _rlock: contextlib.nullcontext[None]
+    _wlock: None
+    _poll: Callable[[], bool]
+
+    def __init__(self, reader: Connection | None = None) -> None:  # not the parent's: its locks are in /dev/shm
+        """``reader``: the end of another process's queue, from which this one is to read; None: make a queue."""
+        if reader is None:
+            self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+            self._writer_fd = self._writer.fileno()
+        else:
+            self._reader = reader
+        self._rest = b""  # of what was read: the beginning of an answer
+        self._waiting = select.poll()
+        self._waiting.register(self._reader.fileno(), select.POLLIN)
+        self._rlock = contextlib.nullcontext()  # one process reads
+        self._wlock = None
+        self._poll = self._reader.poll
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def writer_fileno(self) -> int:
+        return self._writer_fd
+
+    def put(self, obj: R) -> None:
+        """Sends an answer, pickled as it is: it holds nothing that multiprocessing pickles in ways of its own."""
+        data = pickle.dumps(obj)
+        os.write(self._writer_fd, _LENGTH.pack(len(data)) + data)
+
+    def drain(self) -> list[R]:
+        """Returns what has arrived, without waiting. EOFError: nothing will, since all writers are gone."""
+        answers: list[R] = []
+        read = _CHUNK
+        while read == _CHUNK and self._waiting.poll(0):
+            data = os.read(self._reader.fileno(), _CHUNK)
+            if not data and not answers:
+                raise EOFError
+            read = len(data)
+            self._rest += data
+            answers += self._take()
+        return answers
+
+    def _take(self) -> Iterator[R]:
+        """Yields the answers that have come whole."""
+        at = 0
+        while at + _LENGTH.size <= len(self._rest):
+            (size,) = _LENGTH.unpack_from(self._rest, at)
+            end = at + _LENGTH.size + size
+            if end > len(self._rest):
+                break
+            yield pickle.loads(memoryview(self._rest)[at + _LENGTH.size : end])
+            at = end
+        self._rest = self._rest[at:]
+
+    def close_reader(self) -> None:
+        """Leaves the reading to the one process that does it; called in a writer."""
+        self._reader.close()
+
+    def leave_reader(self) -> None:
+        """Leaves the closing of the reading end to who has given it."""
+        self._reader._handle = None  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Closes both ends, where it was made."""
+        self._reader.close()
+        self._writer.close()
+
+
+class Results:
+    """The queues and the board of one launch; made by its agent before the ranks are forked.
+
+    ``stay``: the ranks do. Then there is a second queue, from which their launcher reads, so that short calls need not
+    wake the agent.
+    """
+
+    def __init__(self, ranks: int, *, stay: bool = False) -> None:
+        self.queue: ResultQueue[Answer] = ResultQueue()
+        self.to_launcher: ResultQueue[DirectAnswer] | None = ResultQueue() if stay else None
+        self.board = Board.create(ranks)
+        self._all_there = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if stay else -1
+
+    def ways(self) -> list[int]:
+        """Returns the descriptors that a rank answers on."""
+        launchers = [] if self.to_launcher is None else [self.to_launcher.writer_fileno(), self._all_there]
+        return [self.queue.writer_fileno(), *launchers]
+
+    def answer(self, answer: Answer, *, direct: bool) -> None:
+        """Sends an answer; to a ``direct`` call a small value goes to the launcher.
+
+        That is woken once, when all are there: by the last rank, however this one answers.
+        """
+        rank, number = answer.local_rank, answer.number
+        if not direct or self.to_launcher is None:
+            self.queue.put(answer)
+            return
+        self.board.note_done(rank, number)
+        if answer.kind is AnswerKind.VALUE and answer.data:
+            self.board.note_answer(rank, number)
+            self.to_launcher.put((rank, number, answer.stale, answer.data))
+        else:
+            self.queue.put(answer)
+        if self.board.all_done(number):
+            os.eventfd_write(self._all_there, 1)
+
+    def offered(self) -> list[int]:
+        """Returns what the launcher gets: the board; of ranks that stay the end from which it reads, what wakes it."""
+        return [self.board.fd, *([self.to_launcher.fileno(), self._all_there] if self.to_launcher is not None else [])]
+
+    def close_offered(self) -> None:
+        """Leaves that end to the launcher."""
+        if self.to_launcher is not None:
+            self.to_launcher.close_reader()
+
+    def close(self) -> None:
+        """Lets go of the queue and the board of ranks that do not stay."""
+        self.queue.close()
+        self.board.close()

@@ -1,0 +1,1 @@
+"""What user code in a rank calls."""

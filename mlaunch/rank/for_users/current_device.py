@@ -1,0 +1,46 @@
+"""Which device is this rank's."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mlaunch.rank.joining import recognise
+from mlaunch.rank.joining.recognise import RankInfo
+
+if TYPE_CHECKING:
+    import torch
+
+bound: torch.device | None = None  # set when this process has become a rank, and bound its device
+
+
+def device() -> torch.device:
+    """Returns this rank's device, where its model and its data belong: "cuda:1", "cpu".
+
+    Works in ranks of mlaunch, in ranks that have joined, and before they join in those that another launcher started.
+    In any other process it is the CPU.
+
+    Example:
+        >>> @launcher(n_gpus=4)
+        ... def train():
+        ...     model = Model().to(mlaunch.device())
+    """
+    import torch
+
+    if bound is not None:
+        return bound
+    place = recognise.recognise(os.environ)
+    if place is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    return device_at(place, None if accelerator is None else accelerator.type)
+
+
+def device_at(info: RankInfo, accelerator: str | None) -> torch.device:
+    """Returns the device that a rank at this place takes, of those that it sees. ``accelerator``: None for the CPU."""
+    import torch
+
+    if accelerator is None:
+        return torch.device("cpu")
+    local_rank = info.rank if info.local_rank is None else info.local_rank
+    return torch.device(accelerator, local_rank % torch.accelerator.device_count())

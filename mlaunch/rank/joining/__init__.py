@@ -1,0 +1,1 @@
+"""Processes that others have started become ranks."""

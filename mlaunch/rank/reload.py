@@ -1,0 +1,128 @@
+"""Modules that a rank has imported and whose files have changed since; and their reload.
+
+A rank that stays has the code of the moment at which it imported it. Functions that travel by value are current.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import os
+import sys
+import sysconfig
+import traceback
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.base.frames import is_ours
+from mlaunch.rank import held_objects
+
+_LIBRARIES = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
+
+
+@dataclass
+class _Modules:
+    """The user's modules, those that are no library's, as this rank imported them."""
+
+    known: set[str] = field(default_factory=set)  # all that were looked at
+    count: int = 0  # of all modules, when they were looked at
+    read: dict[str, int] = field(default_factory=dict)  # by file: its time of change in ns, as it was imported
+    files: dict[str, tuple[str, int]] = field(default_factory=dict)  # by name: the file, and its time of change in ns
+    before: dict[str, dict[str, Any]] = field(default_factory=dict)  # the contents, before a reload
+
+
+_modules = _Modules()
+
+
+def watch() -> None:
+    """Notes from now on, in this process and its forks, of when the files are that are imported.
+
+    It is too late to ask for it afterwards: a call may take hours, and its files are edited meanwhile.
+    """
+    loader = importlib.machinery.SourceFileLoader
+    original = loader.path_stats
+
+    def path_stats(self: importlib.machinery.SourceFileLoader, path: str) -> Mapping[str, Any]:
+        if _is_of_the_user(path):
+            _modules.read[path] = _changed_at(path)
+        return original(self, path)
+
+    loader.path_stats = path_stats  # type: ignore[method-assign]
+
+
+def begin() -> None:
+    """Takes what is there for libraries, except what the fork server has imported for the user (``preload=``)."""
+    _modules.known.update(sys.modules)
+    if _modules.read:
+        files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+        _modules.known -= {name for name, file in files.items() if file in _modules.read}
+
+
+def note() -> None:
+    """Notes what has been imported since."""
+    if len(sys.modules) == _modules.count:  # thousands, at each call
+        return
+    _modules.count = len(sys.modules)
+    for name in [name for name in sys.modules if name not in _modules.known]:
+        _modules.known.add(name)
+        file = getattr(sys.modules[name], "__file__", None)
+        if isinstance(file, str) and _is_of_the_user(file):
+            _modules.files[name] = file, _modules.read.get(file, _changed_at(file))
+
+
+def _is_of_the_user(file: str) -> bool:
+    return not file.startswith(_LIBRARIES) and not is_ours(file)
+
+
+def _changed_at(file: str) -> int:
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def changed() -> list[str]:
+    """Returns the names of modules whose files are newer than what runs here, in the order of their import."""
+    note()
+    return [name for name, (file, at) in _modules.files.items() if _changed_at(file) > at and name in sys.modules]
+
+
+def reload_changed() -> tuple[list[str], str]:
+    """Reloads what has changed; returns the names, and a traceback if a module fails: then put them all back."""
+    _modules.before.clear()
+    importlib.invalidate_caches()
+    names = changed()
+    try:
+        for name in names:
+            module = sys.modules[name]
+            _modules.before[name] = dict(vars(module))
+            _reload(module)
+    except BaseException:
+        return names, traceback.format_exc()
+    return names, ""
+
+
+def _reload(module: types.ModuleType) -> None:
+    file, _ = _modules.files[module.__name__]
+    at = _changed_at(file)
+    importlib.reload(module)
+    _modules.files[module.__name__] = file, at
+
+
+def put_back() -> None:
+    """Gives the modules of the latest reload the contents that they had before."""
+    for name, contents in _modules.before.items():
+        vars(sys.modules[name]).clear()
+        vars(sys.modules[name]).update(contents)
+        file, _ = _modules.files[name]
+        _modules.files[name] = file, 0  # so that they still count as changed
+    _modules.before.clear()
+
+
+def finish() -> list[int]:
+    """Ends a reload that went well everywhere; returns the numbers of held objects whose classes it has replaced."""
+    names = set(_modules.before)
+    _modules.before.clear()
+    return [number for number, found in held_objects.table.objects.items() if type(found).__module__ in names]

@@ -1,0 +1,1 @@
+"""What makes a process a rank: environment, device, group."""

@@ -1,0 +1,202 @@
+"""Which devices, backend and threads a rank gets, and what its torch offers.
+
+Ranks see only the devices of their launch, through the variable with which each kind of device hides the others, so
+device i is local rank i's for every library, whichever ``devices`` were picked. Counting devices may wake a driver,
+after which no fork can use it, so it is done in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    import torch
+
+# By runtime, the variables that hide devices; the first that is set counts. torch calls ROCm's devices "cuda", too.
+_HIDING = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+}
+_BELOW = "ROCR_VISIBLE_DEVICES"  # hides devices from HIP itself, which counts the others from 0
+_OLDEST = (2, 6)  # of torch; docs/install.rst, setup.cfg and the README say it, too
+_NONE_GIVEN = "privateuseone"  # what torch calls the place for a backend that nobody has taken
+_UNLIMITED = timedelta(days=10_000)
+
+
+def usable_cpus() -> int:
+    """Counts the CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_of(ranks: int) -> int:
+    """Returns each rank's share of those CPUs, for parallel operations."""
+    return max(1, usable_cpus() // ranks)
+
+
+def visible(runtime: str, devices: Sequence[int], environ: Mapping[str, str]) -> str:
+    """Returns these of the visible devices as the machine names them: the value of the variable that hides others."""
+    shown = [name.strip() for name in _shown(runtime, environ).split(",") if name.strip()]
+    return ",".join(shown[device] if shown else str(device) for device in devices)
+
+
+def _shown(runtime: str, environ: Mapping[str, str]) -> str:
+    """Returns what the variable says that counts; "": all devices, by number."""
+    first, *others = _HIDING.get(runtime, ("",))
+    if first in environ or (runtime == "rocm" and _BELOW in environ):
+        return environ.get(first, "")
+    return next((environ[name] for name in others if name in environ), "")
+
+
+def hides(runtime: str) -> bool:
+    """Tells whether this runtime has a variable that hides devices."""
+    return runtime in _HIDING
+
+
+def hiding(runtime: str, value: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that shows these devices alone, and others like it that would contradict it."""
+    first, *others = _HIDING[runtime]
+    return {name: value for name in (first, *(other for other in others if other in environ))}
+
+
+def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
+    """Returns the backend string for ``init_process_group``. ValueError for one that this torch does not offer."""
+    if backend is None and device_type == "cpu":
+        return "gloo"
+    if backend is None:
+        return f"cpu:gloo,{device_type}:{ready.own_backend}" if ready.own_backend else "cpu:gloo"
+    for part in backend.lower().split(","):
+        if part.rpartition(":")[2] not in ready.backends:
+            raise ValueError(f"backend={backend!r}: torch {ready.torch_version} offers {', '.join(ready.backends)}")
+    return backend.lower()
+
+
+def offered() -> Ready:
+    """Tells what the torch of this process offers, without waking a device. TooOldError as ``check_version``."""
+    check_version()
+    import torch
+    import torch.distributed as dist
+
+    present = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "ucc": dist.is_ucc_available(),
+        "xccl": dist.is_xccl_available(),
+    }
+    plugins = [name for name in dist.Backend.backend_list if name not in {*present, "undefined"}]
+    names = [name for name, there in present.items() if there] + plugins
+    kind = accelerator()
+    return Ready(str(torch.__version__), kind, tuple(names), _own_backend(kind, names), runtime_of(kind))
+
+
+def _own_backend(kind: str | None, names: Sequence[str]) -> str | None:
+    """Names torch's own backend for tensors of this kind, or else gloo if that takes them; None if neither is there."""
+    from torch.distributed import Backend
+
+    wanted = (Backend.default_device_backend_map.get(kind or "", ""), "gloo")
+    return next((name for name in wanted if name in names and kind in Backend.backend_capability.get(name, ())), None)
+
+
+def runtime_of(kind: str | None) -> str | None:
+    """Names the runtime of this kind of accelerator, whose variables hide devices."""
+    import torch
+
+    return "rocm" if kind == "cuda" and torch.version.hip else kind
+
+
+def accelerator() -> str | None:
+    """Names the kind of accelerator that torch was built for, or was given by a backend; leaves its driver asleep."""
+    import torch
+
+    if version() >= (2, 7):
+        found = torch.accelerator.current_accelerator()
+        return None if found is None else found.type
+    # That of torch 2.6 wakes the driver, and raises where there is no device.
+    given = torch._C._get_privateuse1_backend_name()
+    there = {given: given != _NONE_GIVEN, "cuda": torch._C._has_cuda, "xpu": torch.xpu._is_compiled()}
+    return next((kind for kind, is_there in there.items() if is_there), None)
+
+
+def version() -> tuple[int, int]:
+    """Returns torch's version, as far as anything depends on it."""
+    import torch
+
+    major, minor = str(torch.__version__).split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    """Raises TooOldError for a torch that mlaunch cannot work with."""
+    if version() < _OLDEST:
+        import torch
+
+        wanted = ".".join(map(str, _OLDEST))
+        raise TooOldError(f"torch {torch.__version__} is too old for mlaunch, which needs {wanted} or later; update it")
+
+
+class TooOldError(RuntimeError):
+    """This torch lacks what mlaunch needs of it."""
+
+
+def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
+    """Makes this rank's device the current one, before any group is made (NCCL ties itself to it)."""
+    import torch
+
+    if spec.device_type == "cpu":
+        return torch.device("cpu")
+    others_are_hidden = hides(spec.device_type)
+    index = local_rank if others_are_hidden else int(spec.device(local_rank).rpartition(":")[2])
+    torch.accelerator.set_device_index(index)
+    return torch.device(spec.device_type, index)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's queued work, so that its errors belong to the function that caused them."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def share_cores(spec: LaunchSpec) -> None:
+    """Gives each rank its share of the cores for parallel operations, or what the user chose."""
+    import torch
+
+    chosen = spec.context.environ.get("OMP_NUM_THREADS")
+    if chosen is None:
+        threads = threads_of(spec.local_world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the rank itself starts
+    else:  # torch was imported before, maybe with another number; OpenMP allows one for each level of nesting
+        first = chosen.partition(",")[0].strip()
+        threads = int(first) if first.isdecimal() else 0  # which OpenMP would ignore, too
+    if threads > 0 and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def only(local_rank: int, environ: Mapping[str, str], runtime: str | None) -> dict[str, str]:
+    """Returns the variable that leaves a rank its own device alone. ``runtime`` None: CUDA, as torchrun.
+
+    Raises:
+        ValueError: The variable shows fewer devices than that.
+    """
+    runtime = runtime or "cuda"
+    if not hides(runtime):
+        return {}
+    try:
+        return hiding(runtime, visible(runtime, [local_rank], environ), environ)
+    except IndexError:
+        name = next(name for name in _HIDING[runtime] if name in environ)
+        raise ValueError(f"{name}={environ[name]} shows no device to local rank {local_rank}") from None
+
+
+def limit(timeout: float | None) -> timedelta:
+    """Returns a timeout in seconds as torch takes it; None, no limit, as one that no job outlives."""
+    return _UNLIMITED if timeout is None else timedelta(seconds=timeout)

@@ -1,0 +1,81 @@
+"""The environment variables by which torch and the libraries on it know a rank, named and valued as torchrun's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from mlaunch.protocol import error_file, token
+from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
+from mlaunch.rank.joining.recognise import OWNER
+from mlaunch.rank.setup import device
+from mlaunch.rendezvous import tcp_store
+
+
+def identity(
+    rank: int, world_size: int, local_rank: int | None, local_world_size: int | None, address: str, port: object
+) -> dict[str, str]:
+    """Returns the variables that every launcher sets; without those that are None."""
+    known = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    return _strings({name: value for name, value in known.items() if value is not None})
+
+
+def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> dict[str, str]:
+    """Returns the whole environment of a rank that runs a function."""
+    rank = spec.rank(local_rank)
+    launch = {
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": spec.world_size,
+        "GROUP_RANK": spec.node_rank,
+        "GROUP_WORLD_SIZE": spec.num_nodes,
+        "NODE_RANK": spec.node_rank,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": spec.launch_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        OWNER: os.getpid(),  # whose RANK it is: what a rank starts inherits these, but is no rank
+    }
+    own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
+    # A rank needs no token, and all that it starts would have it.
+    theirs = {name: value for name, value in spec.context.environ.items() if name != token.VARIABLE}
+    return {**theirs, **_defaults(spec), **own, **_strings(launch)}
+
+
+def of_command(
+    spec: LaunchSpec, command: ScriptTarget, local_rank: int, rendezvous: tuple[str, object], runtime: str | None
+) -> dict[str, str]:
+    """Returns the whole environment of a rank that runs a command. ValueError as ``device.only``."""
+    environ = of_rank(spec, local_rank, *rendezvous)
+    environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id}
+    if command.role_start is not None:
+        environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
+    environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
+    if command.virtual_local_rank:
+        environ |= {"LOCAL_RANK": "0", **device.only(local_rank, environ, runtime)}
+    return environ
+
+
+def _strings(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+def _defaults(spec: LaunchSpec) -> dict[str, str]:
+    environ = spec.context.environ
+    chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if spec.interface:  # "lo" on one machine: NCCL's ranks would meet on the first interface, where others reach it
+        chosen |= {"GLOO_SOCKET_IFNAME": spec.interface, "NCCL_SOCKET_IFNAME": spec.interface}
+    found = {name: value for name, value in chosen.items() if name not in environ}
+    if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
+        found[tcp_store.VARIABLE] = "0"
+    if spec.visible_devices is not None and device.hides(spec.device_type):
+        runtime = device.runtime_of(spec.device_type) or spec.device_type
+        found |= device.hiding(runtime, spec.visible_devices, environ)
+    return found

@@ -1,0 +1,87 @@
+"""Joins a process group: the one way in which a process becomes a member of its world."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rank.setup import device
+from mlaunch.rendezvous import name_lookup
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A process's place in the world. ``timeout`` in seconds, for each collective; None: no limit."""
+
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float | None
+    device: torch.device | None  # None, or of the CPU: the group is bound to none
+
+
+def join_world(store: dist.Store, member: Membership) -> None:
+    """Makes torch's default process group. Collective, over all ranks that know the store."""
+    import torch.distributed as dist
+
+    bound = member.device if member.device is not None and _serves(member.backend, member.device.type) else None
+    dist.init_process_group(
+        member.backend,
+        store=store,
+        rank=member.rank,
+        world_size=member.world_size,
+        timeout=device.limit(member.timeout),
+        device_id=bound,
+    )
+
+
+def _serves(backend: str, device_type: str) -> bool:
+    """Tells whether a group with this backend has one for tensors on that accelerator, and can be bound to it."""
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+    return device_type != "cpu" and device_type in BackendConfig(Backend(backend)).get_device_backend_map()
+
+
+def meet_and_join(
+    spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int], bound: torch.device | None, *, again: int = 0
+) -> None:
+    """Joins the other ranks of a launch, whose store is at ``rendezvous``. Collective.
+
+    ``again``: a number that all ranks know, if they have left the group that they were in; each time another one.
+
+    Raises:
+        TimeoutError: Some ranks did not come; it names them.
+    """
+    import torch.distributed as dist
+
+    dist.set_debug_level_from_env()  # torch read it when the fork server imported it
+    member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
+    # Where the ranks' interface is known, no name is looked up for anything that matters.
+    with name_lookup.from_files_only() if spec.interface else contextlib.nullcontext():
+        _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}" if again else spec.launch_id)
+
+
+def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, name: str) -> None:
+    from mlaunch.rendezvous.store_client import StoreClient
+
+    client = StoreClient(*rendezvous, name, device.limit(spec.timeout))
+    client.arrive(member.rank)
+    try:
+        join_world(client.store, member)
+        if spec.num_nodes > 1:
+            from mlaunch.collectives import local_group
+
+            local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
+        # gloo lets a rank go while others still greet it; one that then returned at once would break their groups.
+        client.meet("mlaunch/joined", spec.world_size)
+    except RuntimeError as error:
+        missing = client.missing(spec.world_size) if "timeout" in str(error).lower() else ""
+        if not missing:
+            raise
+        raise TimeoutError(f"{missing} did not come to the process group within {spec.timeout:g} s") from error

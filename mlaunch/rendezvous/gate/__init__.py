@@ -1,0 +1,1 @@
+"""The process at which the machines of a launch join."""

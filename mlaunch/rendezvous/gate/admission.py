@@ -1,0 +1,111 @@
+"""Where strangers come in: some at a time, while the others wait outside, and nobody is sent away.
+
+Who waits outside is in the kernel's queue of the listening socket, and costs this process nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from mlaunch.rendezvous.control_protocol import LINE_LIMIT
+
+STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
+STRANGERS = 512  # connections at a time that have not proved themselves
+PATIENCE, CROWDED_PATIENCE = 10.0, 2.0  # seconds that one has for it; as soon as half of the places are taken
+_BACKLOG = 65_535  # the system cuts it to its own limit (net.core.somaxconn)
+_PAUSE = 1.0  # seconds, when descriptors are lacking
+
+Receive = Callable[["Guest", asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+class StrangersReader(asyncio.StreamReader):
+    """Keeps little of what comes, until ``trust``."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=STRANGERS_LINE)
+
+    def trust(self) -> None:
+        """Takes lines as long as any of ours."""
+        self._limit = LINE_LIMIT
+
+
+class Guest:
+    """One connection. It is a stranger until ``known``."""
+
+    def __init__(self, door: Door, patience: float) -> None:
+        self._door = door
+        self._stranger = True
+        self.patience = patience  # seconds to prove itself
+
+    def known(self, reader: asyncio.StreamReader | None = None) -> None:
+        """Makes room for the next stranger; once. ``reader``: of one that has proved itself."""
+        if isinstance(reader, StrangersReader):
+            reader.trust()
+        if self._stranger:
+            self._stranger = False
+            self._door.leave()
+
+
+class Door:
+    """Accepts connections for ``receive`` until it is closed. It owns the listening socket then."""
+
+    def __init__(self, listener: socket.socket, receive: Receive) -> None:
+        self._listener = listener
+        self._receive = receive
+        self._strangers = 0
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        listener.listen(_BACKLOG)
+        self._watch()
+
+    def close(self) -> None:
+        """Gives the port back."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+
+    def _watch(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Takes in whoever waits, as long as there is room."""
+        while self._strangers < STRANGERS:
+            try:
+                end, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._loop.call_later(_PAUSE, self._watch)
+                break
+            self._strangers += 1
+            task = self._loop.create_task(self._attend(end))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._loop.remove_reader(self._listener)
+
+    def leave(self) -> None:
+        self._strangers -= 1
+        self._watch()
+
+    async def _attend(self, end: socket.socket) -> None:
+        guest = Guest(self, CROWDED_PATIENCE if 2 * self._strangers > STRANGERS else PATIENCE)
+        try:
+            with contextlib.suppress(OSError):  # it is gone already
+                await self._receive(guest, *await self._streams(end))
+        finally:
+            guest.known()
+
+    async def _streams(self, end: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader = StrangersReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await self._loop.create_connection(lambda: protocol, sock=end)
+        except OSError:
+            end.close()
+            raise
+        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)

@@ -1,0 +1,261 @@
+"""The one public port of a launch over several machines, on the machine of rank 0.
+
+Every machine's link holds a control connection to the gate: it joins, and is told the plan, a refusal, the first
+failure anywhere, the end of all. Both sides send heartbeats, so a machine that vanished is missed. A second connection,
+of the role "store", carries the traffic of all its ranks with the launch's store, which is in this process.
+
+    joining --all ranks there--> running --all have said done--> over
+       |  refusal                   |  first failure
+       +--------> over <------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
+from mlaunch.rendezvous import control_protocol, values
+from mlaunch.rendezvous.gate import membership
+from mlaunch.rendezvous.gate.admission import PATIENCE, Door, Guest
+from mlaunch.rendezvous.gate.membership import Join
+from mlaunch.rendezvous.gate.roster import Roster
+from mlaunch.rendezvous.gate.store_keys import StoreKeys
+from mlaunch.rendezvous.gate.store_service import serve_store
+
+_COMPLAINTS, _COMPLAINT = 5, 200  # lines about strangers, and characters of each
+_CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
+_WORD_DELAY = 0.1, 0.002  # seconds before who waits is told of who has come: at least, and for each who is told
+BEATS = 5  # heartbeats within the time after which a machine counts as lost
+
+
+@dataclass(eq=False)
+class _JoinedMachine:
+    join: Join
+    writer: asyncio.StreamWriter
+    done: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Gate:
+    """Serves one launch."""
+
+    def __init__(self, launch_id: str, token: str | None, heartbeat_timeout: float) -> None:
+        self._launch_id = launch_id
+        self._token = token
+        self._heartbeat_timeout = heartbeat_timeout
+        self._keys = StoreKeys()
+        self._members: dict[_JoinedMachine, None] = {}
+        self._awaited: set[_JoinedMachine] = set()  # those that are neither done nor gone
+        self._roster = Roster()
+        self._word: asyncio.TimerHandle | None = None  # to those who wait
+        self._complaints = 0
+        self._begun = False
+        self._refusal = ""
+        self._failure: dict[str, Any] | None = None
+        self._values: dict[int, tuple[int | None, str]] = {}  # rank -> memfd, signature
+        self._world_size = 0
+        self._ended = False
+        self._door: Door | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serves for as long as the process lives; who ends the launch kills it."""
+        self._door = Door(listener, self._receive)
+        beat = self._heartbeat_timeout / BEATS
+        while True:
+            await asyncio.sleep(beat)
+            self._tell({"beat": 1})
+
+    async def _receive(self, guest: Guest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # What a stranger sends is bounded in number, size and time; whatever goes wrong with it ends it alone.
+        try:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                with control_protocol.limited(reader, guest.patience):
+                    role = await self._admit(reader, writer)
+                guest.known(reader)
+                if role == "store":
+                    await serve_store(self._keys, reader, writer)
+                elif role == "control":
+                    await self._attend(reader, writer)
+                elif role == "put" and self._token is not None:
+                    await self._take_values(reader, self._token)
+                elif role == "get":
+                    await self._give_values(reader, writer)
+        except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
+            self._complain(error)
+        finally:
+            writer.close()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        return await control_protocol.admit(reader, writer, self._token)
+
+    def _complain(self, error: Exception) -> None:
+        """Says in a line that a connection was closed for an error of ours; soon no more, lest strangers fill a log."""
+        self._complaints += 1
+        if self._complaints <= _COMPLAINTS:
+            what = f"{type(error).__name__} {str(error)[:_COMPLAINT]!a}"
+            print(f"mlaunch: the gate closed a connection: {what}", file=sys.stderr, flush=True)
+
+    # One machine
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with control_protocol.limited(reader, PATIENCE):
+            record = await control_protocol.read(reader)
+        member = _JoinedMachine(Join.of_record(record.get("join")), writer)
+        if not await self._accept(member):
+            return
+        why = "its connection was closed"
+        try:
+            while True:
+                with control_protocol.limited(reader, self._heartbeat_timeout):
+                    record = await control_protocol.read(reader)
+                await self._hear(member, record)
+        except asyncio.TimeoutError:
+            why = f"no heartbeat came for {self._heartbeat_timeout:g} s"
+        except OSError:
+            pass
+        finally:
+            member.gone.set()
+            await self._lose(member, why)
+
+    async def _accept(self, member: _JoinedMachine) -> bool:
+        if self._failure is not None or self._ended:
+            return False  # too late for this attempt: it tries again, and meets the next
+        if self._begun:
+            text = f"the launch at this port has begun, without {member.join.who}: a second launch needs another port"
+            await control_protocol.send(member.writer, {"refused": text})
+            return False
+        self._refusal = self._refusal or self._roster.conflict(member.join)
+        self._members[member] = None
+        self._awaited.add(member)
+        if self._refusal:
+            self._start(self._tell_master_last({"refused": self._refusal}))
+            return True
+        self._roster.add(member.join)
+        if self._roster.complete:
+            self._begin()
+        else:
+            self._tell_soon()
+        return True
+
+    def _tell_soon(self) -> None:
+        """Tells those who wait who has come, and whoever comes until then; the more they are, the later."""
+        if self._word is None:
+            least, each = _WORD_DELAY
+            delay = max(least, each * len(self._members))
+            self._word = asyncio.get_running_loop().call_later(delay, self._tell_who_is_there)
+
+    def _tell_who_is_there(self) -> None:
+        self._word = None
+        if self._members and not self._begun and not self._refusal:
+            self._tell({"waiting": self._roster.describe()})
+
+    def _begin(self) -> None:
+        self._begun = True
+        ordered = sorted(self._members, key=lambda member: member.join.place)
+        joins = membership.placed([member.join for member in ordered])
+        plan = {
+            "launch_id": self._launch_id,
+            "attempt": max(join.attempt for join in joins),  # one that comes back begins with 0
+            "num_nodes": len(joins),
+            "world_size": joins[0].world_size,
+            "secret": secrets.token_hex(16),
+        }
+        self._world_size = joins[0].world_size
+        roles = membership.role_ranks(joins)
+        for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
+            own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
+            member.join = join
+            control_protocol.post(member.writer, control_protocol.encode({"plan": {**plan, **own}}))
+
+    async def _hear(self, member: _JoinedMachine, record: control_protocol.Record) -> None:
+        if isinstance(record.get("failure"), dict):
+            failure = membership.shortened(membership.failure_of_record(record["failure"]))
+            self._start(self._fail(asdict(failure), source=member))
+        elif "done" in record:
+            member.done = True
+            self._awaited.discard(member)
+            self._end_if_over()
+
+    async def _lose(self, member: _JoinedMachine, why: str) -> None:
+        self._awaited.discard(member)
+        if not self._begun:
+            del self._members[member]  # it may come back
+            if not self._refusal:
+                self._roster.remove(member.join)
+                self._tell_soon()
+        elif not member.done:
+            lost = {"subject": member.join.who, "host": member.join.host, "what": f"was lost: {why}"}
+            await self._fail(lost, source=member)
+            self._end_if_over()
+
+    # Values
+
+    async def _take_values(self, reader: asyncio.StreamReader, token: str) -> None:
+        while not reader.at_eof():
+            rank, memfd, signature = await values.receive(reader, token, self._launch_id, self._world_size)
+            self._values[rank] = memfd, signature
+            if len(self._values) == self._world_size:
+                self._tell({"values": 1})
+
+    async def _give_values(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            with control_protocol.limited(reader, PATIENCE):
+                rank = (await control_protocol.read(reader)).get("rank")
+            if not membership.is_number(rank) or rank not in self._values:
+                return
+            memfd, signature = self._values[rank]
+            await values.send(writer, rank, memfd, signature)
+
+    # All machines
+
+    async def _fail(self, failure: dict[str, Any], source: _JoinedMachine) -> None:
+        """Tells all of the first failure; of later ones each machine tells its own caller.
+
+        One that looks like the consequence of another waits a moment for its cause.
+        """
+        if failure.get("consequence"):
+            await asyncio.sleep(CAUSE_DELAY)
+        if self._failure is None:
+            self._failure = failure
+            self._tell({"failure": failure}, besides=source)
+
+    def _end_if_over(self) -> None:
+        if not self._ended and not self._awaited:
+            self._ended = True
+            self._start(self._end())
+
+    async def _end(self) -> None:
+        """Closes the port before anyone is told, since a next launch may use it at once."""
+        if self._door is not None:
+            self._door.close()
+        await self._tell_master_last({"over": 1})
+
+    async def _tell_master_last(self, record: control_protocol.Record) -> None:
+        """Its agent ends this process when it hears, and what the others have not read by then may be lost."""
+        master = min(self._members, key=lambda member: member.join.place, default=None)
+        if master is None:  # refused, and gone before it was told
+            return
+        others = [member.gone.wait() for member in self._members if member is not master]
+        self._tell(record, besides=master)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*others), _CLOSE_TIMEOUT)
+        with contextlib.suppress(OSError):
+            await control_protocol.send(master.writer, record)
+
+    def _tell(self, record: control_protocol.Record, besides: _JoinedMachine | None = None) -> None:
+        line = control_protocol.encode(record)
+        for member in self._members:
+            if member is not besides and not member.gone.is_set():
+                control_protocol.post(member.writer, line)  # without waiting for a slow one
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,115 @@
+"""Which machines have joined a launch. To add one costs the same however many there are."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from mlaunch.base.text import first_bytes, name_ranks
+from mlaunch.rendezvous.gate.membership import Join
+
+_NAMED, _NAME = 5, 63  # machines in a sentence, and characters of each
+_RUNS = 10  # of numbers in a sentence
+_SENTENCE = 2_000  # bytes of it
+
+
+class Roster:
+    """The machines that are there. All fit together: who does not is not added."""
+
+    def __init__(self) -> None:
+        self._joins: dict[tuple[int, int], Join] = {}  # by place, in the order of their coming
+        self._starts: list[tuple[int, int]] = []  # the first rank, and the number after the last, of each
+        self._ranks = 0
+
+    def __len__(self) -> int:
+        return len(self._joins)
+
+    def joins(self) -> list[Join]:
+        return list(self._joins.values())
+
+    def add(self, join: Join) -> None:
+        self._joins[join.place] = join
+        insort(self._starts, _span(join))
+        self._ranks += join.n_gpus
+
+    def remove(self, join: Join) -> None:
+        """Takes out one that has left."""
+        del self._joins[join.place]
+        del self._starts[bisect_left(self._starts, _span(join))]
+        self._ranks -= join.n_gpus
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are there."""
+        first = next(iter(self._joins.values()), None)
+        if first is None:
+            return False
+        return len(self) == first.machines if first.machines else self._ranks == first.world_size
+
+    def conflict(self, new: Join) -> str:
+        """Says why ``new`` does not fit to those that have joined, for all to read; "" if it does."""
+        if new.n_gpus < 1 or (not new.machines and new.ranks[-1] >= new.world_size):
+            return f"{new.who} has ranks beyond world_size={new.world_size}"
+        if new.machines and new.machine >= new.machines:
+            return f"{new.who} is beyond --nnodes {new.machines}"
+        first = next(iter(self._joins.values()), None)
+        if first is None:
+            return ""
+        return _difference(first, new) or self._overlap(new)  # to which all others are alike
+
+    def _overlap(self, new: Join) -> str:
+        if new.machines:
+            other = self._joins.get(new.place)
+            both = f"both have --node-rank {new.machine}"
+            return "" if other is None else f"host {other.host} and host {new.host} {both}"
+        at = bisect_left(self._starts, _span(new))
+        for start, end in self._starts[max(0, at - 1) : at + 1]:
+            shared = range(max(start, new.rank_start), min(end, new.ranks.stop))
+            if shared:
+                other = self._joins[0, start]
+                names = f"{name_ranks(shared)} would be on host {other.host} and on host {new.host}"
+                return f"{names}: the rank_start overlap"
+        return ""
+
+    def missing(self) -> list[range]:
+        """Returns the ranks that no machine has brought, or the numbers of the machines where those are counted."""
+        first = next(iter(self._joins.values()))
+        there, most = self._starts, first.world_size
+        if first.machines:
+            there, most = sorted((machine, machine + 1) for machine, _ in self._joins), first.machines
+        starts, ends = [start for start, _ in there], [end for _, end in there]
+        return [range(end, start) for end, start in zip([0, *ends], [*starts, most], strict=True) if start > end]
+
+    def describe(self) -> str:
+        """Says who is there and who is not, in a few words: "2 machines joined (h1, h2); ranks 8-15 missing"."""
+        names = ", ".join(join.host[:_NAME] for join in self.joins()[:_NAMED])
+        if len(self) > _NAMED:
+            names += f" and {len(self) - _NAMED} more"
+        machines = f"{len(self)} machine{'s' * (len(self) != 1)}"
+        counted = next(iter(self._joins.values())).machines
+        runs = self.missing()
+        numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_RUNS])
+        if len(runs) > _RUNS:
+            numbers += f" and {sum(map(len, runs[_RUNS:]))} more"
+        plural = "s" * (sum(map(len, runs)) != 1)
+        lacking = f"machine{plural} {numbers} of {counted}" if counted else f"rank{plural} {numbers}"
+        return first_bytes(f"{machines} joined ({names}); {lacking} missing", _SENTENCE)
+
+
+def _span(join: Join) -> tuple[int, int]:
+    return join.rank_start, join.rank_start + join.n_gpus
+
+
+def _difference(other: Join, new: Join) -> str:
+    """Says in what two machines of one launch must not differ, and do."""
+    for name, words in (
+        ("world_size", "world_size={}"),
+        ("machines", "--nnodes {}"),
+        ("function", "{} to run"),
+        ("mlaunch", "mlaunch {}"),
+        ("torch", "torch {}"),
+        ("gather", "gather={!r}"),
+    ):
+        ours, theirs = getattr(new, name), getattr(other, name)
+        if ours != theirs:
+            return f"host {other.host} has {words.format(theirs)}, host {new.host} has {words.format(ours)}"
+    return ""

@@ -1,0 +1,1 @@
+"""The process that connects one machine's ranks with the gate."""

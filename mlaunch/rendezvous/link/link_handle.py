@@ -1,0 +1,52 @@
+"""The agent's handle on its machine's link, the process that talks with the launch's other machines."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Iterable
+from typing import NoReturn
+
+from mlaunch.base import linux, rlimits
+from mlaunch.base.process_name import name_process
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.spec import Rendezvous
+from mlaunch.rendezvous.gate.membership import Join
+
+
+class Link:
+    """A forked process that ends with this one, and a channel to it.
+
+    ``listener``: where it listens for this machine's ranks.
+    """
+
+    def __init__(
+        self, cluster: Rendezvous, join: Join, listener: socket.socket, close_in_child: Iterable[int] = ()
+    ) -> None:
+        self.channel, theirs = Channel.pair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.channel.close()
+            _run(cluster, join, theirs, listener, parent, close_in_child)
+        theirs.close()
+
+
+def _run(
+    cluster: Rendezvous, join: Join, agent: Channel, listener: socket.socket, parent: int, close: Iterable[int]
+) -> NoReturn:
+    try:
+        linux.die_with(parent)
+        name_process("link")
+        for fd in close:
+            os.close(fd)
+        rlimits.allow_files()
+        from mlaunch.rendezvous import event_loop
+        from mlaunch.rendezvous.link.link_process import LinkProcess
+
+        event_loop.run(LinkProcess(cluster, join, agent).run(listener))
+    except BaseException:  # an error of ours: the text must not be lost
+        traceback.print_exc()
+    finally:
+        os._exit(1)

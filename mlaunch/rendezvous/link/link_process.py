@@ -1,0 +1,256 @@
+"""One machine's end of the connection to the other machines of a launch, in a process beside the agent.
+
+It joins at the gate, retrying until it may not any more; passes on what agent and gate have to tell each other; sends
+heartbeats, however busy the ranks keep the machine; and listens on loopback for the machine's ranks, whose traffic with
+the store it carries to the gate on one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from typing import Any
+
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.text import printable
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
+from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
+from mlaunch.protocol.spec import Agreed, Rendezvous
+from mlaunch.rendezvous import control_protocol, values
+from mlaunch.rendezvous.address import interface_of
+from mlaunch.rendezvous.gate.gate import BEATS
+from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
+from mlaunch.rendezvous.link.streams import RankStreams
+
+_FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
+_REMINDER_DELAY = 30.0  # seconds between words that say the same
+_HANDSHAKE_TIMEOUT = 60.0  # seconds: others may be before us, and a gate that says nothing is given up for good
+_LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
+_RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
+
+
+class LinkProcess:
+    """What runs in it; ``agent``: the channel to the agent."""
+
+    def __init__(self, cluster: Rendezvous, join: Join, agent: Channel) -> None:
+        self._cluster = cluster
+        self._join = join
+        self._agent = agent
+        self._token = cluster.token or ""
+        self._start = time.monotonic()
+        self._trouble = ""  # why there is no connection
+        self._joined = ""  # who has joined, as the gate told last
+        self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
+        self._master = ""  # its address
+        self._launch_id = ""
+        self._world_size = 0  # until the plan is there
+        self._failed = False  # here or elsewhere
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ours: dict[int, int | None] = {}  # rank -> memfd of its value, where all machines want all
+
+    async def run(self, listener: socket.socket | None) -> None:
+        asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
+        self._begin(self._beat())
+        self._begin(self._remind())
+        try:
+            await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
+            if listener is not None:
+                self._begin(self._carry(listener), "the way to the store")
+            await self._hear_gate_to_the_end()
+        except asyncio.TimeoutError:
+            limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
+            self._agent.try_send(Refused(f"{self._state()}; {limit}", late=True))
+        except control_protocol.RefusedError as refusal:
+            self._agent.try_send(Refused(str(refusal)))
+        finally:
+            self._hang_up()
+
+    # Joining
+
+    async def _become_member(self) -> None:
+        """Returns once all ranks are there. RefusedError if that cannot be."""
+        pause, longest = _RETRY_DELAYS
+        while True:
+            try:
+                reader = await self._connect()
+                await self._wait_for_plan(reader)
+                self._reader = reader
+                return
+            except asyncio.TimeoutError:
+                self._trouble = "it does not answer"
+            except OSError as error:
+                self._trouble = error.strerror or str(error)
+            self._joined = ""
+            self._hang_up()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    async def _connect(self) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection(
+            self._cluster.master_ip, self._cluster.port, limit=control_protocol.LINE_LIMIT
+        )
+        self._master = str(writer.get_extra_info("peername")[0])
+        try:
+            with control_protocol.limited(reader, _HANDSHAKE_TIMEOUT):
+                join = {"join": self._join.as_record()}
+                await control_protocol.introduce(reader, writer, "control", self._cluster.token, first=join)
+        except BaseException:
+            writer.close()  # the collector, which would close it, is off in what a fork server forks
+            raise
+        self._writer = writer
+        return reader
+
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    async def _wait_for_plan(self, reader: asyncio.StreamReader) -> None:
+        limit = max(_HANDSHAKE_TIMEOUT, self._cluster.heartbeat_timeout)
+        while True:
+            with control_protocol.limited(reader, limit):
+                record = await control_protocol.read(reader)
+            limit = self._cluster.heartbeat_timeout
+            if "refused" in record:
+                raise control_protocol.RefusedError(printable(str(record["refused"]), control_protocol.SENTENCE))
+            if "waiting" in record:
+                self._joined = printable(str(record["waiting"]), control_protocol.SENTENCE)
+            if "plan" in record:
+                self._take(agreed_of_record(record["plan"], self._join))
+                return
+
+    def _take(self, plan: Agreed) -> None:
+        address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
+        self._launch_id, self._world_size = plan.launch_id, plan.world_size
+        self._agent.try_send(Planned(plan, interface_of(address)))
+
+    async def _remind(self) -> None:
+        """Says what is waited for, when that changes and now and then, until the launch runs."""
+        told, at = "", self._start
+        await asyncio.sleep(_FIRST_WORD_DELAY)
+        while not self._launch_id:  # which comes with the plan
+            now, state = time.monotonic(), self._joined or self._trouble
+            if state != told or now - at >= _REMINDER_DELAY:
+                self._agent.try_send(Waiting(self._state()))
+                told, at = state, now
+            await asyncio.sleep(_LOOK_DELAY)
+
+    def _state(self) -> str:
+        there = f"{self._cluster.master_ip}, port {self._cluster.port}"
+        waited = f"after {time.monotonic() - self._start:.0f} s"
+        if self._joined:
+            return f"{waited} at {there}: {self._joined}"
+        return (
+            f"{waited} no master answers at {there} ({self._trouble or 'trying'}): is the launch started on the "
+            f"machine of rank 0, with this port, and does a firewall let it through?"
+        )
+
+    # Running
+
+    async def _hear_gate_to_the_end(self) -> None:
+        why = f"no heartbeat came for {self._cluster.heartbeat_timeout:g} s"
+        try:
+            while True:
+                with control_protocol.limited(self._reader, self._cluster.heartbeat_timeout):
+                    record = await control_protocol.read(self._reader)
+                if "failure" in record:
+                    self._failed = True
+                    self._agent.try_send(shortened(failure_of_record(record["failure"])))
+                elif "values" in record:
+                    everyone = range(self._join.world_size)
+                    self._begin(self._fetch([rank for rank in everyone if rank not in self._ours]))
+                elif "over" in record:
+                    self._agent.try_send(AllGone())
+                    return
+        except asyncio.TimeoutError:
+            pass
+        except OSError:
+            why = "its connection was closed"
+        if self._failed:  # after which nobody waits for the others
+            return
+        subject = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
+        here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
+        self._agent.try_send(RankFailure(None, 0, f"was lost: {why}", subject=subject, consequence=here))
+
+    async def _beat(self) -> None:
+        """Shows agent and gate that this process lives."""
+        while True:
+            await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
+            self._agent.try_send(Beat())
+            self._post({"beat": 1})
+
+    def _hear_agent(self) -> None:
+        try:
+            record, fds = self._agent.receive()
+        except EOFError:
+            os._exit(0)
+        if isinstance(record, Value):
+            self._ours[record.rank] = fds[0] if fds else None
+        if isinstance(record, RankFailure):
+            self._failed = True
+            self._post({"failure": asdict(record)})
+        elif isinstance(record, Done) and self._ours and not self._failed:
+            self._begin(self._share())
+        elif isinstance(record, Done):
+            self._post({"done": 1})
+
+    def _begin(self, exchange: Coroutine[Any, Any, None], what: str = "the exchange of values") -> None:
+        task = asyncio.ensure_future(self._see_through(exchange, what))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Values
+
+    async def _share(self) -> None:
+        """Brings our ranks' values to the gate."""
+        async with self._dialled("put") as (_, writer):
+            for rank, memfd in self._ours.items():
+                await values.send(writer, rank, memfd, values.Signature(self._token, self._launch_id, rank))
+
+    async def _fetch(self, ranks: list[int]) -> None:
+        """Gets the others' values for the agent; then this machine is done."""
+        async with self._dialled("get") as (reader, writer):
+            for rank in ranks:
+                await control_protocol.send(writer, {"rank": rank})
+                _, memfd, _ = await values.receive(reader, self._token, self._launch_id, self._world_size)
+                self._agent.try_send(Value(rank), [] if memfd is None else [memfd])
+                if memfd is not None:
+                    os.close(memfd)
+        self._post({"done": 1})
+
+    async def _see_through(self, exchange: Coroutine[Any, Any, None], what: str) -> None:
+        """Makes an exchange that breaks the launch's failure."""
+        try:
+            await exchange
+        except (OSError, control_protocol.RefusedError) as error:
+            if self._failed:  # which is why
+                return
+            self._failed, host = True, socket.gethostname()
+            subject = f"{what} on host {host}"
+            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=subject)
+            self._post({"failure": asdict(failure)})
+            self._agent.try_send(failure)
+
+    def _dialled(self, role: str) -> AbstractAsyncContextManager[control_protocol.Streams]:
+        return control_protocol.dialled(self._master, self._cluster.port, role, self._cluster.token)
+
+    # Keeping in touch
+
+    def _post(self, record: control_protocol.Record) -> None:
+        if self._writer is not None:
+            control_protocol.post(self._writer, control_protocol.encode(record))
+
+    async def _carry(self, listener: socket.socket) -> None:
+        """Carries the ranks' traffic with the store."""
+        async with self._dialled("store") as streams:
+            with contextlib.suppress(OSError):
+                await RankStreams(self._join.n_gpus, self._world_size).serve(listener, streams)
+        await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
+        raise ConnectionError("its connection was closed")

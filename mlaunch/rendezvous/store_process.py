@@ -1,0 +1,68 @@
+"""The launch's own store: in the agent on one machine, beside the gate in a process of its own on several.
+
+On one machine it is torch's TCPStore, on a socket that was bound and listening before anyone was told of it: no port is
+found and then lost, and no client dials too early and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mlaunch.base import linux, rlimits
+from mlaunch.base.process_name import name_process
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What the gate needs: a public socket, which launch it serves, and what it asks of other machines."""
+
+    listener: socket.socket
+    launch_id: str
+    token: str | None = field(repr=False)
+    heartbeat_timeout: float
+
+    def serve(self) -> None:
+        """Serves the launch's machines for as long as the process lives."""
+        from mlaunch.rendezvous import event_loop
+        from mlaunch.rendezvous.gate.gate import Gate
+
+        event_loop.run(Gate(self.launch_id, self.token, self.heartbeat_timeout).serve(self.listener))
+
+
+class StoreProcess:
+    """The gate of a launch over several machines, with its store, in a forked process that ends with this one."""
+
+    def __init__(self, gate: GateConfig, close_in_child: Iterable[int] = ()) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(gate, parent, close_in_child)
+        self.sentinel = os.pidfd_open(self.pid)
+
+    def kill(self) -> None:
+        """Ends the process, which holds nothing that outlives the launch. It remains to be reaped."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Waits for the process's end and returns its exit code."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.sentinel)
+        return os.waitstatus_to_exitcode(status)
+
+
+def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
+    try:
+        linux.die_with(parent)
+        name_process("gate", gate.launch_id)
+        for fd in close:
+            os.close(fd)
+        rlimits.allow_files()
+        gate.serve()
+    finally:
+        os._exit(1)
