@@ -82,7 +82,8 @@ def machines() -> str:
 # From the first to fork to the last: a room imports only what stands below it.
 ROOMS = (
     ("cli/", "the command: flags, run, ps, stacks, doctor", "the caller", "#fdf3e1"),
-    ("engines/", "other machines' members, heard as agents", "caller, members", "#fdf3e1"),
+    ("engines/", "finds machines, hears their members", "the caller", "#fdf3e1"),
+    ("member/", "a caller without a person, per machine", "a member", "#fdf3e1"),
     ("caller/", "plan, start and drive a launch; output, report", "the caller", "#fdf3e1"),
     ("forkserver/", "imports torch once; forks an agent per call", "the fork server", "#eef3fa"),
     ("agent/", "forks, supervises and stops the ranks", "the agent", "#eef3fa"),
@@ -93,15 +94,15 @@ ROOMS = (
     ("base/", "errors, Linux, words", "all of them", "#f2f2f2"),
 )
 STATIONS = (
-    ("plan", "caller/plan"),
-    ("send", "caller/start"),
+    ("plan", "caller/launch/plan"),
+    ("send", "caller/launch/start"),
     ("fork the agent", "forkserver/main"),
     ("join machines", "agent/peers"),
     ("fork the ranks", "agent/fork_ranks"),
     ("become a rank", "rank/function"),
     ("answer the call", "rank/function"),
-    ("release, leave", "agent/supervisor"),
-    ("settle", "caller/settle"),
+    ("release, leave", "agent/supervision"),
+    ("settle", "caller/launch/settle"),
 )
 
 

@@ -61,7 +61,8 @@ _NAMES = {
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
     "mlaunch.rank.for_users.current_device": "device",
-    "mlaunch.rank.joining.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm join_from_torch",
+    "mlaunch.rank.joining.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
+    "join_from_torch",
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
     "mlaunch.rank.for_users.progress": "progress",
     "mlaunch.rendezvous.client": "Client",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from mlaunch.base.fds import KeptFd, close_all
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.engines.lease import Term
 from mlaunch.member.looks import Looks
+from mlaunch.member.term import Term
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.kept_messages import (

@@ -17,9 +17,9 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.engines.lease import Term
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
+from mlaunch.member.term import Term
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Lease, MachineDone, NotPrepared, Start, versions
 

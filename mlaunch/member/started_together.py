@@ -1,4 +1,4 @@
-"""``python -m mlaunch.member.started_together``: what a program starts on each machine that joins all their standard streams.
+"""Starts members by a program that joins their standard streams: ``python -m mlaunch.member.started_together``.
 
 ``mpirun`` gives its standard input to its first process alone, and mixes what all print. So each says where it listens,
 in one line that also has a secret, and prints nothing more; the first one hears from the caller of all, connects to

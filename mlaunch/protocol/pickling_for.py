@@ -19,11 +19,11 @@ class Destination:
     used: list[int] = field(default_factory=list)
 
 
-class _Present(threading.local):
+class _PresentTarget(threading.local):
     destination: Destination | None = None
 
 
-_present = _Present()
+_present = _PresentTarget()
 
 
 def present() -> Destination | None:

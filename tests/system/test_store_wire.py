@@ -1,7 +1,8 @@
 """Torch's own clients at our store, through link and gate: whatever they ask, they are answered as by torch's store.
 
-Their language is torch's own affair. When this file fails with a new torch, ``mlaunch/rendezvous/gate/torch_protocol.py`` is to
-learn what is new; until then launches over several machines do not work with it.
+Their language is torch's own affair. When this file fails with a new torch,
+``mlaunch/rendezvous/gate/torch_protocol.py`` is to learn what is new; until then launches over several machines do not
+work with it.
 """
 
 from __future__ import annotations

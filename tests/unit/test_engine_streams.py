@@ -17,7 +17,7 @@ import pytest
 
 from mlaunch.engines.launch.machine import last_lines
 from mlaunch.engines.launch.output_pipes import Backlog
-from mlaunch.engines.lease import Term
+from mlaunch.member.term import Term
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.content import Content
 from mlaunch.protocol.machines.frame_stream import FrameStream, NoiseError

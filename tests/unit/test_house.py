@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -27,7 +28,7 @@ NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.
-PUBLIC_AND_WIDE = {"launch.py:launch", "join.py:join", "launcher.py:__new__"}
+PUBLIC_AND_WIDE = {"detectron2.py:launch", "join.py:join", "launcher.py:__new__"}
 
 SURVEY = """
 import contextlib, json, os, sys
@@ -75,6 +76,7 @@ ROOMS = (
     "top",
     "cli",
     "engines",
+    "member",
     "caller",
     "forkserver",
     "agent",
@@ -146,6 +148,17 @@ def test_functions_fit_on_a_screen() -> None:
 def test_files_can_be_read_at_once() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "mlaunch").rglob("*.py")}
     assert not {path.name: size for path, size in sizes.items() if size > 260}
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    paths = [path for path in (ROOT / "mlaunch").rglob("*.py") if path.name not in {"__init__.py", "main.py"}]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "mlaunch").rglob("*.py")]
+    classes = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    files = [
+        path.name for path in paths if path.parent != ROOT / "mlaunch"
+    ]  # those are public
+    for names in (files, classes):
+        assert not [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_few_parameters() -> None:

@@ -110,6 +110,7 @@ INSIDE = {
     "mlaunch.engines.launch.kept_agents": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.engines.launch.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.engines.lease": "test_a_lease_is_renewed",
+    "mlaunch.member.term": "test_a_lease_is_renewed",
     "mlaunch.member.looks": "test_it_is_looked_at_from_here",
     "mlaunch.engines.launch.patience": "test_machines_that_are_held",
     "mlaunch.engines.launch.engine_launch": "test_machines_that_are_held",
@@ -123,7 +124,8 @@ INSIDE = {
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.messages.kept_messages": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.protocol.messages.prepared_messages": "test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processes",
+    "mlaunch.protocol.messages.prepared_messages": "test_the_next_call_takes_what_was_prepared_and_each_call_gets_"
+    "other_processes",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     "mlaunch.rank.for_users.current_device": "test_the_device_of_a_rank",
     "mlaunch.rank.joining.join": "test_join_refuses",

@@ -254,8 +254,7 @@ class MergedAgent:
         if self._started:
             return
         self._started = True
-        all_of_them = RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size)
-        self._tell(all_of_them, [self._board.fd])
+        self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
 
     def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)

@@ -23,7 +23,6 @@ from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.rendezvous import control_protocol, values
 from mlaunch.rendezvous.gate import membership
 from mlaunch.rendezvous.gate.admission import PATIENCE, Door, Guest
-from mlaunch.rendezvous.gate.membership import Join
 from mlaunch.rendezvous.gate.roster import Roster
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.store_service import serve_store
@@ -36,7 +35,7 @@ BEATS = 5  # heartbeats within the time after which a machine counts as lost
 
 @dataclass(eq=False)
 class _JoinedMachine:
-    join: Join
+    join: membership.Join
     writer: asyncio.StreamWriter
     done: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,7 +106,7 @@ class Gate:
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with control_protocol.limited(reader, PATIENCE):
             record = await control_protocol.read(reader)
-        member = _JoinedMachine(Join.of_record(record.get("join")), writer)
+        member = _JoinedMachine(membership.Join.of_record(record.get("join")), writer)
         if not await self._accept(member):
             return
         why = "its connection was closed"
