@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import deque
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import NoReturn
@@ -31,6 +32,8 @@ from mlaunch.protocol.messages.member_messages import command_of
 from mlaunch.rendezvous.address import LOOPBACK, addresses
 
 _STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
+_STRANGERS = 64  # connections at a time that have not: each has a thread
+_BACKLOG = 4096  # that wait for one; the system cuts it to its own limit
 _LOOK_DELAY = 1.0  # seconds between looks whether what has started this process is there
 _READ = 65536
 # The number of a process, and how many there are, as programs say it.
@@ -43,7 +46,7 @@ def main() -> NoReturn:
     incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
     os.dup2(2, 1)
     secret, starter = secrets.token_hex(32), os.getppid()
-    with socket.create_server(("0.0.0.0", 0)) as listener:
+    with socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG) as listener:
         where = _say_where(outgoing, listener.getsockname()[1], secret)
         stream = FrameStream(incoming, outgoing)
         lead = _hear(stream, where)
@@ -84,31 +87,58 @@ def _drain(incoming: int) -> None:
         pass
 
 
-def _admit_all(listener: socket.socket, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
-    while True:
-        end, _ = listener.accept()
-        threading.Thread(target=_admit, args=(end, secret, found), daemon=True).start()
+class _Strangers:
+    """Connections that have not proved themselves; above ``_STRANGERS``, the one that came first is closed.
+
+    So strangers neither wait in the way of one that has the secret, nor take more than so many threads. ``found``: gets
+    those that have it.
+    """
+
+    def __init__(self, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
+        self._secret = secret
+        self._found = found
+        self._lock = threading.Lock()
+        self._ends: deque[socket.socket] = deque()
+
+    def admit_all(self, listener: socket.socket) -> None:
+        while True:
+            end, _ = listener.accept()
+            with self._lock:
+                self._ends.append(end)
+                first = self._ends.popleft() if len(self._ends) > _STRANGERS else None
+            if first is not None:
+                with contextlib.suppress(OSError):  # it is gone already
+                    first.shutdown(socket.SHUT_RDWR)  # at which its thread leaves, and closes it
+            threading.Thread(target=self._admit, args=(end,), daemon=True).start()
+
+    def _admit(self, end: socket.socket) -> None:
+        """Passes on a connection that has the secret, unless another one has taken its place meanwhile."""
+        with end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_TIMEOUT, 0))
+            connection = Connection(os.dup(end.fileno()))
+            known = _knows(connection, self._secret)
+            with self._lock, contextlib.suppress(ValueError):
+                self._ends.remove(end)
+                if known:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+                    self._found.put(connection)
+                    return
+        connection.close()
 
 
-def _admit(end: socket.socket, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
-    """Passes on a connection that has the secret. A stranger takes nobody's time, and soon not even its thread's."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_TIMEOUT, 0))
-    connection = Connection(end.detach())
+def _knows(connection: Connection, secret: bytes) -> bool:
     try:
         deliver_challenge(connection, secret)
         answer_challenge(connection, secret)
     except (AuthenticationError, OSError, EOFError):
-        connection.close()
-        return
-    with socket.socket(fileno=os.dup(connection.fileno())) as known:
-        known.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-    found.put(connection)
+        return False
+    return True
 
 
 def _follow(listener: socket.socket, secret: bytes, starter: int) -> NoReturn:
     """Is a member for the first one, which waits for the last to start; nobody else knows for how long."""
     found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    threading.Thread(target=_admit_all, args=(listener, secret, found), daemon=True).start()
+    threading.Thread(target=_Strangers(secret, found).admit_all, args=(listener,), daemon=True).start()
     connection = None
     while connection is None:
         with contextlib.suppress(queue.Empty):

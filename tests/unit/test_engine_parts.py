@@ -250,14 +250,22 @@ def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPat
     os.close(writer)
 
 
-def test_strangers_hold_up_nobody_who_joins() -> None:
-    """Neither one that says nothing, nor one with another secret."""
+def test_strangers_hold_up_nobody_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that say nothing, of which the first make room, nor one with another secret."""
+    monkeypatch.setattr(started_together, "_STRANGERS", 2)
     found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
     thread = threading.Thread(target=admit, args=(listener, found), daemon=True)
     thread.start()
-    with socket.create_connection((address, port)):
+    silent = [socket.create_connection((address, port)) for _ in range(5)]
+    with contextlib.ExitStack() as stack:
+        for end in silent:
+            stack.enter_context(end)
+        for end in silent[:3]:
+            end.settimeout(60)
+            while end.recv(1024):  # its challenge, and then that it was closed
+                pass
         with pytest.raises(ConnectionError, match="is somebody else"):
             Where("b", address, port, 1, 2, "guessed").connect()
         ours = Where("b", address, port, 1, 2, "secret").connect()
@@ -272,7 +280,7 @@ def test_strangers_hold_up_nobody_who_joins() -> None:
 
 def admit(listener: socket.socket, found: queue.SimpleQueue[Connection]) -> None:
     with contextlib.suppress(OSError):  # it is closed at the end
-        started_together._admit_all(listener, b"secret", found)
+        started_together._Strangers(b"secret", found).admit_all(listener)
 
 
 def accept(listener: Listener, found: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
 MARK = b"mlaunch-joined "
+_TRIES = 5  # for a connection that is closed at once
 _LONGEST, _LARGEST = 400, 1 << 20  # characters of a text, and the largest number, that one of them says
 
 
@@ -46,12 +48,24 @@ class Where:
         return said
 
     def connect(self) -> socket.socket:
-        """Returns a connection on which both sides have proved to know the secret. OSError if there can be none."""
+        """Returns a connection on which both sides have proved to know the secret. OSError if there can be none.
+
+        Strangers who come in crowds may take its place before it has proved that; then it comes again.
+        """
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                return self._connect()
+        return self._connect()
+
+    def _connect(self) -> socket.socket:
+        who = f"{self.name} at {self.address}, port {self.port},"
         try:
             with Client((self.address, self.port), authkey=self.secret.encode()) as connection:
                 return without_delay(os.dup(connection.fileno()))
         except AuthenticationError as error:
-            raise ConnectionError(f"{self.name} at {self.address}, port {self.port}, is somebody else") from error
+            raise ConnectionError(f"{who} is somebody else") from error
+        except EOFError as error:
+            raise ConnectionResetError(f"{who} hangs up") from error
 
 
 @dataclass(frozen=True)
