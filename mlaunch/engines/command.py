@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
+from mlaunch.engines.construction import Words
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.launch.machine import shown
 from mlaunch.engines.placement import Ends, Placement
@@ -36,9 +37,11 @@ class Command(Engine):
 
     def __init__(self, command: str | Sequence[str], *, python: str | None = None) -> None:
         super().__init__(python)
-        self._command = shlex.split(command) if isinstance(command, str) else list(command)
-        if not self._command:
+        words = shlex.split(command) if isinstance(command, str) else command
+        if not words:
             raise ValueError("Command: allowed: a command that starts a process on each machine, 'mpirun -N 1'")
+        Words("mpirun", "-N", "1", or_text=True).check("command", words)
+        self._command = list(words)
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
         return _Started([*self._command, *command[:-1], _MODULE], machines)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.engines.cluster import Cluster
+from mlaunch.engines.construction import OPTIONAL_NAME
 from mlaunch.engines.launch.engine_call import call_on_machines
 from mlaunch.engines.launch.kept_launch import open_on_machines
 from mlaunch.engines.launch.machines import Machines, say
@@ -31,6 +32,7 @@ class Engine(ABC):
     lease: float | None = 300.0
 
     def __init__(self, python: str | None = None) -> None:
+        OPTIONAL_NAME.check("python", python)
         self.python = python or sys.executable
 
     @abstractmethod

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch.base.exceptions import LaunchError
+from mlaunch.engines.construction import OPTIONAL_NAME, Words
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.placement import Ends, Placement
 from mlaunch.engines.processes import Processes
@@ -26,7 +27,7 @@ class Hosts(Engine):
             an address of IPv6, "ssh://me@b:2222*4" with a port.
         python: The interpreter there; None: the path of this one. mlaunch must be installed for it, in this version.
         cwd: The directory of the ranks there; None: that of this process if it exists there, else the login's.
-        ssh: The program and its options.
+        ssh: The program and its options, as a list.
     """
 
     def __init__(
@@ -40,6 +41,9 @@ class Hosts(Engine):
         super().__init__(python)
         if isinstance(hosts, str) or not hosts:
             raise ValueError(f"hosts={hosts!r}: allowed: a list of at least one name")
+        Words("a", "b:4").check("hosts", hosts)
+        Words("ssh", "-p", "2222").check("ssh", ssh)
+        OPTIONAL_NAME.check("cwd", cwd)
         self._hosts = [_parted(host) for host in hosts]
         self._cwd = cwd
         self._ssh = list(ssh)

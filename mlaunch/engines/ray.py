@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.exceptions import LaunchError
+from mlaunch.caller.options.option_values import Name
+from mlaunch.engines.construction import Amounts
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.placement import Ends, Placement
 
@@ -33,6 +35,8 @@ class Ray(Engine):
         self, *, address: str = "auto", resources: Mapping[str, float] | None = None, python: str | None = None
     ) -> None:
         super().__init__(python)
+        Name().check("address", address)
+        Amounts().check("resources", resources)
         self._address = address
         self._resources = dict(resources or {"CPU": 1})
 

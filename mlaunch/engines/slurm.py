@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mlaunch.base.exceptions import LaunchError
+from mlaunch.engines.construction import OPTIONAL_NAME
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.hosts import check_name
 from mlaunch.engines.placement import Ends, Placement
@@ -41,6 +42,10 @@ class Slurm(Engine):
         for name in ("nodes", "ntasks", "job_name", "wrap", "array", "wait"):
             if name in options:
                 raise TypeError(f"Slurm: {name}= is the launcher's to say; machines= is the number of nodes")
+        for name, value in options.items():
+            if not isinstance(value, str | int):
+                raise TypeError(f"Slurm: {name}={value!r}: allowed: a string, a whole number, True, False")
+        OPTIONAL_NAME.check("host", host)
         if host is not None:
             check_name(host)
         self._shell = Shell(host)

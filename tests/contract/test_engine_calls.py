@@ -28,7 +28,7 @@ from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.base import linux
 from mlaunch.cli import engine_names, main, run_on_engine
 from mlaunch.cli.ps_and_stacks import ask
-from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Slurm, lease
+from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm, lease
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.visitors_of_machines import Lookout
@@ -738,6 +738,22 @@ def test_options_that_do_not_go_with_engines(options: dict[str, Any], words: str
         launcher(rank, **options)
 
 
+MISMADE: list[tuple[Callable[[], object], str]] = [
+    (lambda: Hosts(["a"], ssh="ssh -p 22"), "ssh='ssh -p 22': allowed: a list of strings, ['ssh', '-p', '2222']"),
+    (lambda: Hosts(["a"], ssh=["ssh", "-p", 22]), "ssh=['ssh', '-p', 22]: allowed: a list of strings"),
+    (lambda: Hosts(["a", 2]), "hosts=['a', 2]: allowed: a list of strings, ['a', 'b:4']; 2 is none"),
+    (lambda: Hosts(["a"], cwd=3), "cwd=3: allowed: a string"),
+    (lambda: Slurm(host=3), "host=3: allowed: a string"),
+    (lambda: Slurm(nodelist=["n1", "n2"]), "Slurm: nodelist=['n1', 'n2']: allowed: a string, a whole number, True"),
+    (lambda: Slurm(python=3), "python=3: allowed: a string"),
+    (lambda: Ray(address=None), "address=None: allowed: a string"),
+    (lambda: Ray(resources=4), "resources=4: allowed: a mapping of names to numbers from 0"),
+    (lambda: Ray(resources={"GPU": "4"}), "resources={'GPU': '4'}: allowed: a mapping of names to numbers from 0"),
+    (lambda: Command(7), "command=7: allowed: 'mpirun -N 1', or a list of strings, ['mpirun', '-N', '1']"),
+    (lambda: Command("mpirun -N 1", python=3), "python=3: allowed: a string"),
+]
+
+
 def test_other_mistakes() -> None:
     with pytest.raises(TypeError, match=r"engine=<class .*allowed: an engine of mlaunch.engines"):
         launcher(rank, engine=Threads)
@@ -760,6 +776,13 @@ def test_other_mistakes() -> None:
         Slurm(nodes=3)
     with pytest.raises(ValueError, match="allowed: a command that starts a process"):
         Command("")
+    for make, words in MISMADE:
+        with pytest.raises(TypeError, match=re.escape(words)):
+            make()
+    with pytest.raises(ValueError, match=re.escape("resources={'GPU': -1}: allowed: a mapping of names to numbers")):
+        Ray(resources={"GPU": -1})
+    with pytest.raises(ValueError, match="python='': allowed: a name"):
+        Hosts(["a"], python="")
     assert repr(Slurm(gpus_per_node=8, exclusive=True)) == "Slurm(--gpus-per-node=8 --exclusive)"
     assert (repr(Hosts(["a", "b:4"])), repr(Command("mpirun -N 1"))) == ("Hosts(['a', 'b'])", "Command('mpirun -N 1')")
 
