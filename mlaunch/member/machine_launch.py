@@ -6,8 +6,10 @@ import os
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlaunch.base.fds import KeptFd, close_all
+from mlaunch.caller.launch.handle import remove_names
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
@@ -50,7 +52,7 @@ class MachineLaunch:
 
     def __init__(self, stream: FrameStream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
         self._stream = stream
-        self._spec = spec
+        self._spec = self._agreed = spec  # by all machines
         self._server = server
         self._term = term
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
@@ -151,6 +153,7 @@ class MachineLaunch:
             record, fds = self._agent.receive()
         except EOFError:
             self._stream.send(ServerEnded(self._server.describe_exit()))
+            remove_names(self._spec, self._agreed)
             return False
         if isinstance(record, RankGone):
             self._tell_rows()
@@ -158,6 +161,8 @@ class MachineLaunch:
             self._end_call(record, fds)
         elif not isinstance(record, AgentStarted | Finished):
             self._stream.send(FromAgent(record), fds[0] if fds and isinstance(record, _WITH_CONTENT) else -1)
+        if isinstance(record, Reaped) and record.exitcode != 0:
+            remove_names(self._spec, self._agreed)
         self._take(record, fds)
         return not isinstance(record, Finished | Reaped)
 
@@ -167,6 +172,7 @@ class MachineLaunch:
             self._limits.agent = KeptFd(fds[0])
         elif isinstance(record, RanksStarting):
             self._board = Board(fds[0])
+            self._agreed = replace(self._spec, launch_id=record.launch_id, rank_start=record.rank_start)
             self._looks.learn(record)
             for early in self._early:
                 self._call(*early)

@@ -26,11 +26,13 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.base import linux
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.cli import engine_names, main, run_on_engine
 from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm, lease
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.member import member
 from mlaunch.member.looks import Looks
@@ -39,7 +41,7 @@ from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.protocol import registry
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import Finished, RanksStarting
-from mlaunch.protocol.messages.member_messages import MARK, Look, MachineDone, Seen, Start
+from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, MachineDone, Seen, Start
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
 from tests import builds
@@ -283,6 +285,44 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
         (launch,) = answer.result()
     assert launch["ranks"][0]["state"] == "its machine has not said what it does"
     assert ask(STATUS, spec.launch_id) == []
+
+
+def test_the_host_is_named_from_which_nothing_more_came() -> None:
+    """Others say that a machine is lost, without its name, and it says nothing itself, not even by its end."""
+    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[])))
+    pairs = [socket.socketpair() for _ in range(2)]
+    machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
+    members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
+    for machine in machines:
+        machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
+        machine.rank_start = machine.number
+    said = RankFailure(None, 0, "was lost: no heartbeat came for 2 s", subject="a machine")
+    members[0].send(FromAgent(said))
+    members[0].send(MachineDone())
+    merged = MergedAgent(
+        machines, 2, lambda _: pytest.fail("m1 has not ended"), Patience(0.1, None), Lookout(spec, machines)
+    )
+    merged.start()
+    linux.wait_readable([merged.channel.fileno()], LIMIT)
+    told, _ = merged.channel.receive()
+    assert (told.host, told.what, told.hints) == ("m0", said.what, ("nothing more came from host m1",))
+    assert merged.join(LIMIT)
+    for one in (merged.channel, *members, *machines):
+        one.close()
+
+
+def test_an_agent_that_is_killed_over_there_leaves_no_name(engine: Threads) -> None:
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 2:
+            os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()
+
+    with pytest.raises(LaunchError, match=r"^the agent on host m1 of \S+work\(\) was killed by SIGKILL\n"):
+        launcher(work, 2, engine=engine, grace_period=0.1)()
+    for placed in engine.placements:
+        placed.cancel()
+    assert not list(registry.home(os.environ).iterdir())
 
 
 def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:

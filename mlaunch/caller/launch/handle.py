@@ -178,7 +178,7 @@ class LaunchHandle:
         except EOFError:
             self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
             self.outcome.broken = self.outcome.broken or self.server.describe_end()
-            self._tidy_up()
+            remove_names(self.spec, self.outcome.spec)
             return False
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])
@@ -187,7 +187,7 @@ class LaunchHandle:
         self.history.take(record, fds)
         self.outcome.take(record, fds)
         if isinstance(record, Reaped) and record.exitcode != 0:
-            self._tidy_up()
+            remove_names(self.spec, self.outcome.spec)
         if isinstance(record, (Finished, Reaped)):
             self.never_began = not self._has_begun and not self.ending
             return False
@@ -197,12 +197,6 @@ class LaunchHandle:
     def _begins(self, record: object) -> bool:
         """Tells whether something of the launch may have happened, so that it is too late for another attempt."""
         return isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
-
-    def _tidy_up(self) -> None:
-        """Removes the files of an agent that was killed."""
-        spec = self.outcome.spec
-        registry.remove(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
-        error_file.remove_directory(self.spec)
 
     def _press(self) -> bool:
         """Kills what does not answer although it should have; False if nobody is left to hear."""
@@ -218,3 +212,9 @@ class LaunchHandle:
         elif isinstance(record, Waiting):
             self.waiting = record.text
             self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")
+
+
+def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:
+    """Removes the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
+    registry.remove(spec.context.environ, registry.name_of(agreed.launch_id, agreed.rank_start))
+    error_file.remove_directory(spec)
