@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import Lease
 
-_PARTS = 5  # signs in the time of a lease
+PARTS = 5  # signs in the time of a lease
 
 
 class Renewal:
@@ -32,7 +32,7 @@ class Renewal:
                     stream.flush()
                 else:
                     stream.send(self._lease)
-            if self._closed.wait(self._lease.seconds / _PARTS):
+            if self._closed.wait(self._lease.seconds / PARTS):
                 return
 
     def close(self) -> None:

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.caller.options.option_values import Name
 from mlaunch.engines.construction import Amounts
 from mlaunch.engines.engine import Engine
+from mlaunch.engines.lease import PARTS
 from mlaunch.engines.placement import Ends, Placement
 
 _READ = 1 << 18  # bytes in a call of an actor
@@ -53,22 +55,43 @@ class Ray(Engine):
                     f"no Ray cluster answers at address={self._address!r} ({error}); this process belongs inside the "
                     f"cluster: start one with `ray start --head`, or give its address="
                 ) from error
-        return _InBundles(self._resources, machines or 1, command)
+        return _InBundles(self._resources, machines or 1, command, self.lease)
 
     def __repr__(self) -> str:
         return f"Ray({self._resources})"
 
 
 class Pump:
-    """The actor: it executes a member, and passes on its bytes. Its methods run in threads of their own."""
+    """The actor: it executes a member, and passes on its bytes. Its methods run in threads of their own.
 
-    def __init__(self, command: Sequence[str]) -> None:
+    ``lease``: seconds without a sign of its caller after which the member ends, until something comes for that, which
+    counts the seconds itself then; None: it stays.
+    """
+
+    def __init__(self, command: Sequence[str], lease: float | None = None) -> None:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
+        self._lease = lease
+        self._sign, self._begun = threading.Event(), False
+        if lease is not None:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._begun:
+            if not self._sign.wait(self._lease):
+                self._process.kill()
+                return
+            self._sign.clear()
+
+    def renew(self) -> None:
+        """Hears that its caller lives."""
+        self._sign.set()
 
     def write(self, data: bytes) -> None:
         """Passes on what the caller writes; b"": no more."""
+        self._begun = True
+        self._sign.set()
         stream = self._process.stdin
         if stream is None or stream.closed:
             return
@@ -90,12 +113,15 @@ class Pump:
 
 
 class _InBundles(Placement):
-    def __init__(self, resources: Mapping[str, float], machines: int, command: Sequence[str]) -> None:
+    def __init__(
+        self, resources: Mapping[str, float], machines: int, command: Sequence[str], lease: float | None
+    ) -> None:
         from ray.util.placement_group import placement_group
 
         self.sizes: Sequence[int | None] = [None] * machines
         self._resources = dict(resources)
         self._command = list(command)
+        self._lease = lease
         self._group = placement_group([dict(resources)] * machines, strategy="STRICT_SPREAD")
         self._ready = self._group.ready()
         self._fates: dict[int, str] = {}
@@ -123,7 +149,7 @@ class _InBundles(Placement):
                 resources=others,
                 max_concurrency=4,
             )
-            .remote(self._command)
+            .remote(self._command, self._lease)
         )
         return self._ends(machine, actor)
 
@@ -144,6 +170,8 @@ class _InBundles(Placement):
         import ray
 
         with end, contextlib.suppress(Exception):  # the actor is gone, which reading tells
+            while self._lease is not None and not linux.wait_readable([end.fileno()], self._lease / PARTS):
+                ray.get(actor.renew.remote())
             while True:
                 data = end.recv(_READ)
                 ray.get(actor.write.remote(data))

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
+from collections.abc import Collection
 from typing import NoReturn
 
 from mlaunch.base import linux
@@ -26,10 +28,13 @@ from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Lease, Mac
 # Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
 _TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
 _TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR"}
+# Slurm and mpirun send these to all that they have started when somebody asks for it, and few know of us.
+FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def main() -> NoReturn:
     """Serves until standard input ends."""
+    ignore(FOR_RANKS)
     stream = _take_over_streams()
     for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
         del os.environ[name]
@@ -41,6 +46,12 @@ def main() -> NoReturn:
         warm_server.close()
         sys.stderr.flush()
         os._exit(code)
+
+
+def ignore(numbers: Collection[signal.Signals]) -> None:
+    """Has this process live on when such signals come. Ranks have the usual dispositions all the same."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _take_over_streams() -> FrameStream:

@@ -13,6 +13,7 @@ import os
 import queue
 import secrets
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -45,6 +46,7 @@ def main() -> NoReturn:
     """Serves until the caller ends, or the first one."""
     incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
     os.dup2(2, 1)
+    member.ignore(member.FOR_RANKS)
     secret, starter = secrets.token_hex(32), os.getppid()
     with socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG) as listener:
         where = _say_where(outgoing, listener.getsockname()[1], secret)
@@ -157,6 +159,7 @@ def _lead(stream: FrameStream, lead: Lead, own: Where) -> None:
     ends = {}
     for place, where in lead.all.items():
         ends[place] = _start_member() if where.name == own.name else where.connect()
+    member.ignore({signal.SIGTERM})  # as its end nears, mpirun says so to all: last words are still to be carried
     Mux(stream, ends).run()
 
 

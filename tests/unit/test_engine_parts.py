@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines import slurm_allocation
 from mlaunch.engines.launch.machine import Machine
@@ -27,7 +29,10 @@ from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.member import started_together
-from mlaunch.protocol.machines.first_process import Where
+from mlaunch.protocol.machines import first_process
+from mlaunch.protocol.machines.first_process import Lead, Where
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.member_messages import MARK, command_of
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import wait_gone
@@ -227,6 +232,16 @@ def test_an_actor_passes_on_bytes() -> None:
     assert (pump.read("stdout"), pump.read("stderr"), pump.exitcode()) == (b"", b"", 0)
 
 
+def test_an_actor_whose_caller_stops_before_its_first_word_ends_its_member() -> None:
+    assert Pump(["cat"], 0.05).exitcode() == -signal.SIGKILL
+    pump = Pump(["cat"], 600.0)
+    pump.renew()
+    pump.write(b"there and back")
+    assert pump.read("stdout") == b"there and back"
+    pump.write(b"")
+    assert pump.exitcode() == 0
+
+
 def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one connects to another, whose secret it has; a stranger is refused."""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
@@ -248,6 +263,32 @@ def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPat
     assert found == ["AuthenticationError", "hello"]
     os.close(reader)
     os.close(writer)
+
+
+def test_who_carries_for_all_outlives_what_mpirun_passes_on() -> None:
+    """A signal to mpirun comes to all that it has started."""
+    ours, theirs = os.pipe(), os.pipe()
+    environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    command = [*command_of(sys.executable)[:-1], "mlaunch.member.started_together"]
+    carrier = subprocess.Popen(command, stdin=ours[0], stdout=theirs[1], env=environ, cwd=ROOT)
+    os.close(ours[0]), os.close(theirs[1])
+    with contextlib.closing(FrameStream(theirs[0], ours[1])) as stream:
+        where = Where.of_line(heard(stream, first_process.MARK))
+        carrier.send_signal(signal.SIGUSR1)
+        stream.send(Lead(where.name, {0: where}))
+        found = b""
+        while MARK not in found:
+            linux.wait_readable([stream.fileno()], 60)
+            found += b"".join(record.data for record, _ in stream.receive())
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            carrier.send_signal(number)
+    assert carrier.wait(60) == 0
+
+
+def heard(stream: FrameStream, mark: bytes) -> bytes:
+    while (line := stream.skip_to(mark)) is None:
+        linux.wait_readable([stream.fileno()], 60)
+    return line
 
 
 def test_strangers_hold_up_nobody_who_joins(monkeypatch: pytest.MonkeyPatch) -> None:
