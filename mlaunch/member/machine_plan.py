@@ -42,7 +42,7 @@ class MachinePlan:
             self._placed.device_type,
             self._placed.visible_devices,
             self._machine.ready.torch_version,
-            next(iter(addresses()), socket.gethostname()),
+            tuple(addresses()) or (socket.gethostname(),),
             identity(),
             _free_port(),
             time.monotonic(),

@@ -21,9 +21,22 @@ from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
+from mlaunch.member.reach import failures_at, listen_for_others
 from mlaunch.member.term import Term
 from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Lease, MachineDone, NotPrepared, Start, versions
+from mlaunch.protocol.messages.member_messages import (
+    MARK,
+    AskOffer,
+    Lease,
+    Listen,
+    Listens,
+    MachineDone,
+    NotPrepared,
+    Reach,
+    Reached,
+    Start,
+    versions,
+)
 
 # Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
 _TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
@@ -78,6 +91,7 @@ class _Member:
         self._stream = stream
         self._term = Term(stream)
         self._plan: MachinePlan | None = None
+        self._listener: socket.socket | None = None
 
     def serve(self) -> None:
         while not self._term.over:
@@ -104,7 +118,12 @@ class _Member:
             self._term.lease = record
         elif isinstance(record, AskOffer):
             self._prepare(record)
+        elif isinstance(record, Listen):
+            self._stream.send(Listens(record.number, self._listen(record.port)))
+        elif isinstance(record, Reach):
+            self._stream.send(Reached(record.number, failures_at(record.addresses, record.port)))
         elif isinstance(record, Start) and self._plan is not None:
+            self._listen(None)
             self._start(self._plan, record, content)
         if content >= 0:
             os.close(content)
@@ -115,6 +134,12 @@ class _Member:
             self._stream.send(self._plan.prepared())
         except (LaunchError, ValueError, OSError) as error:
             self._stream.send(NotPrepared(order.number, f"{type(error).__name__}: {error}"))
+
+    def _listen(self, port: int | None) -> bool:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listen_for_others(port)
+        return self._listener is not None
 
     def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
         try:

@@ -15,7 +15,6 @@ import secrets
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.member import member
-from mlaunch.protocol.machines.first_process import MARK, Lead, Where, without_delay
+from mlaunch.protocol.machines.first_process import MARK, Lead, Where, limit_reads, without_delay
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
 from mlaunch.protocol.messages.member_messages import command_of
@@ -60,9 +59,8 @@ def main() -> NoReturn:
 
 def _say_where(outgoing: int, port: int, secret: str) -> Where:
     number, size = next(((os.environ[a], os.environ[b]) for a, b in _NUMBERS if {a, b} <= os.environ.keys()), (-1, 0))
-    address = next(iter(addresses()), LOOPBACK)
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"  # clones and containers share names and pids
-    where = Where(name, address, port, int(number), int(size), secret)
+    where = Where(name, tuple(addresses()) or (LOOPBACK,), port, int(number), int(size), secret)
     os.write(outgoing, b"\n" + MARK + json.dumps(vars(where)).encode() + b"\n")
     return where
 
@@ -116,13 +114,13 @@ class _Strangers:
     def _admit(self, end: socket.socket) -> None:
         """Passes on a connection that has the secret, unless another one has taken its place meanwhile."""
         with end:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _STRANGER_TIMEOUT, 0))
+            limit_reads(end.fileno(), _STRANGER_TIMEOUT)
             connection = Connection(os.dup(end.fileno()))
             known = _knows(connection, self._secret)
             with self._lock, contextlib.suppress(ValueError):
                 self._ends.remove(end)
                 if known:
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+                    limit_reads(end.fileno(), 0)
                     self._found.put(connection)
                     return
         connection.close()
@@ -158,7 +156,11 @@ def _lead(stream: FrameStream, lead: Lead, own: Where) -> None:
     """Carries for all, and starts the member of this machine."""
     ends = {}
     for place, where in lead.all.items():
-        ends[place] = _start_member() if where.name == own.name else where.connect()
+        try:
+            ends[place] = _start_member() if where.name == own.name else where.connect()
+        except OSError as error:
+            print(f"mlaunch: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
     member.ignore({signal.SIGTERM})  # as its end nears, mpirun says so to all: last words are still to be carried
     Mux(stream, ends).run()
 

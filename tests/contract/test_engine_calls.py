@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -515,6 +516,19 @@ def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.M
         monkeypatch.setattr("mlaunch.member.machine_plan.addresses", lambda: ["127.0.0.2"])
         assert launcher(rank, engine=held)() == [0, 1]
     assert found == {"127.0.0.1", "127.0.0.2"}
+
+
+def test_machines_meet_at_an_address_that_all_reach(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was tried is said where there is none."""
+    names, broadcast = map(str, itertools.count()), "255.255.255.255"
+    monkeypatch.setattr("mlaunch.member.machine_plan.identity", lambda: next(names))
+    offered = [broadcast, "127.0.0.2"]
+    monkeypatch.setattr("mlaunch.member.machine_plan.addresses", lambda: offered)
+    assert launcher(rank, 1, engine=engine)() == [0, 1]
+    offered.pop()
+    words = rf"host m1 does not reach host m0 at port \d+: tried {broadcast} \([A-Z]\w+ .*\); does a firewall"
+    with pytest.raises(LaunchError, match=words):
+        launcher(rank, 1, engine=engine)()
 
 
 def test_machines_that_nobody_uses_are_given_back(engine: Threads) -> None:

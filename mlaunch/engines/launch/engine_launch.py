@@ -24,6 +24,7 @@ from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import Machines, say
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.member.reach import address_for_all
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.member_messages import AskOffer, Offer, Start
@@ -113,12 +114,13 @@ class MachinesLaunch:
         self.placed.prepare(self._order(), self.options.join_timeout)
         machines = self.placed.machines
         spec = self._spec(machines)
+        meet_at = self._master_ip(machines[0].given)
         history.ready = time.monotonic()
         history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
         call = self.work.call
         with naming_culprits(spec, call), in_memfds([("call", call)] if call is not None else []) as memfds:
             for machine in machines:
-                machine.stream.send(self._start(spec, machine), memfds[0] if memfds else -1)
+                machine.stream.send(self._start(spec, machine, meet_at), memfds[0] if memfds else -1)
         return spec, history
 
     def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
@@ -132,13 +134,13 @@ class MachinesLaunch:
         theirs["env"] = dict(self.options.env) if self.options.env is not None else None
         return AskOffer(theirs, self.work.name, working_directory(), self.work.path)
 
-    def _start(self, spec: LaunchSpec, machine: Machine) -> Start:
+    def _start(self, spec: LaunchSpec, machine: Machine, meet_at: str) -> Start:
         """Says how a machine starts: it finds the others at the first one."""
         head = self.placed.machines[0].given
         return Start(
             world_size=spec.world_size,
             rank_start=machine.rank_start,
-            master_ip=self._master_ip(head),
+            master_ip=meet_at,
             port=self.options.port or head.port,
             token=spec.secret,
             restart_count=self.restart_count,
@@ -154,7 +156,7 @@ class MachinesLaunch:
         if self.options.master_ip != "localhost":
             return self.options.master_ip
         networks = {machine.given.identity for machine in self.placed.machines}
-        return LOOPBACK if len(networks) == 1 else head.address
+        return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
 
     def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
         """Returns the launch as this process sees it: one machine with all ranks."""

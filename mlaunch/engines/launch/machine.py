@@ -33,6 +33,7 @@ class Machine:
         self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
         self.host = ""
         self.prepared: Offer | None = None
+        self.answer: Any = None  # to what it was asked last
         self.rank_start = 0
         self.shift = 0.0  # seconds by which its clock is behind ours
         self.lost = False

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mlaunch import _version
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
@@ -16,9 +17,10 @@ from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.lease import Renewal
 from mlaunch.engines.placement import Placement
 from mlaunch.protocol.machines.frame_stream import NoiseError
-from mlaunch.protocol.messages.member_messages import AskOffer, Lease, NotPrepared, command_of
+from mlaunch.protocol.messages.member_messages import AskOffer, Lease, Listen, NotPrepared, Offer, Reach, command_of
 
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
+Question = AskOffer | Listen | Reach
 _LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
 
 
@@ -43,6 +45,7 @@ class Machines:
         self._placement: Placement | None = None
         self._leaving = False  # they are being given back, which may have been interrupted
         self._asked = 0  # calls for which machines were
+        self.meets_at = ""  # the address of the first that all others reach, once they have tried
         self.machines: list[Machine] = []
 
     @property
@@ -145,28 +148,36 @@ class Machines:
         Raises:
             LaunchError: A machine cannot give it, or has ended.
         """
-        self._asked += 1
         for machine in self.machines:
             machine.prepared = None
-            machine.stream.send(self._for(machine, order))
-        waiting, until = list(self.machines), time.monotonic() + timeout
-        while waiting:
-            for machine in waiting:
-                self._hear_prepared(machine)  # also what came with its first word, which is none of its own
-            waiting = [machine for machine in waiting if machine.prepared is None]
-            if waiting:
-                self._wait(waiting, until, timeout)
+        self.ask(self.machines, order, timeout)
         start = 0
         for machine in self.machines:
             machine.rank_start = start
             start += len(machine.ranks)
 
+    def ask(self, machines: Sequence[Machine], question: Question, timeout: float) -> list[Any]:
+        """Returns what these answer, which they must do within ``timeout`` seconds; LaunchError as for ``prepare``."""
+        self._asked += 1
+        for machine in machines:
+            machine.answer = None
+            asked = self._for(machine, question) if isinstance(question, AskOffer) else question
+            machine.stream.send(replace(asked, number=self._asked))
+        waiting, until = list(machines), time.monotonic() + timeout
+        while waiting:
+            for machine in waiting:
+                self._hear(machine)  # also what came with its first word, which is none of its own
+            waiting = [machine for machine in waiting if machine.answer is None]
+            if waiting:
+                self._wait(waiting, until, timeout)
+        return [machine.answer for machine in machines]
+
     def _for(self, machine: Machine, order: AskOffer) -> AskOffer:
         size = self._placement.sizes[machine.number] if self._placement is not None else None
         given = size or order.options.get("n_gpus") or self._n_gpus
-        return replace(order, number=self._asked, options={**order.options, "n_gpus": given})
+        return replace(order, options={**order.options, "n_gpus": given})
 
-    def _hear_prepared(self, machine: Machine) -> None:
+    def _hear(self, machine: Machine) -> None:
         try:
             found = machine.stream.receive()
         except NoiseError as error:
@@ -184,8 +195,10 @@ class Machines:
                 continue
             if isinstance(record, NotPrepared):
                 raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
-            machine.prepared = record
-            machine.shift = time.monotonic() - record.clock
+            if isinstance(record, Offer):
+                machine.prepared = record
+                machine.shift = time.monotonic() - record.clock
+            machine.answer = record
 
     def renew(self) -> None:
         """Gives the machines back if one of them is lost, so that ``open`` gets others."""
@@ -211,7 +224,7 @@ class Machines:
             machine.close()
         if self._placement is not None:
             self._placement.cancel()
-        self.machines, self._placement, self._renewal = [], None, None
+        self.machines, self._placement, self._renewal, self.meets_at = [], None, None, ""
         self._leaving = False
         atexit.unregister(self.close)
 

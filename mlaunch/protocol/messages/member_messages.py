@@ -1,8 +1,10 @@
 """What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
-caller -> member   Lease; Prepare, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for ranks that stay
-member -> caller   Prepared or NotPrepared; then FromAgent, Printed, Rows, Seen, ServerEnded, and Over at last
+caller -> member   Lease; Prepare, Listen, Reach, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for
+                   ranks that stay
+member -> caller   Prepared or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, ServerEnded, and
+                   Over at last
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Offer:
     device_type: str
     visible_devices: str | None
     torch_version: str
-    address: str  # at which other machines find it
+    addresses: tuple[str, ...]  # at which other machines may find it, that of its way to everywhere else first
     identity: str  # of the machine and its network, which a name is not: clones and containers may have one name
     port: int  # that is free there
     clock: float
@@ -82,6 +84,39 @@ class NotPrepared:
 
     number: int
     text: str
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Has a machine listen where others are to find it, and for them to try. ``port``: None: no more."""
+
+    port: int | None
+    number: int = 0  # of the call, which the answer repeats
+
+
+@dataclass(frozen=True)
+class Listens:
+    """Whether it does."""
+
+    number: int
+    listens: bool
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Asks which of another machine's addresses this one reaches."""
+
+    addresses: tuple[str, ...]
+    port: int
+    number: int = 0  # of the call, which the answer repeats
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Why there is no answer at each; "" if there is."""
+
+    number: int
+    failures: tuple[str, ...]
 
 
 @dataclass(frozen=True)
