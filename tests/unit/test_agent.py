@@ -23,6 +23,7 @@ from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.operation_numbers import NumberRequests
 from mlaunch.agent.peers import Peers
+from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision import ends_of_threads
 from mlaunch.agent.supervision import supervisor as supervisor_module
@@ -434,6 +435,16 @@ def test_ranks_that_stay_wait_for_one_that_is_about_to_end(monkeypatch: pytest.M
     consequence, pause = functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True), lambda: None
     told = world.run(lambda: begin(world, 1), consequence, pause, lambda: world.end(1, 6))
     assert (gone(told)[1].exitcode, gone(told)[1].stopped) == (6, False)
+
+
+def test_prepared_ranks_leave_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first look, long before they have waited too long."""
+    monkeypatch.setattr(linux, "memory_is_short", lambda: True)
+    kind: Any = functools.partial(PreparedSupervisor, priority=None, rehearses=False)
+    world = World(monkeypatch, size=1, kind=kind, deaf={0})
+    world.run()
+    _, last, at = world.signals[-1]
+    assert (last, at < 100.0 + WAIT_LIMIT) == ("SIGKILL", True)
 
 
 @pytest.mark.parametrize("execs", [False, True])

@@ -89,3 +89,35 @@ def test_the_thread_looks_whether_ranks_idle_though_it_began_to_wait_before_a_ca
     driver.drive_to_end()
     driver.join()
     os.close(driven.come)
+
+
+class Shared(Driven):
+    """Has another's call, which waits for somebody to drive."""
+
+    idle = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepped = threading.Event()
+
+    def watch(self, fd: int) -> None:
+        os.close(self.come)
+        self.come = os.dup(fd)
+
+    def hear_values(self, call: Any) -> None:
+        call.over = True
+
+    def step(self) -> None:
+        self.stepped.set()
+
+
+def test_the_thread_is_told_when_somebody_ceases_to_drive_and_calls_of_others_remain() -> None:
+    driven = Shared()
+    driver = Driver[Any](driven)
+    driver.drive(SimpleNamespace(over=False))
+    assert driven.stepped.wait(30)
+    driven.ended.set()
+    driver.end()
+    driver.drive_to_end()
+    driver.join()
+    os.close(driven.come)

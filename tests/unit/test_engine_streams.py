@@ -12,17 +12,21 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlaunch.engines.launch.machine import last_lines
 from mlaunch.engines.launch.output_pipes import Backlog
+from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.term import Term
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machines.content import Content
 from mlaunch.protocol.machines.frame_stream import FrameStream, NoiseError
 from mlaunch.protocol.machines.mux import Mux
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages.launch_messages import Phase, RanksStarting, RankStarted
 from mlaunch.protocol.messages.member_messages import Lease
 
 
@@ -201,6 +205,34 @@ def test_who_carries_several_streams_reads_no_more_than_can_be_passed_on(
             else:
                 monkeypatch.setattr(FrameStream, "unsent", 11)
                 assert mux._wait().get(ours.fileno(), 0) == 0
+
+
+def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads; what waits for that stays within the limit, and the rest in the pipe of who prints it."""
+    monkeypatch.setattr("mlaunch.member.machine_launch._FULL", 1 << 18)
+    monkeypatch.setattr("mlaunch.member.machine_launch._LOOK_DELAY", 0.01)
+    (agent, launcher), board = Channel.pair(), Board.create(1)
+    server: Any = SimpleNamespace(launch=lambda _spec, _call: launcher, kill=lambda: None)
+    monkeypatch.setattr("mlaunch.member.machine_launch.replace", lambda spec, **_: spec)
+    spec: Any = SimpleNamespace(
+        grace_period=1.0, seconds=None, streams=lambda _: (1,), rank_start=0, local_world_size=1, launch_id="full",
+        context=SimpleNamespace(environ={}),
+    )  # fmt: skip
+    hear, printed = os.pipe()
+    os.set_blocking(printed, False)
+    with pair() as (stream, _), contextlib.closing(agent):
+        launch = MachineLaunch(stream, spec, server, -1, Term(stream))
+        agent.send(RanksStarting(0.0, "full", 0, 1), [board.fd])
+        agent.send(RankStarted(0, 1, 0.0), [hear])
+        for _ in range(100):  # in which 3 MB are printed, if nobody minds
+            with contextlib.suppress(BlockingIOError):
+                os.write(printed, bytes(1 << 16))
+            launch._step()
+        assert 1 << 18 <= stream.unsent < 1 << 19
+        launch._close()
+    for fd in (hear, printed):
+        os.close(fd)
+    board.close()
 
 
 def test_what_comes_before_the_first_word_is_dropped() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks.operations import clients, of_joining
 from mlaunch.base.text import name_some_ranks
+from mlaunch.rendezvous.gate import store_service
+from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from tests.stores import store_of_a_launch, store_of_torch
 
 
@@ -50,3 +54,30 @@ def test_many_that_are_missing_are_a_short_text() -> None:
     told = name_some_ranks(range(0, 10_000, 2))
     assert told.startswith("ranks 0, 2, 4, ")
     assert told.endswith(", 38 and 4980 more")
+
+
+def test_a_machine_that_does_not_read_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what it is answered would fill the memory of the gate."""
+    done: list[str] = []
+
+    class Crowded:
+        unsent = 1
+
+        def __init__(self, *_: object) -> None:
+            """Needs no connection."""
+
+        def send(self, stream: int, _data: bytes) -> None:
+            done.append(f"answers {stream}")
+
+        async def drained(self) -> None:
+            done.append("waits")
+
+        async def received(self) -> AsyncIterator[tuple[int, bytes]]:
+            for stream in range(2):
+                done.append(f"hears {stream}")
+                yield stream, b"\xff"  # which no client of torch's store says
+
+    monkeypatch.setattr(store_service, "Pieces", Crowded)
+    nobody: Any = None
+    asyncio.run(store_service.serve_store(StoreKeys(), nobody, nobody))
+    assert done == ["hears 0", "answers 0", "waits", "hears 1", "answers 1", "waits"]
