@@ -5,9 +5,12 @@ from __future__ import annotations
 import locale
 import os
 import resource
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +43,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "limits": change_limits,
     "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
     "slack": lambda: timers.set_slack(70_000),
+    "score": lambda: settings._SCORE.write_text("1000"),
     "locale": lambda: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8"),
     "filters": filter_warnings,
     "numpy": lambda: np.seterr(divide="ignore"),
@@ -108,6 +112,29 @@ def test_a_filter_of_the_caller_counts_before_those_of_a_rank() -> None:
     with warnings.catch_warnings():
         filter_warnings()
         assert launcher(warn, 1)() == ["raised"]
+
+
+def test_the_priority_of_the_thread_that_calls() -> None:
+    """Linux has one for each thread, so this one need not be given back, which takes privileges."""
+
+    def call() -> tuple[object, list[object]]:
+        wanted = os.nice(1)
+        return wanted, launcher(told, 1)("nice")
+
+    with ThreadPoolExecutor(1) as pool:
+        wanted, there = pool.submit(call).result()
+    assert there == [wanted]
+
+
+def test_temporary_files_go_where_the_environment_says(tmp_path: Path) -> None:
+    """Also where tempfile was asked before: torch._dynamo does as it is imported."""
+
+    def ask() -> str:
+        return tempfile.gettempdir()
+
+    ask()
+    assert launcher(ask, 1, start_method="fork", env={"TMPDIR": str(tmp_path)})() == [str(tmp_path)]
+    assert launcher(ask, 1, start_method="fork")() == [ask()]
 
 
 def test_a_time_zone_that_was_set_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,37 @@ def test_one_interrupt_ends_a_stream_object_that_waits(monkeypatch: pytest.Monke
         shown.raise_interrupt()
 
 
+class Interrupted(io.TextIOWrapper):
+    """Gets Ctrl-C while it writes what others have written, once."""
+
+    pending = True
+
+    def flush(self) -> None:
+        if self.pending:
+            self.pending = False
+            os.kill(os.getpid(), signal.SIGINT)
+        super().flush()
+
+
+@pytest.mark.parametrize("raw", ["file", "socket"])
+def test_an_interrupt_before_a_write_loses_and_doubles_nothing(
+    monkeypatch: pytest.MonkeyPatch, shown: Console, raw: str
+) -> None:
+    """``file``: one of which we have a way of our own; ``socket``: an object that is asked as it is."""
+    ours, theirs = socket.socketpair()
+    binary = open(ours.detach(), "wb") if raw == "file" else ours.makefile("wb")  # noqa: SIM115 - the text closes it
+    with Interrupted(binary) as text, theirs:
+        monkeypatch.setattr(sys, "stdout", text)
+        with interrupts.deferred():
+            shown.write(1, b"first\n")
+            shown.write(1, b"second\n")
+            with pytest.raises(KeyboardInterrupt):
+                shown.wait()
+            shown.wait()
+        assert theirs.recv(100) == b"first\nsecond\n"
+    ours.close()
+
+
 def test_a_copying_stream_gets_its_copy(monkeypatch: pytest.MonkeyPatch, shown: Console) -> None:
     """One that passes on whatever else it is asked for, ``buffer`` among it."""
     copied: list[str] = []

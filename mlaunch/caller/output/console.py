@@ -32,6 +32,7 @@ class Console:
         self._lost: set[int] = set()
         self._unread: dict[int, int] = {}  # bytes that were given up, by stream
         self._interrupt: BaseException | None = None
+        self._begun = False  # the latest write may have written something
 
     def write(self, stream: int, data: bytes) -> None:
         """Writes it, after what waits."""
@@ -68,6 +69,7 @@ class Console:
     def wait(self, until: float = math.inf) -> None:
         """Waits until all is written; after ``until``, in monotonic seconds, only for who still reads."""
         while not self.drain():
+            self.raise_interrupt()  # before it waits once more; what is not written yet stays
             patience = max(until - time.monotonic(), _READER_TIMEOUT)
             poll = select.poll()
             poll.register(self.blocked or 0, select.POLLOUT)
@@ -111,19 +113,25 @@ class Console:
             self._interrupt = interrupt
             if time.monotonic() - began > _READER_TIMEOUT:  # it waits, and would the next time, too
                 self._lost.add(stream)
+            elif not self._begun:  # it came in the flush before; a file can wait for the next turn
+                return 0 if stream in self._outlets else self._try_write(stream, data)
         return len(data)
 
     def _write(self, stream: int, data: memoryview) -> int:
         """Returns how much was written; 0 if none can be without waiting."""
         target: Any = sys.stdout if stream == 1 else sys.stderr
-        fd = descriptor(target)
+        fd, self._begun = descriptor(target), False
         if fd is not None:
             return self._outlet(stream, fd).write(data, target.flush)
+        if stream in self._outlets:
+            self._outlets.pop(stream).close()
         with interrupts.allowed():  # code of the user's, maybe
             if isinstance(target, io.TextIOWrapper):
                 target.flush()
+                self._begun = True
                 target.buffer.write(data)
             else:  # a notebook's; one that copies what it is given
+                self._begun = True
                 target.write(bytes(data).decode(errors="backslashreplace"))
             target.flush()
         return len(data)

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from mlaunch.rank.whole_lines import Text, WholeLines
 
+_TEMPORARY = ("TMPDIR", "TEMP", "TMP")  # where tempfile looks
 _libc = ctypes.CDLL(None)
 _INHERITED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
@@ -57,8 +58,8 @@ def _shut_down_logging(inherited: list[object]) -> None:
 
 
 def set_environ(wanted: dict[str, str]) -> None:
-    """Makes it the whole environment; the clock follows."""
-    zone = os.environ.get("TZ")
+    """Makes it the whole environment; the clock and the directory of temporary files follow."""
+    zone, places = os.environ.get("TZ"), [os.environ.get(name) for name in _TEMPORARY]
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     for name, value in wanted.items():
@@ -66,6 +67,8 @@ def set_environ(wanted: dict[str, str]) -> None:
             os.environ[name] = value
     if zone != wanted.get("TZ"):
         time.tzset()
+    if "tempfile" in sys.modules and places != [wanted.get(name) for name in _TEMPORARY]:
+        vars(sys.modules["tempfile"])["tempdir"] = None  # its first answer, asked for before the fork
 
 
 def _by_lines(file: io.FileIO) -> TextIO:
