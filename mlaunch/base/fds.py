@@ -41,7 +41,8 @@ class OwnedFds:
 class KeptFd:
     """A descriptor that this process keeps while code of others runs in it, which may close it and open its own.
 
-    Descriptors without an inode of their own (eventfds, epolls) can be told from files, but not from each other.
+    Descriptors without an inode of their own (eventfds, epolls) can be told from files, but not from each other: that
+    tells ``KeptEpoll.watches``, and then ``forget`` is for those that are somebody else's.
     """
 
     def __init__(self, fd: int) -> None:
@@ -58,6 +59,10 @@ class KeptFd:
             os.close(self.fd)
         self._identity = None
 
+    def forget(self) -> None:
+        """Leaves the number to whoever has it now."""
+        self._identity = None
+
 
 class KeptEpoll(KeptFd):
     """An epoll that this process keeps; ``poll`` is it."""
@@ -66,13 +71,32 @@ class KeptEpoll(KeptFd):
         self.poll = select.epoll()
         super().__init__(self.poll.fileno())
 
+    def watches(self, fd: int, events: int) -> bool:
+        """Tells whether both are what they were when the descriptor was registered for these events.
+
+        The kernel finds it by number and open file, so it finds none if a stranger's stands at either number.
+        """
+        try:
+            self.poll.modify(fd, events)
+        except OSError:
+            return False
+        except ValueError:  # closed by ourselves
+            return True
+        return True
+
     def close(self) -> None:
         """Closes it, unless its number was closed or has become somebody else's."""
         if self.intact():
             self.poll.close()
-        elif self._identity is not None:
-            _lost.append(self.poll)
+        else:
+            self.forget()
         self._identity = None
+
+    def forget(self) -> None:
+        """Leaves the number to whoever has it now."""
+        if self._identity is not None:
+            _lost.append(self.poll)
+        super().forget()
 
 
 _lost: list[select.epoll] = []  # one that is collected closes its number, which others may have by now

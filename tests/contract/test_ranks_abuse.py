@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -388,6 +389,27 @@ def test_a_file_that_took_a_number_of_the_caller_s(tmp_path: Path, which: list[s
         for number in numbers:
             assert os.path.samestat(os.fstat(number), os.fstat(file.fileno()))
             os.close(number)
+
+
+@pytest.mark.parametrize("which", ["wakes", "all there", "thread", "relay"])
+def test_another_of_its_kind_that_took_a_number_of_the_caller_s(which: str) -> None:
+    """The system says the same of all eventfds, and of all epolls."""
+    with Ranks(n_gpus=1) as ranks:
+        ranks.run(int)
+        number, made = kept_numbers(ranks)[which], select.epoll() if which in {"thread", "relay"} else None
+        mine = os.eventfd(0, os.EFD_NONBLOCK) if made is None else made.fileno()
+        os.dup2(mine, number)
+        with pytest.warns(RuntimeWarning, match="other code in this process closed the descriptors"):
+            assert ranks.run(int) == [0]
+        assert ranks.submit(int).result(LIMIT) == [0]
+    os.close(number)  # it was left alone
+    if made is None:
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(mine)
+        os.close(mine)
+    else:
+        assert made.poll(0) == []
+        made.close()
 
 
 def test_a_call_that_runs_as_the_numbers_are_closed() -> None:

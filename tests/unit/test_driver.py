@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,9 @@ class Driven:
         self.polled: list[list[tuple[int, int]]] = []
         self.driver: Driver[Any] | None = None
 
-    def watch(self, _: int) -> None:
+    def watch(self, _: int) -> Callable[[], bool]:
         """Is what wakes whoever drives; nobody sleeps here."""
+        return lambda: True
 
     def step(self) -> None:
         """Takes in nothing."""

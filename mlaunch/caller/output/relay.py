@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import functools
 import math
 import os
 import select
@@ -54,16 +55,26 @@ class Relay:
 
     def intact(self) -> bool:
         """Tells whether the descriptor that ``fileno`` returns is still its own: others may have closed it."""
+        watched = list(self._watched)
+        if watched and not any(self._kept.watches(fd, select.EPOLLIN) for fd in watched) and self._watched:
+            self._kept.forget()  # a stranger's epoll
         return self._kept.intact()
+
+    def _watches(self, fd: int) -> bool:
+        """Tells whether a watched descriptor is what it was; True as well if that cannot be asked any more."""
+        if self._kept.watches(fd, select.EPOLLIN):
+            return True
+        return not self.intact() or fd not in self._watched  # another thread may have ceased to watch it
 
     def fileno(self) -> int:
         """Returns a descriptor that can be read when ``carry`` has something to do."""
         return self._poll.fileno()
 
-    def watch(self, fd: int) -> None:
-        """Has ``carry`` tell when another descriptor can be read."""
-        self._watched.add(fd)
+    def watch(self, fd: int) -> Callable[[], bool]:
+        """Has ``carry`` tell when another descriptor can be read; returns what asks whether that is still the same."""
         self._poll.register(fd, select.EPOLLIN)
+        self._watched.add(fd)
+        return functools.partial(self._watches, fd)
 
     def unwatch(self, fd: int) -> None:
         """Ends that."""

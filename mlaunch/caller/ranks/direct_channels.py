@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from mlaunch.base.fds import KeptFd
@@ -16,6 +16,10 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ResultQueue
 
 
+def _is_nothing() -> bool:
+    return True
+
+
 class DirectWays:
     """They are given as ranks start, and taken one by one."""
 
@@ -23,6 +27,7 @@ class DirectWays:
         self._ranks: dict[int, Channel] = {}
         self._answers: ResultQueue[DirectAnswer] | None = None
         self._kept: tuple[KeptFd, ...] = ()  # what answers come on, and ``fd``
+        self._is_watched = _is_nothing
         self.fd = -1  # can be read when all have answered; -1: none can
 
     def __len__(self) -> int:
@@ -34,13 +39,16 @@ class DirectWays:
         """Whether the ranks are on this machine, so that there are such ways."""
         return self._answers is not None
 
-    def take_answers(self, fd: int, all_there: int) -> None:
-        """Takes the end on which answers come, and what tells that all have."""
+    def take_answers(self, fd: int, all_there: int, is_watched: Callable[[], bool]) -> None:
+        """Takes the end on which answers come, and what tells that all have; ``is_watched``: it is still the same."""
+        self._is_watched = is_watched
         self.fd, self._answers = all_there, ResultQueue(Connection(fd, writable=False))
         self._kept = KeptFd(fd), KeptFd(all_there)
 
     def intact(self) -> bool:
         """Tells whether the descriptors are still these ways': others may have closed them and opened files."""
+        if not self._is_watched():
+            self._kept[1].forget()
         return all(one.intact() for one in self._kept) and all(way.intact() for way in self._ranks.values())
 
     def take_rank(self, rank: int, fd: int) -> None:
@@ -68,7 +76,7 @@ class DirectWays:
             self._answers.leave_reader()
         for one in self._kept:
             one.close()
-        self.fd, self._answers, self._kept = -1, None, ()
+        self.fd, self._answers, self._kept, self._is_watched = -1, None, (), _is_nothing
 
     def close(self) -> None:
         self.close_answers()

@@ -43,7 +43,7 @@ class Driven(Protocol[Call]):
     @property
     def idle(self) -> bool: ...
 
-    def watch(self, fd: int) -> None: ...
+    def watch(self, fd: int) -> Callable[[], bool]: ...
 
     def step(self) -> None: ...
 
@@ -65,19 +65,27 @@ class Driver(Generic[Call]):
         self._leader: int | None = None  # a thread
         self._closing = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
         self._wake = KeptFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        driven.watch(self._wake.fd)
+        self._wakes = driven.watch(self._wake.fd)
         # The thread wakes as the other end closes, also by others: a poll holds what it waits for, unlike an epoll.
         self._ending, self._end = (KeptFd(fd) for fd in os.pipe2(os.O_CLOEXEC))
         self._kept = KeptEpoll()
         self._watched = self._kept.poll  # by the thread; what is driven only while nobody else does
         self._watched.register(driven.fileno(), select.EPOLLIN)
+        self._watched.register(self._ending.fd, 0)  # by which it is known again
         _drivers.add(self)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
 
     def intact(self) -> bool:
         """Tells whether the descriptors are still its own: others may have closed them and opened files."""
-        return all(one.intact() for one in (self._wake, self._ending, self._end, self._kept))
+        if self._ending.intact() and not self._kept.watches(self._ending.fd, 0):
+            self._kept.forget()
+        return self._is_woken() and all(one.intact() for one in (self._ending, self._end, self._kept))
+
+    def _is_woken(self) -> bool:
+        if not self._wakes():
+            self._wake.forget()
+        return self._wake.intact()
 
     def drive(self, call: Call) -> None:
         """Steps until the call is over, or all has ended, if nobody else does; else waits for it. Can be interrupted.
@@ -147,7 +155,7 @@ class Driver(Generic[Call]):
         if self._pid != os.getpid():  # a fork shares the descriptor, and some thread may have held the lock
             return
         with self._closing:
-            if self._wake.intact():
+            if self._is_woken():
                 os.eventfd_write(self._wake.fd, 1)
 
     def end(self) -> None:
@@ -162,7 +170,7 @@ class Driver(Generic[Call]):
 
     def _read_wake(self) -> None:
         with self._closing, contextlib.suppress(BlockingIOError):
-            if self._wake.intact():
+            if self._is_woken():
                 os.eventfd_read(self._wake.fd)
 
     def _follow(self) -> None:

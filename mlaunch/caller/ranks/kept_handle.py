@@ -199,8 +199,7 @@ class KeptHandle(LaunchHandle):
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
         elif isinstance(record, RanksStarting) and fds[1:]:
-            self._direct.take_answers(fds[1], fds[2])
-            self.relay.watch(fds[2])
+            self._direct.take_answers(fds[1], fds[2], self.relay.watch(fds[2]))
         elif isinstance(record, RankStarted) and self._direct.offered:
             self._direct.take_rank(record.rank, fds[0])
             fds = fds[1:]

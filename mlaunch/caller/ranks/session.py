@@ -119,9 +119,9 @@ class RanksLaunch:
 
     # Steps
 
-    def watch(self, fd: int) -> None:
-        """Has ``fileno`` tell of another descriptor, too."""
-        self.handle.relay.watch(fd)
+    def watch(self, fd: int) -> Callable[[], bool]:
+        """Has ``fileno`` tell of another descriptor, too; returns what asks whether that is still the same."""
+        return self.handle.relay.watch(fd)
 
     def fileno(self) -> int:
         return self.handle.fileno()
