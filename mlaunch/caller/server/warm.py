@@ -30,6 +30,11 @@ class WarmServer:
         self.preload: tuple[str, ...] = ()  # modules that it imports besides torch
         self._retired: list[ForkServer] = []
 
+    @property
+    def started(self) -> bool:
+        """Whether there is one."""
+        return self._server is not None
+
     def get(self, environ: Mapping[str, str]) -> ForkServer:
         settings = _import_settings(environ), self.preload
         with self._lock:

@@ -1,0 +1,122 @@
+"""One test on one rank. Everything here runs in the ranks.
+
+A rank whose test has passed returns at once. Any other waits a moment for the rest: if all are done, all answer, and
+the ranks are in step. If some are not, they may be waiting for this one for ever; then its verdict goes into the log
+that it shares with pytest's process, and it raises, upon which the launcher calls the others back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlaunch.protocol import explain
+from mlaunch.pytest import isolation, twins
+from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
+from mlaunch.pytest.explanation import Explanation
+from mlaunch.pytest.station import Station
+from mlaunch.rank.function import leave_groups
+
+_KINDS: tuple[tuple[type[BaseException], str], ...] = (
+    (pytest.skip.Exception, "skipped"),
+    (unittest.SkipTest, "skipped"),
+    (pytest.xfail.Exception, "xfailed"),
+    (pytest.exit.Exception, "exit"),
+)
+_here: list[tuple[Station, Explanation, isolation.Baseline]] = []  # of this rank, once it has begun
+
+
+class EndedAloneError(RuntimeError):
+    """A rank's test did not pass, while other ranks were still in theirs."""
+
+
+def begin(beginning: Beginning) -> None:
+    """Prepares this rank for tests. Collective."""
+    explanation = Explanation(beginning)
+    _here[:] = [(Station(beginning), explanation, isolation.Baseline.of_now())]
+
+
+def import_definition(definition: Definition) -> None:
+    """Imports the module of a fixture here."""
+    _here[0][1].function_of(definition)
+
+
+def load(test: RankTest) -> None:
+    """Imports the test's module, before its deadline begins; what that raises, the test will raise again."""
+    _, explanation, baseline = _here[0]
+    with contextlib.suppress(Exception), isolation.surrounded(baseline, test.surroundings):
+        explanation.function_of(test.definition)
+
+
+def regroup() -> None:
+    """Leaves the process groups; the next call makes a new one. To be called on all ranks."""
+    leave_groups()
+
+
+def run_test(test: RankTest) -> Verdict:
+    """Runs a test here, and says how it was."""
+    station, explanation, baseline = _here[0]
+    verdict = _verdict(test, explanation, baseline)
+    if not station.finish(test.number, verdict):
+        raise EndedAloneError(verdict.reason)
+    return verdict
+
+
+def _verdict(test: RankTest, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
+    watch = isolation.Watch(explanation.config, test.marks)
+    made = twins.Twins(test, explanation.config)
+    with isolation.surrounded(baseline, test.surroundings), watch, made:
+        try:
+            function = explanation.function_of(test.definition)
+            _call(_bound(function, test), {**test.values, **made.make()})
+            found = Verdict("passed")
+        except KeyboardInterrupt:  # the call is ended
+            raise
+        except BaseException as error:
+            found = _of_error(error, test, explanation)
+    return _completed(found, watch, made)
+
+
+def _bound(function: Callable[..., Any], test: RankTest) -> Callable[..., Any]:
+    """Returns the function, with an instance of its class that is like the one in pytest's process."""
+    owner = getattr(function, "__mlaunch_owner__", None)
+    if test.state is None or owner is None:
+        return function
+    instance = owner.__new__(owner)
+    instance.__dict__.update(test.state)
+    bound: Callable[..., Any] = getattr(instance, function.__name__)
+    return bound
+
+
+def _call(function: Callable[..., Any], values: dict[str, Any]) -> None:
+    result = function(**values)
+    if inspect.iscoroutine(result):
+        import asyncio  # for this alone
+
+        asyncio.run(result)
+
+
+def _of_error(error: BaseException, test: RankTest, explanation: Explanation) -> Verdict:
+    kind = next((word for exception, word in _KINDS if isinstance(error, exception)), "failed")
+    reason = str(getattr(error, "msg", None) or error)
+    longrepr, crash = explanation.of_error(error, test.definition)
+    pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)
+    return Verdict(kind, time.monotonic(), reason, longrepr if kind == "failed" else None, pickled, crash)
+
+
+def _completed(found: Verdict, watch: isolation.Watch, made: twins.Twins) -> Verdict:
+    """Returns it with what was seen besides."""
+    seen = {
+        "properties": tuple(made.properties),
+        "warnings": watch.warnings,
+        "logged": made.logged if found.outcome == "failed" else "",
+        "left": watch.left,
+        "resident": isolation.resident(),
+    }
+    return Verdict(**{**vars(found), **seen})

@@ -1,0 +1,88 @@
+"""What crosses between pytest's process and the ranks of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Where a test is defined. ``conftests``: names and files of those that count for it, the outermost first."""
+
+    module: str
+    file: str
+    qualname: str
+    conftests: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a new set of ranks is told. ``board``, ``log``: files that all ranks and pytest's process share."""
+
+    directory: str  # where pytest was started
+    rootdir: str
+    ini: str | None
+    options: dict[str, Any]
+    plugins: tuple[str, ...]  # that explain comparisons
+    board: str
+    log: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What differs in pytest's process since these ranks began. None: a variable is gone; nothing has changed."""
+
+    variables: dict[str, str | None]
+    directory: str | None
+    path: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class RankTest:
+    """One test, as a rank gets it. ``twins``: fixtures that are made there; ``state``: of the instance of its class."""
+
+    number: int
+    nodeid: str
+    name: str
+    definition: Definition
+    state: dict[str, Any] | None
+    values: dict[str, Any]
+    twins: tuple[str, ...]
+    surroundings: Surroundings
+    marks: tuple[Any, ...]
+    param: Any
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one rank has found a test. ``outcome``: passed, failed, skipped, xfailed or exit.
+
+    ``at``: by the machine's monotonic clock; ``error``: the exception, pickled; ``crash``: file and line;
+    ``left``: what the test has left behind; ``resident``: MiB.
+    """
+
+    outcome: str
+    at: float = 0.0
+    reason: str = ""
+    longrepr: Any = None
+    error: bytes | None = None
+    crash: tuple[str, int] | None = None
+    properties: tuple[tuple[str, object], ...] = ()
+    warnings: tuple[tuple[str, str, str, int], ...] = ()  # class, text, file, line
+    logged: str = ""
+    left: tuple[str, ...] = ()
+    resident: int = 0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """How all ranks have found a test. ``told``: what the launcher says of a call that did not end well."""
+
+    size: int
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    told: str = ""
+    apart: bool = False  # the call was ended since one rank had failed, and others were not done
+    stacks: Mapping[int, str] = field(default_factory=dict)

@@ -1,0 +1,151 @@
+"""Pytest's own explanations, in a rank: assertions rewritten, comparisons with their difference, tracebacks as its own.
+
+For that a rank has a configuration like that of pytest's process, made once, before it imports a test's module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaunch.pytest.crossing import Beginning, Definition
+
+_NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+
+
+class Explanation:
+    """The configuration of one rank, and the modules that it has imported for tests."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        with _quietly(beginning.directory):
+            self.config = _configured(beginning)
+            _bind_comparisons(self.config)
+        self._conftests: set[str] = set()
+
+    def function_of(self, definition: Definition) -> Callable[..., Any]:
+        """Returns the test's function; imports its module, and the conftests that count for it, if need be."""
+        for name, file in definition.conftests:
+            self._take_conftest(name, file)
+        found: Any = _module(definition.module, definition.file)
+        owner = None
+        for part in definition.qualname.split("."):
+            found, owner = getattr(found, part), found
+        if isinstance(owner, type):
+            _note_owner(found, owner)
+        function: Callable[..., Any] = found
+        return function
+
+    def _take_conftest(self, name: str, file: str) -> None:
+        if file not in self._conftests:
+            self._conftests.add(file)
+            module = _module(name, file)
+            if hasattr(module, "pytest_assertrepr_compare") or hasattr(module, "pytest_addoption"):
+                with contextlib.suppress(Exception):  # one that needs plugins which are not here
+                    self.config.pluginmanager.register(module, file)
+
+    def of_error(self, error: BaseException, definition: Definition) -> tuple[Any, tuple[str, int] | None]:
+        """Returns what pytest shows of an exception, and where it was raised."""
+        excinfo = pytest.ExceptionInfo.from_exception(error)
+        item: Any = object.__new__(pytest.Function)  # its constructor sets up fixtures, which are set up already
+        item.config = self.config
+        with contextlib.suppress(Exception):  # the module itself may have raised
+            item._obj = self.function_of(definition)
+        shown = item.repr_failure(excinfo)
+        crash = getattr(shown, "reprcrash", None)
+        return shown, None if crash is None else (str(crash.path), int(crash.lineno))
+
+
+def _note_owner(function: Any, owner: type) -> None:
+    with contextlib.suppress(AttributeError):  # a method that is bound already
+        function.__mlaunch_owner__ = owner
+
+
+def _configured(beginning: Beginning) -> pytest.Config:
+    """Returns a configuration with the options that pytest was given, and few of its plugins."""
+    args = ["--rootdir", beginning.rootdir, "--noconftest", "-o", "addopts=", "-o", "required_plugins="]
+    args += ["-c", beginning.ini] if beginning.ini is not None else []
+    config = pytest.Config.fromdictargs({**beginning.options, "plugins": []}, [*args, beginning.rootdir])
+    config.option.__dict__.update(beginning.options)
+    for name in beginning.plugins:
+        with contextlib.suppress(Exception):
+            config.pluginmanager.import_plugin(name)
+    return config
+
+
+def _bind_comparisons(config: pytest.Config) -> None:
+    """Has assertions ask the hook that explains comparisons, for good: by pytest's own code."""
+    import _pytest.assertion
+
+    around = _pytest.assertion.pytest_runtest_protocol(types.SimpleNamespace(config=config, ihook=config.hook))  # type: ignore[arg-type]
+    next(around)
+    _kept.append(around)
+
+
+_kept: list[object] = []  # what ends with the rank
+
+
+@contextlib.contextmanager
+def _quietly(directory: str) -> Iterator[None]:
+    """Makes a configuration as in pytest's directory, without installed plugins, and without its warnings."""
+    before, there = os.environ.get(_NO_PLUGINS), os.getcwd()
+    os.environ[_NO_PLUGINS] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.suppress(OSError):
+                os.chdir(directory)
+            yield
+    finally:
+        os.chdir(there)
+        os.environ.pop(_NO_PLUGINS)
+        if before is not None:
+            os.environ[_NO_PLUGINS] = before
+
+
+# Modules
+
+
+def _module(name: str, file: str) -> types.ModuleType:
+    """Returns the module of a file, under the name that it has in pytest's process, whatever the import mode."""
+    found = sys.modules.get(name)
+    if found is not None and _is_of(found, file):
+        return found
+    pytest.register_assert_rewrite(name)  # a file given by name need not look like a test's
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        spec = importlib.util.find_spec(name) if found is None else None
+        if spec is not None and spec.origin is not None and os.path.samefile(spec.origin, file):
+            return importlib.import_module(name)
+    return _from_file(name, file)
+
+
+def _is_of(module: types.ModuleType, file: str) -> bool:
+    return getattr(module, "__file__", None) == file
+
+
+def _from_file(name: str, file: str) -> types.ModuleType:
+    for finder in sys.meta_path:  # the first is the one that rewrites
+        spec = finder.find_spec(name, [str(Path(file).parent)])
+        if spec is not None and spec.loader is not None and spec.origin == file:
+            break
+    else:
+        spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no module can be made of {file}", name=name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module

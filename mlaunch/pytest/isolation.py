@@ -1,0 +1,179 @@
+"""What a test can leave on a rank is put back, or told. Everything here runs in the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaunch.base import seeding
+from mlaunch.pytest import states
+from mlaunch.pytest.crossing import Surroundings
+
+_SEED = 0
+_PAGES = os.sysconf("SC_PAGE_SIZE")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The surroundings that a rank has begun with."""
+
+    variables: dict[str, str]
+    directory: str
+    path: list[str]
+
+    @staticmethod
+    def of_now() -> Baseline:
+        """Returns the present ones."""
+        return Baseline(dict(os.environ), os.getcwd(), list(sys.path))
+
+
+@contextlib.contextmanager
+def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
+    """Has the environment, the directory and the search path of pytest's process, and afterwards none of the test's."""
+    variables: dict[str, str | None] = {**baseline.variables, **changes.variables}
+    _set_variables({name: value for name, value in variables.items() if value is not None})
+    _go_to(changes.directory or baseline.directory)
+    sys.path[:] = baseline.path if changes.path is None else changes.path
+    try:
+        yield
+    finally:
+        _set_variables(baseline.variables)
+        _go_to(baseline.directory)
+        sys.path[:] = baseline.path
+
+
+def _set_variables(wanted: dict[str, str]) -> None:
+    if os.environ == wanted:
+        return
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update(wanted)
+
+
+def _go_to(directory: str) -> None:
+    try:
+        if os.getcwd() == directory:
+            return
+    except FileNotFoundError:  # the test has removed it
+        pass
+    with contextlib.suppress(OSError):
+        os.chdir(directory)
+
+
+def resident() -> int:
+    """Returns the MiB of memory that this process holds."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * _PAGES // _MIB
+
+
+def collect() -> int:
+    """Lets go of what nobody uses; returns the MiB that remain."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    return resident()
+
+
+class Watch:
+    """Puts back what a test has changed, from its end to where it began; notes its warnings and what it leaves."""
+
+    def __init__(self, config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
+        self._config, self._marks = config, marks
+        self.left: tuple[str, ...] = ()
+        self.warnings: tuple[tuple[str, str, str, int], ...] = ()
+
+    def __enter__(self) -> Watch:
+        seeding.apply(_SEED)
+        self._before = [(get, put, get()) for get, put in states.all_of()]
+        self._threads = set(threading.enumerate())
+        self._children = _children()
+        self._groups = set(_groups())
+        self._recorder = warnings.catch_warnings(record=True)
+        log = self._recorder.__enter__()
+        self._log = [] if log is None else log
+        _set_filters(self._config, self._marks)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._recorder.__exit__(None, None, None)
+        self.warnings = tuple(dict.fromkeys(map(_plain, self._log)))
+        for get, put, value in self._before:
+            with contextlib.suppress(Exception):  # what this torch does not take back
+                if get() != value:
+                    put(value)
+        if kind is None:  # else ranks are being called back, and may not be in step
+            _destroy(self._groups)
+        self.left = (*self._left_threads(), *self._left_children())
+
+    def _left_threads(self) -> list[str]:
+        new = [thread for thread in threading.enumerate() if thread not in self._threads]
+        return [f"thread {thread.name!r}" for thread in new if thread.is_alive() and not _is_torchs(thread)]
+
+    def _left_children(self) -> list[str]:
+        multiprocessing.active_children()  # reaps those that have ended
+        return [f"process {pid}" for pid in sorted(_children() - self._children) if not _is_zombie(pid)]
+
+
+def _is_torchs(thread: threading.Thread) -> bool:
+    return thread.name.startswith(("pytorch", "torch", "mlaunch"))
+
+
+def _children() -> set[int]:
+    with contextlib.suppress(OSError):  # a kernel without it
+        pid = os.getpid()
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()))
+    return set()
+
+
+def _is_zombie(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+    return True
+
+
+def _plain(found: warnings.WarningMessage) -> tuple[str, str, str, int]:
+    kind = found.category
+    return f"{kind.__module__}:{kind.__qualname__}", str(found.message), found.filename, found.lineno
+
+
+def _set_filters(config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
+    """Has the filters of the configuration, the command line and the test's marks, as pytest has them."""
+    from _pytest.config import apply_warning_filters, parse_warning_filter
+
+    if not sys.warnoptions:
+        warnings.filterwarnings("always", category=DeprecationWarning)
+        warnings.filterwarnings("always", category=PendingDeprecationWarning)
+    apply_warning_filters(config.getini("filterwarnings"), config.getoption("pythonwarnings") or [])
+    for mark in reversed([mark for mark in marks if mark.name == "filterwarnings"]):
+        for text in mark.args:
+            warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+
+
+def _groups() -> list[Any]:
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def _destroy(known: set[Any]) -> None:
+    """Destroys the groups that the test has made, in the order in which all ranks have made them."""
+    import torch.distributed as dist
+
+    for group in _groups():
+        if group not in known and group is not dist.group.WORLD:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)

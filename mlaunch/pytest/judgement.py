@@ -1,0 +1,109 @@
+"""One outcome of what all ranks have found: a failure wins over a skip, and ranks skip together or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from mlaunch.base.text import name_ranks
+from mlaunch.pytest.crossing import Findings, Verdict
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_WORDS = {"passed": "passed", "failed": "failed", "skipped": "skipped", "xfailed": "called pytest.xfail()"}
+
+
+@dataclass
+class Judgement:
+    """``error``: what the test is to raise; None: it has passed. ``longrepr``: what is shown instead of its traceback.
+
+    ``sections``: what else the report has, as titles and texts; ``crash``: where it was skipped.
+    """
+
+    error: BaseException | None = None
+    longrepr: Any = None
+    sections: Sequence[tuple[str, str]] = ()
+    crash: tuple[str, int] | None = None
+
+
+def judge(findings: Findings) -> Judgement:
+    """Returns the outcome of a test."""
+    verdicts = findings.verdicts
+    outcomes = {rank: verdict.outcome for rank, verdict in verdicts.items()}
+    if leaving := [verdict for verdict in verdicts.values() if verdict.outcome == "exit"]:
+        return Judgement(_raised(leaving[0]))
+    if findings.told and not findings.apart:
+        return Judgement(pytest.fail.Exception(findings.told, pytrace=False), findings.told, _sections(findings, None))
+    if "failed" in outcomes.values():
+        cause = _cause(verdicts)
+        return Judgement(_raised(verdicts[cause]), verdicts[cause].longrepr, _sections(findings, cause))
+    if len(verdicts) == findings.size and len(set(outcomes.values())) == 1:
+        return _agreed(verdicts[min(verdicts)])
+    text = _disagreement(findings)
+    return Judgement(pytest.fail.Exception(text, pytrace=False), text, _sections(findings, None))
+
+
+def _agreed(verdict: Verdict) -> Judgement:
+    if verdict.outcome == "skipped":
+        return Judgement(pytest.skip.Exception(verdict.reason), crash=verdict.crash)
+    if verdict.outcome == "xfailed":
+        return Judgement(pytest.xfail.Exception(verdict.reason))
+    return Judgement()
+
+
+def _cause(verdicts: dict[int, Verdict]) -> int:
+    """Returns the rank whose failure is shown first: the earliest, or of equal ones the lowest rank's."""
+    failed = {rank: verdict for rank, verdict in verdicts.items() if verdict.outcome == "failed"}
+    earliest = min(failed, key=lambda rank: failed[rank].at)
+    return min(rank for rank in failed if _shown(failed[rank]) == _shown(failed[earliest]))
+
+
+def _shown(verdict: Verdict) -> str:
+    """Returns what is shown of a failure, without what differs between processes: where objects are in memory."""
+    return _ADDRESS.sub("0x", str(verdict.longrepr))
+
+
+def _raised(verdict: Verdict) -> BaseException:
+    """Returns the exception of the rank, or what stands for one that cannot be pickled."""
+    if verdict.error is not None:
+        found = pickle.loads(verdict.error)
+        if isinstance(found, BaseException):
+            return found
+    return pytest.fail.Exception(verdict.reason, pytrace=False)
+
+
+def _sections(findings: Findings, cause: int | None) -> list[tuple[str, str]]:
+    """Returns the failures that differ from the first, what was logged, who did what, and stacks."""
+    verdicts = findings.verdicts
+    shown = set() if cause is None else {_shown(verdicts[cause])}
+    found = [("ranks", _who(findings))] if findings.size > 1 and verdicts else []
+    for rank in sorted(verdicts):
+        if verdicts[rank].outcome == "failed" and _shown(verdicts[rank]) not in shown:
+            shown.add(_shown(verdicts[rank]))
+            found.append((f"rank {rank}", str(verdicts[rank].longrepr)))
+    found += [(f"Captured log call, rank {rank}", one.logged) for rank, one in sorted(verdicts.items()) if one.logged]
+    return found + [(f"stack of rank {rank}", text) for rank, text in sorted(findings.stacks.items())]
+
+
+def _who(findings: Findings) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, verdict in sorted(findings.verdicts.items()):
+        alike.setdefault(_WORDS[verdict.outcome], []).append(rank)
+    lines = [f"{name_ranks(ranks)} {word}" for word, ranks in alike.items()]
+    return "\n".join([*lines, *([findings.told] if findings.apart and findings.told else [])])
+
+
+def _disagreement(findings: Findings) -> str:
+    reasons = dict.fromkeys(one.reason for one in findings.verdicts.values() if one.reason)
+    return f"a test skips on all of its ranks or on none: {'; '.join(_parts(findings))} ({'; '.join(reasons)})"
+
+
+def _parts(findings: Findings) -> Iterable[str]:
+    yield from _who(findings).splitlines()
+    missing = sorted(set(range(findings.size)) - findings.verdicts.keys())
+    if missing and not findings.told:
+        yield f"{name_ranks(missing)} did not answer"

@@ -1,0 +1,73 @@
+"""What pytest loads: the mark, the options, and the plugin proper once a test has the mark.
+
+Mere loading imports neither torch nor the launcher, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlaunch.pytest.mark import NAME, SIZE, parametrize, take_in
+
+_RUNNER = "mlaunch-ranks"
+_IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of tests on ranks."""
+    group = parser.getgroup("mlaunch", "tests on ranks")
+    group.addoption("--ranks-fresh", action="store_true", help="start new ranks for each test: finds who leaked")
+    group.addoption("--ranks-require", action="store_true", help="too few devices for a test: an error, not a skip")
+    group.addoption("--ranks-deadline", type=float, metavar="SECONDS", help="limit for each test on ranks")
+    parser.addini("ranks_deadline", "limit for each test on ranks, in seconds", default="120")
+    parser.addini("ranks_memory", "MiB by which ranks may grow before new ones replace them", default="1024")
+    parser.addini("ranks_early", "start the fork server while tests are collected", type="bool", default=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the mark."""
+    config.addinivalue_line(
+        "markers",
+        f"{NAME}(*sizes, backend=None, device_type='cpu', deadline=None, fresh=False): run the test on this many "
+        "ranks, once for each size",
+    )
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+    """Starts the fork server before a file with the mark imports torch, so that both do at the same time."""
+    config = parent.config
+    if not config.getini("ranks_early") or _is_controller(config) or config.getoption("collectonly"):
+        return
+    if _IN_SOURCE in module_path.read_bytes():
+        from mlaunch.pytest.early import start
+
+        start()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes a test of each size, where the mark has several."""
+    parametrize(metafunc)
+
+
+@pytest.fixture(name=SIZE)
+def _size(request: pytest.FixtureRequest) -> int:
+    """How many ranks this test has, where the mark has several sizes."""
+    return int(request.param)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Reads the mark, and has the plugin proper run what is marked."""
+    if item.get_closest_marker(NAME) is None:
+        return
+    take_in(item)
+    if not item.config.pluginmanager.has_plugin(_RUNNER):
+        from mlaunch.pytest.runner import Runner
+
+        item.config.pluginmanager.register(Runner(item.config), _RUNNER)
+
+
+def _is_controller(config: pytest.Config) -> bool:
+    """Tells whether xdist's workers run the tests, not this process."""
+    return not hasattr(config, "workerinput") and bool(getattr(config.option, "numprocesses", None))

@@ -1,0 +1,231 @@
+"""The sets of ranks that tests share: one for each shape, for the session, as long as its ranks are in step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import textwrap
+from collections import deque
+from typing import Any, Protocol, runtime_checkable
+
+import pytest
+
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RanksLost, report_of
+from mlaunch.base.frames import mentions_bottom
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.ranks.held import Held
+from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.protocol.calls import Call
+from mlaunch.pytest import body, isolation, station, travel
+from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict
+from mlaunch.pytest.mark import Shape
+from mlaunch.rank.setup import device
+
+_SETS_ON_CPUS = 4
+_REMEMBERED = 20  # tests
+_GRACE = 2.0  # seconds
+Wide = dict[int, tuple[object, Any]]  # values of wider scope than a test's, by id, and the fixtures that they are of
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """Stands for values that are made on ranks."""
+
+    def on(self, shared: SharedRanks) -> Held:
+        """Returns the handle of those on these ranks."""
+
+
+class SharedRanks:
+    """One set of ranks, what it holds for tests, and which tests it has run."""
+
+    def __init__(self, shape: Shape, config: pytest.Config, wide: Wide) -> None:
+        self.shape = shape
+        self._wide = wide
+        self.ran: deque[str] = deque(maxlen=_REMEMBERED)
+        self.fixtures: dict[object, Held] = {}
+        self._environ, self._directory, self._path = dict(os.environ), os.getcwd(), list(sys.path)
+        self._loaded: set[str] = set()
+        self._options: dict[float | None, Options] = {}
+        self._resident: int | None = None
+        self.ranks = Ranks(
+            restart=False,
+            n_gpus=shape.size,
+            device_type=shape.device_type,
+            backend=shape.backend,
+            grace_period=_GRACE,
+            progress=False,
+            env=_share_of_cores(shape.size),
+        )
+        self._board, self._log = station.new_files(shape.size)
+        try:
+            self.ranks.run(body.begin, self._beginning(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def _beginning(self, config: pytest.Config) -> Beginning:
+        ini = None if config.inipath is None else str(config.inipath)
+        here = f"/proc/{os.getpid()}/fd"
+        return Beginning(
+            str(config.invocation_params.dir),
+            str(config.rootpath),
+            ini,
+            travel.plain_options(config),
+            travel.explaining(config),
+            f"{here}/{self._board}",
+            f"{here}/{self._log}",
+            self.shape.size,
+        )
+
+    @property
+    def gone(self) -> bool:
+        """Whether its ranks have ended."""
+        return not self.ranks.owner
+
+    def run(self, test: RankTest, deadline: float) -> Findings:
+        """Runs a test, whatever comes of it.
+
+        Raises:
+            TypeError: A value cannot travel.
+            RanksLost: The ranks had ended before.
+        """
+        if test.definition.file not in self._loaded:
+            self.ranks.run(body.load, dataclasses.replace(test, values={}, state=None))
+            self._loaded.add(test.definition.file)
+        self.ran.append(test.nodeid)
+        options = self._options.setdefault(deadline, Options(deadline=deadline, progress=False))
+        try:
+            values = self.ranks.call(options, Call(body.run_test, (test,), {})).result()
+        except Exception as error:
+            report = report_of(error)
+            if report is None or isinstance(error, RanksLost):
+                raise
+            return self._findings(error, report, test)
+        return Findings(self.shape.size, dict(enumerate(values)))
+
+    def _findings(self, error: Exception, report: LaunchError, test: RankTest) -> Findings:
+        found = {rank: value for rank, value in report.results.items() if isinstance(value, Verdict)}
+        text = str(report).replace("run_test()", test.name)
+        apart = isinstance(error, body.EndedAloneError)
+        told = text.partition("\nmeanwhile:\n")[2] if apart else text
+        after = "the next test gets new ranks" if self.gone else "the ranks are in step, and the next test runs on them"
+        stacks = {rank: _of_the_test(text) for rank, text in report.stacks.items()}
+        stacks = stacks if isinstance(error, LaunchTimeout) else {}
+        verdicts = {**found, **station.take(self._log)}
+        return Findings(self.shape.size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), apart, stacks)
+
+    def given(self, value: Any) -> Any:
+        """Returns what travels for a value: the handle of what these ranks have of it, or the value."""
+        if isinstance(value, Placed):
+            return value.on(self)
+        owner, known = self._wide.get(id(value), (None, None))
+        if known is not value or owner is None:
+            return value
+        key = owner, id(value)
+        if key not in self.fixtures:
+            try:
+                self.fixtures[key] = self.ranks.hold(_same, value)
+            except TypeError:  # it cannot travel; the call names it
+                return value
+        return self.fixtures[key]
+
+    def surroundings(self) -> Surroundings:
+        """Says what of this process's has changed since the ranks began."""
+        changed: dict[str, str | None] = {}
+        if os.environ != self._environ:
+            changed = {name: None for name in self._environ.keys() - os.environ.keys()}
+            changed |= {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
+        there, path = os.getcwd(), list(sys.path)
+        return Surroundings(
+            changed, None if there == self._directory else there, None if path == self._path else tuple(path)
+        )
+
+    def grown(self, verdicts: dict[int, Verdict], limit: int) -> int:
+        """Returns by how many MiB a rank has grown, if that is above the limit also when it has collected; else 0."""
+        most = max((verdict.resident for verdict in verdicts.values()), default=0)
+        self._resident = most if self._resident is None else self._resident
+        if most - self._resident <= limit or self.gone:
+            return 0
+        grown = max(self.ranks.run(isolation.collect)) - self._resident
+        return grown if grown > limit else 0
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self.fixtures.clear()
+        self.ranks.close(cancel_futures=True)
+        for fd in (self._board, self._log):
+            os.close(fd)
+
+
+class RankPool:
+    """The sets of a session, the one that was used last at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self.sets: dict[Shape, SharedRanks] = {}
+        self.wide: Wide = {}
+
+    def of(self, shape: Shape) -> SharedRanks:
+        """Returns the set of this shape; a new one, if there is none or its ranks have ended. ValueError as Ranks."""
+        found = self.sets.get(shape)
+        if found is not None and not found.gone:
+            self.sets[shape] = self.sets.pop(shape)
+            return found
+        self.drop(shape)
+        self._make_room(shape)
+        self.sets[shape] = made = SharedRanks(shape, self._config, self.wide)
+        return made
+
+    def forget(self, owner: object) -> None:
+        """Frees the values of a fixture that is torn down."""
+        for key in [key for key, (whose, _) in self.wide.items() if whose is owner]:
+            del self.wide[key]
+            for shared in self.sets.values():
+                if (held := shared.fixtures.pop((owner, key), None)) is not None:
+                    held.free()
+
+    def drop(self, shape: Shape) -> None:
+        """Ends the set of this shape, if there is one."""
+        found = self.sets.pop(shape, None)
+        if found is not None:
+            found.close()
+
+    def close(self) -> None:
+        """Ends all sets."""
+        for shape in list(self.sets):
+            self.drop(shape)
+
+    def _make_room(self, shape: Shape) -> None:
+        """Ends sets on the same accelerators, and on CPUs those unused for longest where there are many."""
+        alike = [other for other in self.sets if other.device_type == shape.device_type]
+        most = _SETS_ON_CPUS if shape.device_type == "cpu" else 1
+        for other in alike[: max(0, len(alike) - most + 1)]:
+            self.drop(other)
+
+
+def _of_the_test(stack: str) -> str:
+    """Returns a stack without what is below the test."""
+    lines = stack.splitlines()
+    return "\n".join(itertools.takewhile(lambda line: not mentions_bottom(line), lines))
+
+
+POOL = pytest.StashKey[RankPool]()  # of this session
+
+
+def _share_of_cores(size: int) -> dict[str, str] | None:
+    """Returns each rank's share of the cores where xdist's workers have ranks at the same time."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers == 1 or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return {"OMP_NUM_THREADS": str(device.threads_of(size * workers))}
+
+
+def only_devices_lack(error: ValueError, shape: Shape) -> bool:
+    """Tells whether this machine has too few devices for a shape, or none of the kind."""
+    return shape.device_type != "cpu" and ("visible here" in str(error) or "no such device" in str(error))
+
+
+def _same(value: Any) -> Any:
+    return value

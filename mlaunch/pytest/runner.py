@@ -1,0 +1,195 @@
+"""The plugin proper, in pytest's process: runs a marked test on its ranks, and reports what they have found.
+
+Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: only the call of the function is ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Generator
+from typing import Any, cast
+
+import pytest
+
+from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.misuse import is_misuse
+from mlaunch.base.text import name_ranks
+from mlaunch.pytest import body, travel
+from mlaunch.pytest.crossing import Findings, RankTest
+from mlaunch.pytest.judgement import Judgement, judge
+from mlaunch.pytest.mark import WANTED, Wanted
+from mlaunch.pytest.pool import POOL, RankPool, SharedRanks, only_devices_lack
+
+_JUDGED = pytest.StashKey[Judgement]()
+_SMALL = (int, float, bool, str, bytes, type(None))
+_EARLIER = 0.9  # of the limit of pytest-timeout, which would end pytest's own call
+
+
+class Runner:
+    """Runs tests on ranks. Registered once a test has the mark."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._pool = config.stash[POOL] = RankPool(config)
+        self._numbers = itertools.count(1)
+
+    # Hooks
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Runs a test on its ranks, if it has the mark."""
+        wanted = pyfuncitem.stash.get(WANTED, None)
+        if wanted is None:
+            return None
+        pyfuncitem.stash[_JUDGED] = Judgement()
+        findings = self._found(pyfuncitem, wanted)
+        pyfuncitem.stash[_JUDGED] = judgement = judge(findings)
+        _pass_on(pyfuncitem, findings)
+        if judgement.error is not None:
+            raise judgement.error
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Shows what a rank has shown, in place of our own lines."""
+        report = yield
+        judgement = item.stash.get(_JUDGED, None)
+        if judgement is not None and judgement.error is not None and report.when == "call":
+            if judgement.longrepr is not None and not report.passed:
+                report.longrepr = judgement.longrepr
+            elif report.skipped and judgement.crash is not None and not hasattr(report, "wasxfail"):
+                report.longrepr = (*judgement.crash, f"Skipped: {judgement.error}")
+            report.sections.extend(judgement.sections)
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        """Notes values that several tests use: they travel once."""
+        value = yield
+        if fixturedef.scope != "function" and not isinstance(value, _SMALL):
+            self._pool.wide[id(value)] = (fixturedef, value)
+        return value
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """Frees a value on the ranks with its fixture."""
+        self._pool.forget(fixturedef)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Ends all ranks."""
+        self._pool.close()
+
+    # The run of a test
+
+    def _found(self, item: pytest.Function, wanted: Wanted) -> Findings:
+        try:
+            return self._run(item, wanted)
+        except RanksLost:  # they have ended between two tests
+            return self._run(item, wanted)
+
+    def _run(self, item: pytest.Function, wanted: Wanted) -> Findings:
+        shared = self._ranks(wanted)
+        try:
+            if wanted.fresh == "group":
+                shared.ranks.run(body.regroup)
+            ran = list(shared.ran)
+            values, made = travel.split(item)
+            findings = self._sent(shared, self._test(item, shared, values, made), values, self._deadline(item, wanted))
+            if not all(verdict.outcome == "passed" for verdict in findings.verdicts.values()) or findings.told:
+                item.add_report_section("call", "ranks", _history(ran)) if ran else None
+            self._look_after(shared, findings)
+            return findings
+        finally:
+            if self._is_fresh(wanted):
+                self._pool.drop(wanted.shape)
+
+    def _ranks(self, wanted: Wanted) -> SharedRanks:
+        if self._is_fresh(wanted):
+            self._pool.drop(wanted.shape)
+        try:
+            return self._pool.of(wanted.shape)
+        except ValueError as error:
+            if not only_devices_lack(error, wanted.shape) or self._config.getoption("ranks_require"):
+                raise
+            size, kind = wanted.shape.size, wanted.shape.device_type
+            raise pytest.skip.Exception(f"needs {size} {kind} devices: {error}") from None
+
+    def _is_fresh(self, wanted: Wanted) -> bool:
+        return wanted.fresh is True or bool(self._config.getoption("ranks_fresh"))
+
+    def _sent(self, shared: SharedRanks, test: RankTest, values: dict[str, Any], deadline: float) -> Findings:
+        try:
+            return shared.run(test, deadline)
+        except TypeError as error:
+            if not is_misuse(error) or not (told := travel.who_cannot(values)):
+                raise
+            raise pytest.fail.Exception(told, pytrace=False) from None
+
+    def _test(
+        self, item: pytest.Function, shared: SharedRanks, values: dict[str, Any], made: tuple[str, ...]
+    ) -> RankTest:
+        callspec = getattr(item, "callspec", None)
+        return RankTest(
+            next(self._numbers),
+            item.nodeid,
+            item.name,
+            travel.definition_of(item),
+            None if item.cls is None else dict(vars(item.instance)),
+            {name: shared.given(value) for name, value in values.items()},
+            made,
+            shared.surroundings(),
+            travel.marks_of(item, every="request" in made),
+            dict(callspec.params) if callspec is not None and "request" in made else None,
+        )
+
+    def _deadline(self, item: pytest.Item, wanted: Wanted) -> float:
+        config = self._config
+        own = wanted.deadline or config.getoption("ranks_deadline") or config.getini("ranks_deadline")
+        mark = item.get_closest_marker("timeout")
+        given = (mark.args[0] if mark.args else mark.kwargs.get("timeout")) if mark is not None else None
+        given = given or getattr(config.option, "timeout", None)
+        limits = [float(own), *([float(given) * _EARLIER] if given else [])]
+        return min(limits)
+
+    def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
+        """Replaces ranks whose memory has grown too much."""
+        limit = int(self._config.getini("ranks_memory"))
+        if grown := shared.grown(findings.verdicts, limit):
+            self._pool.drop(shared.shape)
+            warnings.warn(
+                pytest.PytestWarning(f"ranks held {grown} MiB more than after their first test; new ones replace them"),
+                stacklevel=1,
+            )
+
+
+def _history(ran: list[str]) -> str:
+    quoted = " ".join(f"'{test}'" if "[" in test else test for test in ran)
+    return f"these ranks had run {len(ran)} tests before; to run just these and this one after them:\npytest {quoted}"
+
+
+def _pass_on(item: pytest.Function, findings: Findings) -> None:
+    """Records properties, and warns of what ranks have warned of, and of what a test has left behind there."""
+    verdicts = findings.verdicts
+    if verdicts:
+        item.user_properties.extend(verdicts[min(verdicts)].properties)
+    told = dict.fromkeys(warning for verdict in verdicts.values() for warning in verdict.warnings)
+    for kind, text, file, line in told:
+        warnings.warn_explicit(text, _category(kind), file, line)
+    left: dict[str, list[int]] = {}
+    for rank, verdict in sorted(verdicts.items()):
+        for what in verdict.left:
+            left.setdefault(what.rstrip("0123456789"), []).append(rank)
+    for what, ranks in left.items():
+        warnings.warn(pytest.PytestWarning(f"the test left a {what.strip()} on {name_ranks(ranks)}"), stacklevel=1)
+
+
+def _category(name: str) -> type[Warning]:
+    module, _, qualname = name.partition(":")
+    try:
+        found: Any = __import__(module, fromlist=["_"])
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return UserWarning
+    return cast("type[Warning]", found)

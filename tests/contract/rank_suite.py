@@ -1,0 +1,252 @@
+"""A suite of tests on ranks, as somebody might write it; ``test_rank_tests.py`` runs it and looks at the reports."""
+
+from __future__ import annotations
+
+CONFTEST = """
+import json
+
+class Odd:
+    def __init__(self, value):
+        self.value = value
+    def __eq__(self, other):
+        return self.value == other.value
+
+def pytest_assertrepr_compare(op, left, right):
+    if isinstance(left, Odd):
+        return ["two odd ones:", f"   {left.value} {op} {right.value}"]
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        found = {"name": report.nodeid.rpartition("/")[2].partition("::")[2], "outcome": report.outcome,
+                 "text": report.longreprtext, "sections": report.sections, "xfail": hasattr(report, "wasxfail"),
+                 "properties": dict(report.user_properties), "where": report.nodeid.partition("/")[0]}
+        if report.skipped and isinstance(report.longrepr, tuple):
+            found["text"] = report.longrepr[2]
+        with open("reports", "a") as file:
+            file.write(json.dumps(found) + "\\n")
+"""
+
+MARKED = "pytestmark = pytest.mark.ranks(2)"
+
+ASSERTIONS = """
+import pytest
+from conftest import Odd
+
+{mark}
+
+class Broken:
+    def __repr__(self):
+        raise ValueError("no")
+
+def check(value):
+    inner = [value, 2]
+    assert inner == [1, 3], "with a message"
+
+def test_dict(): assert {{"x": 1, "y": [1, 2]}} == {{"x": 1, "y": [1, 3]}}
+def test_long(): assert list(range(100)) == list(range(1, 101))
+def test_text(): assert "one\\ntwo\\n%s" == "one\\nzwei\\n%s"
+def test_where(): assert len([1, 2]) == int("3") + 1
+def test_in(): assert 4 in {{1, 2, 3}}
+def test_helper(): check(1)
+def test_raises():
+    with pytest.raises(ValueError, match="x"):
+        int("y")
+def test_not_raised():
+    with pytest.raises(ValueError):
+        pass
+def test_approx(): assert [1.0, 2.0] == pytest.approx([1.0, 2.1])
+def test_own(): assert Odd(1) == Odd(2)
+def test_fail(): pytest.fail("in words")
+def test_repr(): assert not Broken()
+def test_chain():
+    try:
+        {{}}["a"]
+    except KeyError as error:
+        raise RuntimeError("two") from error
+def test_type(): "a" + 1
+def test_argument(tmp_path): assert tmp_path is None
+def test_bytes(): assert b"abc" == b"abd"
+def test_set(): assert {{1, 2}} == {{2, 3}}
+"""
+
+SHARING = """
+import os, pytest, torch, torch.distributed as dist
+
+world = []
+
+@pytest.mark.ranks(2)
+def test_first(record_property):
+    world.append(dist.group.WORLD)
+    record_property("pid", os.getpid())
+
+@pytest.mark.ranks(2)
+def test_second(record_property):
+    x = torch.ones(3) * dist.get_rank()
+    dist.all_reduce(x)
+    assert x[0] == 1 and dist.group.WORLD is world[0]
+    record_property("pid", os.getpid())
+
+@pytest.mark.ranks(2, fresh="group")
+def test_group(record_property):
+    dist.barrier()
+    assert dist.group.WORLD is not world[0]
+    record_property("pid", os.getpid())
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("a", [5])
+def test_sizes(a, record_property):
+    record_property("size", dist.get_world_size() + a)
+
+class TestMethods:
+    def setup_method(self):
+        self.value = 3
+
+    @pytest.mark.ranks(2)
+    def test_method(self):
+        assert self.value == 3
+
+    @pytest.mark.ranks(2)
+    async def test_coroutine(self):
+        assert dist.get_world_size() == 2
+
+def test_without(): assert not dist.is_initialized()
+
+@pytest.mark.ranks(2, fresh=True)
+def test_fresh(record_property):
+    record_property("pid", os.getpid())
+"""
+
+OUTCOMES = """
+import os, signal, warnings, pytest, torch, torch.distributed as dist
+
+pytestmark = pytest.mark.ranks(2)
+
+def test_skip(): pytest.skip("not today")
+def test_some_skip():
+    if dist.get_rank() == 1: pytest.skip("not today")
+def test_skip_and_wait():
+    if dist.get_rank() == 1: pytest.skip("not now")
+    dist.barrier()
+def test_import(): pytest.importorskip("no_such_module")
+def test_xfail(): pytest.xfail("known")
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_expected(): raise ValueError("known")
+@pytest.mark.xfail(raises=KeyError)
+def test_unexpected(): raise ValueError("other")
+def test_one():
+    if dist.get_rank() == 1: raise ValueError("boom")
+    dist.barrier()
+def test_different():
+    print("said by", dist.get_rank())
+    assert dist.get_rank() == 5
+def test_warns(): warnings.warn("careful, both")
+@pytest.mark.filterwarnings("error")
+def test_error(): warnings.warn("is an error")
+@pytest.mark.ranks(2, deadline=2)
+def test_hang():
+    while dist.get_rank() == 0: signal.pause()
+    dist.barrier()
+def test_killed():
+    if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+def test_next(): dist.barrier()
+"""
+
+LEAKS = """
+import logging, os, random, signal, sys, threading, warnings
+import pytest, torch, torch.distributed as dist
+
+pytestmark = pytest.mark.ranks(2)
+held = threading.Event()
+
+def test_leaks(tmp_path, monkeypatch):
+    os.environ["LEAKED"] = "1"
+    monkeypatch.setattr(os, "leaked", 1, raising=False)
+    sys.path.insert(0, "/leaked")
+    os.chdir(tmp_path)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    random.random(), torch.rand(3)
+    warnings.simplefilter("error")
+    logging.getLogger().setLevel(1)
+    logging.getLogger().addHandler(logging.NullHandler())
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    dist.new_group([0, 1])
+    os.umask(0)
+    sys.stdout = None
+    threading.Thread(target=held.wait, name="leaked", daemon=True).start()
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_clean(again, record_property):
+    assert "LEAKED" not in os.environ and not hasattr(os, "leaked") and "/leaked" not in sys.path
+    assert torch.get_default_dtype() is torch.float32 and torch.ones(1).device.type == "cpu" and torch.is_grad_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    warnings.warn("is no error")
+    assert logging.getLogger().level != 1
+    assert not [one for one in logging.getLogger().handlers if type(one) is logging.NullHandler]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and sys.stdout is not None
+    assert len(dist.distributed_c10d._world.pg_map) == 1 and os.umask(0) != 0
+    record_property("random", [random.random(), torch.rand(1).item(), os.getcwd()])
+
+def test_destroys(): dist.destroy_process_group()
+def test_after_it(): dist.barrier()
+"""
+
+FIXTURES = """
+import logging, os, threading, warnings
+import pytest, torch, torch.distributed as dist
+from mlaunch.pytest import rank_fixture
+
+torn = []
+
+@pytest.fixture(scope="module")
+def table(): return {"changed": 0, "large": torch.ones(10_000)}
+
+@pytest.fixture
+def lock(): return threading.Lock()
+
+@pytest.fixture
+def outside(monkeypatch):
+    monkeypatch.setenv("OUTSIDE", "1")
+
+@rank_fixture(scope="module", params=["a", "b"])
+def group(request, table):
+    yield [request.param, dist.get_rank(), table]
+    torn.append(request.param)
+
+@rank_fixture(ranks=1)
+def saved(tmp_path):
+    (tmp_path / "saved").write_text(str(dist.get_world_size()))
+    return tmp_path / "saved"
+
+@pytest.mark.ranks(2)
+class TestOnRanks:
+    def test_twins(self, monkeypatch, capfd, caplog, recwarn, request, record_property, outside):
+        monkeypatch.setenv("INSIDE", "1")
+        print("printed")
+        assert capfd.readouterr().out == "printed\\n"
+        logging.getLogger("x").warning("logged")
+        assert "logged" in caplog.text
+        warnings.warn("warned")
+        assert len(recwarn) == 1
+        assert request.node.name == "test_twins" and request.config.getoption("verbose") == 0
+        assert os.environ["OUTSIDE"] == "1" and torn == []
+        record_property("answer", 42)
+
+    @pytest.mark.parametrize("turn", [0, 1])
+    def test_held(self, table, turn):
+        assert table["changed"] == turn and "INSIDE" not in os.environ and "OUTSIDE" not in os.environ
+        table["changed"] += 1
+
+    def test_rank_fixture(self, group, table):
+        assert group[1] == dist.get_rank() and group[2] is table
+        assert torn == ([] if group[0] == "a" else ["a"])
+
+    def test_torn_down(self): assert torn == ["a"]
+    def test_of_another_size(self, saved): assert saved.read_text() == "1" and dist.get_world_size() == 2
+    def test_lock(self, lock): pass
+    def test_factory(self, tmp_path_factory): pass
+"""

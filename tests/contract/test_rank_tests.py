@@ -1,0 +1,132 @@
+"""The pytest plugin: suites are run as anybody runs them, and their reports are looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.contract import rank_suite
+from tests.imported import IMPORTED
+
+Reports = Mapping[str, Mapping[str, Any]]
+
+
+def run(directory: Path, files: Mapping[str, str], *flags: str) -> tuple[Reports, str]:
+    """Runs a suite; returns the reports of its tests by name, and what pytest printed."""
+    for name, text in {"conftest.py": rank_suite.CONFTEST, **files}.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+    (directory / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [IMPORTED, "-m", "pytest", "-p", "mlaunch.pytest.plugin", "-p", "no:cacheprovider", *flags]
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    lines = (directory / "reports").read_text().splitlines() if (directory / "reports").exists() else []
+    return {found["where"] + found["name"]: found for found in map(json.loads, lines)}, done.stdout + done.stderr
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Callable[..., tuple[Reports, str]]:
+    """Runs one file of ``rank_suite``; gives the reports by the tests' names alone."""
+
+    def of(text: str, *flags: str) -> tuple[Reports, str]:
+        found, printed = run(tmp_path, {"test_it.py": text}, *flags)
+        return {report["name"].rpartition("::")[2]: report for report in found.values()}, printed
+
+    return of
+
+
+def outcomes(reports: Reports) -> dict[str, str]:
+    return {name: report["outcome"] for name, report in reports.items()}
+
+
+def test_tests_of_one_shape_share_ranks(suite: Callable[..., tuple[Reports, str]], tmp_path: Path) -> None:
+    """With those that the page on testing shows."""
+    listing = (ROOT / "docs" / "listings" / "testing.py").read_text()
+    (tmp_path / "test_listing.py").write_text(listing)
+    reports, printed = suite(rank_suite.SHARING)
+    assert list(outcomes(reports).values()) == ["passed"] * 15, printed
+    pids = {name: report["properties"].get("pid") for name, report in reports.items()}
+    assert pids["test_first"] == pids["test_second"] == pids["test_group"] != pids["test_fresh"]
+    assert [reports[f"test_sizes[ranks={size}-5]"]["properties"]["size"] for size in (1, 2)] == [6, 7]
+
+
+def test_fresh_ranks_for_each_test_and_selection_by_size(suite: Callable[..., tuple[Reports, str]]) -> None:
+    reports, printed = suite(rank_suite.SHARING, "--ranks-fresh", "-m", "ranks(n=2)", "-k", "first or fresh or sizes")
+    assert set(reports) == {"test_first", "test_fresh", "test_sizes[ranks=2-5]"}, printed
+    assert reports["test_first"]["properties"] != reports["test_fresh"]["properties"]
+
+
+def test_an_assertion_reads_as_without_ranks(tmp_path: Path) -> None:
+    """Byte for byte, and two files of one name are two modules."""
+    marked = rank_suite.ASSERTIONS.format(mark=rank_suite.MARKED)
+    files = {"plain/test_it.py": rank_suite.ASSERTIONS.format(mark=""), "ranks/test_it.py": marked}
+    reports, printed = run(tmp_path, files, "--import-mode=importlib")
+    names = [name.removeprefix("plain") for name in reports if name.startswith("plain")]
+    assert len(names) == 17, printed
+    for name in names:
+        plain, ranks = reports[f"plain{name}"], reports[f"ranks{name}"]
+        assert ranks["outcome"] == plain["outcome"] == "failed", name
+        assert _without_places(ranks["text"]) == _without_places(plain["text"].replace("plain/", "ranks/"))
+
+
+def _without_places(text: str) -> str:
+    """Leaves out where objects lie in memory, and which of two directories is the test's."""
+    return re.sub(r"0x[0-9a-f]+|test_argument\d", "", text)
+
+
+def test_all_ranks_are_heard(suite: Callable[..., tuple[Reports, str]]) -> None:
+    """One session: each next test shows that what went wrong before it did no harm."""
+    reports, printed = suite(rank_suite.OUTCOMES)
+    told = {name: (report["outcome"], report["xfail"]) for name, report in reports.items()}
+    assert {name for name, (outcome, _) in told.items() if outcome == "passed"} == {"test_warns", "test_next"}, printed
+    assert {name for name, (outcome, xfail) in told.items() if outcome == "skipped" and not xfail} == {
+        "test_skip",
+        "test_import",
+    }
+    assert {name for name, (_, xfail) in told.items() if xfail} == {"test_xfail", "test_expected"}
+    texts = {name: report["text"] + json.dumps(report["sections"]) for name, report in reports.items()}
+    assert texts["test_skip"].startswith("Skipped: not today")
+    assert "rank 0 passed; rank 1 skipped (not today)" in texts["test_some_skip"]
+    assert "rank 1 skipped" in texts["test_skip_and_wait"]
+    assert "barrier" in texts["test_skip_and_wait"]
+    assert "ValueError: boom" in texts["test_one"]
+    assert "rank 1 failed" in texts["test_one"]
+    assert "in barrier at test_it.py" in texts["test_one"]
+    assert "ValueError: other" in texts["test_unexpected"]
+    assert "assert 0 == 5" in texts["test_different"]
+    assert "assert 1 == 5" in texts["test_different"]
+    assert "[0] said by 0" in texts["test_different"]
+    assert printed.count("UserWarning: careful, both") == 1
+    assert "UserWarning: is an error" in texts["test_error"]
+    assert "test_hang did not finish within its deadline of 2 s" in texts["test_hang"]
+    assert "rank 0 was in " in texts["test_hang"]
+    assert "stack of rank 1" in texts["test_hang"]
+    assert "rank 1 of test_killed was killed by SIGKILL" in texts["test_killed"]
+    assert "pytest test_it.py::test_skip test_it.py::test_some_skip" in texts["test_skip_and_wait"]
+
+
+def test_what_a_test_leaves_on_ranks_does_not_reach_the_next(suite: Callable[..., tuple[Reports, str]]) -> None:
+    reports, printed = suite(rank_suite.LEAKS)
+    assert list(outcomes(reports).values()) == ["passed"] * 5, printed
+    assert "the test left a thread 'leaked' on ranks 0-1" in printed
+    again = [reports[f"test_clean[{turn}]"]["properties"] for turn in (1, 2)]
+    assert again[0] == again[1]
+    assert again[0]["random"]
+
+
+def test_fixtures_on_ranks(suite: Callable[..., tuple[Reports, str]]) -> None:
+    reports, printed = suite(rank_suite.FIXTURES)
+    failed = {name for name, outcome in outcomes(reports).items() if outcome != "passed"}
+    assert failed == {"test_lock", "test_factory"}, printed
+    assert len(reports) == 9
+    assert reports["test_twins"]["properties"] == {"answer": 42}
+    assert "the fixture 'lock' gives a lock, which cannot travel" in reports["test_lock"]["text"]
+    assert "the fixture 'tmp_path_factory' is of use in pytest's process alone" in reports["test_factory"]["text"]
