@@ -155,9 +155,7 @@ def test_a_name_stands_for_one_thing() -> None:
     paths = [path for path in (ROOT / "mlaunch").rglob("*.py") if path.name not in {"__init__.py", "main.py"}]
     trees = [ast.parse(path.read_text()) for path in (ROOT / "mlaunch").rglob("*.py")]
     classes = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    files = [
-        path.name for path in paths if path.parent != ROOT / "mlaunch"
-    ]  # those are public
+    files = [path.name for path in paths if path.parent != ROOT / "mlaunch"]  # those are public
     for names in (files, classes):
         assert not [name for name, count in Counter(names).items() if count > 1]
 

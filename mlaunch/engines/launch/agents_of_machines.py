@@ -238,10 +238,9 @@ class MergedAgent:
 
     def _give_up(self) -> None:
         """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
-        hosts = ", ".join(machine.host for machine in self._open.values())
-        if self._hearsay is not None and hosts:
-            hints = (*self._hearsay.hints, f"nothing more came from host {hosts}")
-            self._hearsay = dataclasses.replace(self._hearsay, hints=hints)
+        if self._hearsay is not None and self._open:
+            silent = f"nothing more came from host {', '.join(machine.host for machine in self._open.values())}"
+            self._hearsay = dataclasses.replace(self._hearsay, hints=(*self._hearsay.hints, silent))
         for machine in self._open.values():
             machine.lost = True
             self._backlog.end(machine.ranks)

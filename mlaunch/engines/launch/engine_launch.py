@@ -22,9 +22,9 @@ from mlaunch.caller.server.fork_server import in_memfds
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import Machines, say
+from mlaunch.engines.launch.meeting_address import address_for_all
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.member.reach import address_for_all
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.member_messages import AskOffer, Offer, Start
