@@ -35,6 +35,7 @@ from mlaunch.protocol.messages.member_messages import (
     Reach,
     Reached,
     Start,
+    patience_of,
     versions,
 )
 
@@ -53,7 +54,7 @@ def main() -> NoReturn:
         del os.environ[name]
     code = 1
     try:
-        serve(stream, socket.gethostname())
+        serve(stream, socket.gethostname(), patience_of(sys.argv))
         code = 0
     finally:
         warm_server.close()
@@ -77,19 +78,20 @@ def _take_over_streams() -> FrameStream:
     return stream
 
 
-def serve(stream: FrameStream, host: str) -> None:
-    """Serves a caller until its end of the stream is closed."""
+def serve(stream: FrameStream, host: str, patience: float | None = None) -> None:
+    """Serves a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
     hello = {**versions(), "host": host, "pid": os.getpid()}
     os.set_blocking(stream.outgoing, True)
     os.write(stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
     os.set_blocking(stream.outgoing, False)
-    _Member(stream).serve()
+    _Member(stream, patience).serve()
 
 
 class _Member:
-    def __init__(self, stream: FrameStream) -> None:
+    def __init__(self, stream: FrameStream, patience: float | None) -> None:
         self._stream = stream
         self._term = Term(stream)
+        self._term.lease = None if patience is None else Lease(patience, ())
         self._plan: MachinePlan | None = None
         self._listener: socket.socket | None = None
 

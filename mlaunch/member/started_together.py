@@ -28,7 +28,7 @@ from mlaunch.member import member
 from mlaunch.protocol.machines.first_process import MARK, Lead, Where, limit_reads, without_delay
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
-from mlaunch.protocol.messages.member_messages import command_of
+from mlaunch.protocol.messages.member_messages import command_of, patience_of
 from mlaunch.rendezvous.address import LOOPBACK, addresses
 
 _STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
@@ -168,7 +168,9 @@ def _lead(stream: FrameStream, lead: Lead, own: Where) -> None:
 def _start_member() -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
-        subprocess.Popen(command_of(sys.executable), stdin=theirs.fileno(), stdout=theirs.fileno())
+        subprocess.Popen(
+            command_of(sys.executable, patience_of(sys.argv)), stdin=theirs.fileno(), stdout=theirs.fileno()
+        )
     return ours
 
 

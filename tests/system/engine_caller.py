@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,22 @@ def unheard(engine: Any) -> Any:
     return processes(engine)
 
 
+def scene(engine: Any) -> Any:
+    """Ranks say in a folder where they are, and wait there until they may return a value of some size."""
+    folder = Path(os.environ["SCENE"])
+
+    def work() -> bytes:
+        (folder / f"run-{dist.get_rank()}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+        value = bytes(int((folder / "size").read_text()))
+        (folder / f"return-{dist.get_rank()}").touch()
+        return value
+
+    found = launcher(work, engine=engine, deadline=20, heartbeat_timeout=3, grace_period=1, join_timeout=15)()
+    return [len(value) for value in found]
+
+
 class Straight(io.StringIO):
     """Passes on what is printed from a mark on, or words instead of that."""
 
@@ -274,7 +291,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
-        unheard, queued, waiting, inside, nowhere, cut,
+        unheard, scene, queued, waiting, inside, nowhere, cut,
     )
 }  # fmt: skip
 
@@ -296,6 +313,7 @@ def answer(run: Callable[[Any], Any], engine: Any) -> dict[str, Any]:
 def main() -> None:
     made = eval(sys.argv[1], vars(engines).copy())
     machines = int(sys.argv[2])
+    made.lease = float(os.environ.get("SCENE_LEASE", made.lease))
     held: Cluster | None = None
     print("ready", flush=True)
     for line in sys.stdin:

@@ -86,7 +86,7 @@ def ssh_files(folder: Path, hosts: Mapping[str, str]) -> list[str]:
     known = " ".join((folder / "host.pub").read_text().split()[:2])
     (folder / "known").write_text("".join(f"[{address}]:{port} {known}\n" for address in set(hosts.values())))
     runtime = folder / "runtime"
-    runtime.mkdir(mode=0o700)
+    runtime.mkdir(mode=0o700, exist_ok=True)
     (folder / "sshd.conf").write_text(
         f"Port {port}\n"
         + "".join(f"ListenAddress {address}\n" for address in ["127.0.0.1"] if address in hosts.values())

@@ -32,7 +32,7 @@ from mlaunch.member import started_together
 from mlaunch.protocol.machines import first_process
 from mlaunch.protocol.machines.first_process import Lead, Where
 from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.messages.member_messages import MARK, command_of
+from mlaunch.protocol.messages.member_messages import MARK, Listen, command_of
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import wait_gone
@@ -173,6 +173,21 @@ def test_who_is_lost_first_has_the_words_of_the_program_that_writes_for_all() ->
         machine.close()
 
 
+def test_a_machine_that_is_lost_before_ranks_start_has_its_last_words() -> None:
+    machines = Machines(lambda *_: pytest.fail("it is not opened"), "python", None, None, None)
+    (out, theirs), (heard, stdin), (err, wrote) = os.pipe(), os.pipe(), os.pipe()
+    machine = Machine(0, Ends(stdin, out, err))
+    machine.host = "n1"
+    machines.machines.append(machine)
+    os.write(wrote, b"this machine leaves\n")
+    for end in (theirs, wrote):
+        os.close(end)
+    with pytest.raises(LaunchError, match="host n1 was lost: its member has ended\n  it wrote: this machine leaves"):
+        machines.ask([machine], Listen(None), 60.0)
+    machine.close()
+    os.close(heard)
+
+
 def test_what_slurm_knows_of_an_end() -> None:
     assert fate_of(FakeShell("", squeue="NODE_FAIL"), "7", "n2") == "NODE_FAIL (job 7, node n2)"
     assert fate_of(FakeShell("", squeue="RUNNING", sinfo="down*"), "7", "n2") == "node n2 is down*"
@@ -283,6 +298,15 @@ def test_who_carries_for_all_outlives_what_mpirun_passes_on() -> None:
         for number in (signal.SIGUSR2, signal.SIGTERM):
             carrier.send_signal(number)
     assert carrier.wait(60) == 0
+
+
+def test_a_member_whose_caller_stops_before_its_first_word_leaves() -> None:
+    command = command_of(sys.executable, 0.1)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT) as member:
+        assert member.wait(60) == 0
+        assert member.stderr is not None
+        assert b"nothing has come from the caller for 0.1 s, so this machine leaves" in member.stderr.read()
 
 
 def heard(stream: FrameStream, mark: bytes) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 from mlaunch import _version
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
-from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.lease import Renewal
 from mlaunch.engines.placement import Placement
 from mlaunch.protocol.machines.frame_stream import NoiseError
@@ -73,7 +73,8 @@ class Machines:
             raise
 
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
-        self._placement = placement = self._place(self._wanted, command_of(self._python))
+        patience = None if self._lease is None else self._lease + timeout  # it hears of the lease when all are there
+        self._placement = placement = self._place(self._wanted, command_of(self._python, patience))
         told = ""
         while state := placement.state():
             if state != told:
@@ -189,7 +190,8 @@ class Machines:
         except EOFError:
             machine.lost = True
             fate, words = self.end_of(machine)
-            raise LaunchError(f"host {machine.host} was lost: {fate or words or 'its member has ended'}") from None
+            wrote = "".join(f"\n  it wrote: {line}" for line in last_lines(words))
+            raise LaunchError(f"host {machine.host} was lost: {fate or 'its member has ended'}{wrote}") from None
         for record, _ in found:
             if record.number != self._asked:  # an answer for a call that was given up before it came
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,20 @@ MODULE = "mlaunch.member.member"
 # ``python -m`` and ``-c`` look for modules in the current directory first, which mpirun, srun and flux carry over from
 # the caller's shell: there others may have left one. Older interpreters have no option against that.
 _BOOTSTRAP = "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
-_BOOTSTRAP += "runpy.run_module(sys.argv[1], run_name='__main__')"
+_BOOTSTRAP += "runpy.run_module(sys.argv[-1], run_name='__main__')"
 
 
-def command_of(python: str) -> list[str]:
-    """Returns what runs a member, with nothing imported from the current directory. Its module comes last."""
-    return [python, "-u", "-c", _BOOTSTRAP, MODULE]
+def command_of(python: str, patience: float | None = None) -> list[str]:
+    """Returns what runs a member, with nothing imported from the current directory. Its module comes last.
+
+    ``patience``: seconds in which the caller's first word must have come; None: it may take for ever.
+    """
+    return [python, "-u", "-c", _BOOTSTRAP, *([] if patience is None else [f"{patience:g}"]), MODULE]
+
+
+def patience_of(argv: Sequence[str]) -> float | None:
+    """Returns what ``command_of`` was given, in the process that it runs."""
+    return float(argv[-2]) if len(argv) > 2 else None
 
 
 def versions() -> dict[str, str]:
