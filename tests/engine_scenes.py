@@ -124,8 +124,10 @@ class Stage:
 
     def _lose(self, scene: Scene, caller: Rig) -> None:
         """The caller is killed, or falls silent; its machines leave."""
-        gone = self._leave({caller.process.pid})
-        scene.wrong += [f"stays: {described(pid)}" for pid in gone]
+        here = {caller.process.pid}
+        if scene.number == signal.SIGSTOP:  # what reaches machines from here waits for it, or guards its job
+            here |= {pid for pid in self._marked() if role_of(pid) == "command"}
+        scene.wrong += [f"stays: {described(pid)}" for pid in self._leave(here)]
         if scene.number == signal.SIGSTOP:
             caller.process.send_signal(signal.SIGCONT)
             self._hear(scene, caller)

@@ -67,9 +67,12 @@ def _say_where(outgoing: int, port: int, secret: str) -> Where:
 
 def _hear(stream: FrameStream, where: Where) -> Lead | None:
     """Waits for the caller's word; None if it is for another one, or comes to others alone."""
+    patience = patience_of(sys.argv)
     with contextlib.suppress(EOFError):
         while True:
-            select.select([stream], [], [])
+            if not select.select([stream], [], [], patience)[0]:
+                print(f"mlaunch: nothing has come from the caller for {patience:g} s", file=sys.stderr, flush=True)
+                os._exit(1)
             for record, _ in stream.receive(1):  # what follows it is for who carries
                 if isinstance(record, Lead) and record.name == where.name:
                     return record
