@@ -163,8 +163,8 @@ class Stage:
         runtime = Path(os.environ["XDG_RUNTIME_DIR"], "mlaunch")
         with contextlib.suppress(TimeoutError):  # torch removes what ranks have left after some seconds
             wait(lambda: not shared_names() - names, LEAVE_LIMIT)
-        theirs = (self._folder / "tmp").glob("[!o]*")  # mpirun has a directory there
-        files = [*runtime.glob("*"), *theirs, *map(Path, shared_names() - names)]
+        temporary = [path for path in (self._folder / "tmp").iterdir() if path.name[:3] not in {"omp", "ray"}]
+        files = [*runtime.glob("*"), *temporary, *map(Path, shared_names() - names)]
         scene.wrong += [f"a file stays: {path.name}" for path in files]
 
     def _jobs(self) -> list[str]:

@@ -31,7 +31,8 @@ class MachinePlan:
         self._environ = {**os.environ, **(self._options.env or {})}
         self._cwd = order.cwd if os.path.isdir(order.cwd) else os.getcwd()
         self.server = warm_server.get(self._environ)
-        self._machine = ThisMachine(self.server.ready(), self.server.count_devices)
+        ready = self.server.ready(self._options.join_timeout)  # a caller waits no longer, and one that is stopped stays
+        self._machine = ThisMachine(ready, self.server.count_devices)
         self._placed = place(self._options, self._machine, self._environ)
 
     def prepared(self) -> Offer:

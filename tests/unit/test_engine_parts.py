@@ -14,11 +14,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlaunch.base import linux
-from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.engines import slurm_allocation
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import Machines
@@ -29,10 +30,11 @@ from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.member import started_together
+from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.protocol.machines import first_process
 from mlaunch.protocol.machines.first_process import Lead, Where
 from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.messages.member_messages import MARK, Listen, command_of
+from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import wait_gone
@@ -186,6 +188,18 @@ def test_a_machine_that_is_lost_before_ranks_start_has_its_last_words() -> None:
         machines.ask([machine], Listen(None), 60.0)
     machine.close()
     os.close(heard)
+
+
+def test_a_machine_waits_for_a_fork_server_that_was_stopped_no_longer_than_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped:
+        def ready(self, deadline: float | None = None) -> None:
+            raise LaunchTimeout(f"{deadline} s have passed")
+
+    monkeypatch.setattr("mlaunch.member.machine_plan.warm_server", SimpleNamespace(get=lambda _environ: Stopped()))
+    with pytest.raises(LaunchTimeout, match=r"^7\.0 s"):
+        MachinePlan(AskOffer({"join_timeout": 7.0}, "f()", "/", ()))
 
 
 def test_what_slurm_knows_of_an_end() -> None:
