@@ -2,7 +2,7 @@
 
 By hand: ``python -m tests.engine_scenes slurm ssh mpirun ray``, with ``--stages``, ``--victims``, ``--signals`` for a
 part. A line per scene: what the caller was told, and what was wrong; nothing at its end means that nothing was. Real
-daemons, as in ``tests/system/test_engines.py``, which plays some of them, too.
+daemons, as in ``tests/system/test_engines.py``.
 """
 
 from __future__ import annotations
@@ -245,15 +245,15 @@ def wait(ready: Callable[[], object], limit: float = ANSWER_LIMIT) -> None:
 
 
 @contextlib.contextmanager
-def stage_of(name: str) -> Iterator[Stage]:
+def stage_of(make: Callable[[Path], contextlib.AbstractContextManager[Rig]]) -> Iterator[Stage]:
     """Builds a rig whose processes are told from all others by their runtime directory."""
-    folder = Path(tempfile.mkdtemp(prefix=f"scenes-{name}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"scenes-{make.__name__}-"))
     before = {key: os.environ.get(key) for key in ("XDG_RUNTIME_DIR", "TMPDIR")}
     for key, part in (("XDG_RUNTIME_DIR", "runtime"), ("TMPDIR", "tmp")):
         os.environ[key] = str(folder / part)
         (folder / part).mkdir(mode=0o700, exist_ok=True)
     try:
-        with RIGS[name](folder) as rig:
+        with make(folder) as rig:
             yield Stage(rig, folder)
     finally:
         for key, value in before.items():
@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument("--signals", nargs="+", default=("KILL", "STOP"))
     args, bad = parser.parse_args(), 0
     for engine in args.engines:
-        with stage_of(engine) as stage:
+        with stage_of(RIGS[engine]) as stage:
             for what in [(s, v, n) for s in args.stages for v in args.victims for n in args.signals]:
                 if what[0] == "queue" and (
                     engine != "slurm" or what[1:] not in {("caller", "KILL"), ("command", "KILL")}

@@ -15,7 +15,6 @@ import pytest
 
 from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.protocol.visitors import STATUS
-from tests.engine_scenes import stage_of
 from tests.processes import descendants, wait_gone
 from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between
 from tests.system.network import Namespaces, why_no_namespaces
@@ -239,15 +238,6 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     if "Slurm" in rig.engine:
         wait_for_jobs(rig, 0)
     assert ask(STATUS) == []  # which removes the name of its socket; so does the next call on machines
-
-
-def test_nothing_is_left_of_a_call_in_which_a_process_is_killed() -> None:
-    """A part of what ``python -m tests.engine_scenes`` plays."""
-    with stage_of("ssh") as stage:
-        for what in (("run", "gate"), ("return", "agent")):
-            scene = stage.play(*what, signal.SIGKILL)
-            assert scene is not None
-            assert not scene.wrong, scene
 
 
 def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:
