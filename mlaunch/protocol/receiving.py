@@ -1,36 +1,107 @@
-"""Finds what of a call a rank could not unpickle, by unpickling it once more with pickle's own code in Python."""
+"""Finds what of a call a rank could not unpickle, by unpickling it once more with pickle's own code in Python.
+
+What cannot be made is replaced by a stand-in, so that all around it can be made, and says where it stands.
+"""
 
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import traceback
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from mlaunch.protocol import explain
 
 _FIELDS = {"function", "args", "kwargs"}  # of a Call
 _BUILDS = {"load_build": "inst", "load_newobj": "cls", "load_newobj_ex": "cls", "load_reduce": "func"}
+_MOST = 100_000  # objects looked at
+
+
+class _StandIn:
+    """Stands for what could not be made. ``of``: what that was to be made of."""
+
+    def __init__(self, of: object = None) -> None:
+        self.of = of
 
 
 class _Unpickler(pickle._Unpickler):
-    """Keeps where it has come to."""
+    """Keeps the first error, and goes on."""
 
     stack: list[Any]
-    metastack: list[list[Any]]
+
+    def __init__(self, file: io.BytesIO, *, buffers: Iterable[Any]) -> None:
+        super().__init__(file, buffers=buffers)
+        self.found: tuple[_StandIn, str, Exception] | None = None
+        self._made_of: dict[int, list[Any]] = {}  # by the number of the object, which is the first; then its parts
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except Exception as error:  # whatever a module may raise
+            return self._take(error, None)
+
+    def _take(self, error: Exception, of: object) -> _StandIn:
+        stand_in = _StandIn(of)
+        self.found = self.found or (stand_in, _made(error), error)
+        return stand_in
+
+    def _on(self, load: Callable[[Any], None], operands: int) -> None:
+        """Does what an operation of the pickle does to the top of the stack; a stand-in is left there if it fails."""
+        depth, of = len(self.stack) - operands, self.stack[-operands:]
+        try:
+            load(self)
+        except Exception as error:  # whatever a __setstate__ may raise
+            del self.stack[depth:]
+            self.stack.append(self._take(error, of))
+        else:
+            self._made_of.setdefault(id(self.stack[-1]), self.stack[-1:]).extend(of)
+
+    def path(self, whole: object, stand_in: _StandIn) -> list[str]:
+        """Returns the names under which it stands, from outside: of globals, keys, attributes; the shortest way."""
+        ways: list[tuple[object, list[str]]] = [(whole, [])]
+        seen = {id(whole)}
+        for found, names in ways:
+            if found is stand_in:
+                return names
+            for name, part in self._parts(found):
+                if id(part) not in seen and len(ways) < _MOST:
+                    seen.add(id(part))
+                    ways.append((part, [*names, name] if name else names))
+        return []
+
+    def _parts(self, found: Any) -> Iterator[tuple[str, object]]:
+        """Yields what an object holds, with its name there, "" if it has none."""
+        if isinstance(found, dict):
+            yield from ((key if isinstance(key, str) else "", part) for key, part in list(found.items()))
+        elif isinstance(found, list | tuple | set | frozenset):
+            yield from (("", part) for part in found)
+        elif isinstance(found, _StandIn):
+            yield "", found.of
+        elif made_of := self._made_of.get(id(found)):
+            yield from _attributes(found)
+            yield "", made_of[1:]
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.REDUCE[0]: lambda self: self._on(pickle._Unpickler.load_reduce, 2),  # type: ignore[attr-defined]
+        pickle.NEWOBJ[0]: lambda self: self._on(pickle._Unpickler.load_newobj, 2),  # type: ignore[attr-defined]
+        pickle.NEWOBJ_EX[0]: lambda self: self._on(pickle._Unpickler.load_newobj_ex, 3),  # type: ignore[attr-defined]
+        pickle.BUILD[0]: lambda self: self._on(pickle._Unpickler.load_build, 2),  # type: ignore[attr-defined]
+    }
 
 
 def culprit(stream: bytes | memoryview, buffers: Iterable[Any]) -> str:
     """Says what could not be made, where it stands, and what to do; "" if it can be, the second time."""
-    unpickler = _Unpickler(io.BytesIO(stream), buffers=buffers)
+    unpickler, whole = _Unpickler(io.BytesIO(stream), buffers=buffers), None
     try:
-        unpickler.load()
-    except Exception as error:  # whatever a __setstate__ may raise
-        where = _path([*unpickler.metastack, unpickler.stack])
-        return _in_words(where, _made(error), error)
-    return ""
+        whole = unpickler.load()
+    except Exception as error:  # beside a stand-in more may fail
+        unpickler.found = unpickler.found or (_StandIn(), _made(error), error)
+    if unpickler.found is None:
+        return ""
+    stand_in, made, first = unpickler.found
+    return _in_words(unpickler.path(whole, stand_in), made, first)
 
 
 def _made(error: Exception) -> str:
@@ -54,20 +125,19 @@ def _name_of(found: Any, args: Sequence[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("__main__.").removeprefix("builtins.")
 
 
-def _path(levels: Sequence[list[Any]]) -> list[str]:
-    """Returns the names under which what was being made stands, from outside: of globals, keys, attributes."""
-    names: list[str] = []
-    opened: list[Any] = []  # what the level above has begun
-    for found in levels:
-        level = [one if type(one) in {str, dict} else None for one in found]  # others may refuse to be compared
-        begun = 0
-        if opened and isinstance(opened[-1], dict):  # here stand keys and values in turn; the last value is not whole
-            begun = max((at for at in range(0, len(level), 2) if isinstance(level[at], str)), default=0)
-            names += [key for key in level[begun : begun + 1] if isinstance(key, str)]
-        pairs = itertools.pairwise(level[begun:])
-        names += [key for before, key in pairs if isinstance(before, dict) and isinstance(key, str)]
-        opened = level
-    return names
+def _attributes(found: Any) -> Iterator[tuple[str, object]]:
+    """Yields those of an object; of a function what it uses."""
+    if code := getattr(found, "__code__", None):
+        for name, cell in zip(code.co_freevars, getattr(found, "__closure__", None) or (), strict=False):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # the cell is empty yet
+                continue
+        names = getattr(found, "__globals__", {})
+        yield from ((name, names[name]) for name in code.co_names if name in names)
+    attributes = getattr(found, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from attributes.items()
 
 
 def _in_words(names: list[str], made: str, error: Exception) -> str:

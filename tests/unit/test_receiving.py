@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
+
+import cloudpickle
 
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.receiving import culprit
@@ -18,6 +21,16 @@ class Refusing:
         return refuse, (1,)
 
 
+class Taker:
+    """Cannot be made of anything but a number."""
+
+    def __init__(self, number: object) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return round, (self.number,)
+
+
 def test_what_can_be_unpickled_is_not_blamed() -> None:
     assert culprit(pickle.dumps(Call(len, ([1],), {})), []) == ""
 
@@ -25,7 +38,28 @@ def test_what_can_be_unpickled_is_not_blamed() -> None:
 def test_the_place_of_what_cannot_be_unpickled() -> None:
     told = culprit(pickle.dumps({"rates": [1.0], "config": {"model": Refusing()}}), [])
     assert told.startswith("of what the call sends, the rank could not unpickle a ")
-    assert "model': create such an object inside the function" in told
+    assert " at 'config.model': create such an object inside the function" in told
+
+
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def test_the_place_is_told_from_outside() -> None:
+    """Of an attribute of an attribute, of what a function made here uses, and beside dictionaries that are empty."""
+    config = Holder(Holder([Refusing()]))
+    sent = {"empty": {}, "trainer": {"config": config}, "after": {}}
+    assert " at 'trainer.config.held.held': create" in culprit(pickle.dumps(sent), [])
+    broken = Refusing()
+    function = cloudpickle.dumps(((lambda: (broken, sent)), (), {}))
+    assert " at 'broken': create" in culprit(function, [])
+
+
+def test_what_fails_since_a_part_of_it_is_missing() -> None:
+    """The part is told."""
+    sent = {"model": functools.partial(len, Refusing()), "other": Taker(Refusing())}
+    assert " at 'model" in culprit(pickle.dumps(sent), [])
 
 
 def test_a_module_that_is_not_there() -> None:
