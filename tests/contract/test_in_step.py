@@ -11,6 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -499,6 +500,34 @@ def test_a_value_that_cannot_be_unpickled_here(ranks: Ranks) -> None:
         assert "cannot be unpickled here" in str(error)
 
 
+begun, go_on = threading.Event(), threading.Event()  # here, in the caller
+
+
+def wait_here() -> int:
+    begun.set()
+    assert go_on.wait(LIMIT)
+    return 1
+
+
+class Slow:
+    def __reduce__(self) -> Any:
+        return wait_here, ()
+
+
+def test_other_calls_run_while_a_value_is_unpickled(ranks: Ranks) -> None:
+    """That is code of the user's, which may wait for them."""
+    for function in (Slow, lambda: (Slow(), bytes(100_000))):  # in an answer, and in a file
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(ranks.run, function)
+            assert begun.wait(LIMIT)
+            assert ranks.submit(int).result(LIMIT) == [0, 0]
+            assert not slow.done()
+            go_on.set()
+            assert len(slow.result(LIMIT)) == 2
+        begun.clear()
+        go_on.clear()
+
+
 # A deadline
 
 
@@ -543,6 +572,8 @@ def test_an_interrupt_of_a_loop(ranks: Ranks) -> None:
             error = caught(lambda: ranks.run(work, os.getpid()))
             assert isinstance(error, KeyboardInterrupt)
             assert STAYED in notes(error)
+            assert "work() was ended by this; rank" in notes(error)
+            assert " in spin at test_in_step.py" in notes(error)  # the other may not have come so far
 
 
 def test_an_interrupt_of_an_operation(ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable
 
@@ -60,7 +61,7 @@ class Queue:
             if others_follow and call.moves:
                 self._left.append(call)
             elif call.begin():
-                self.settle(call, Ended(report, [], lost(call.spec.name, why)))
+                self.settle(call, functools.partial(Ended, report, [], lost(call.spec.name, why)))
             else:
                 call.cancel()
 
@@ -75,10 +76,15 @@ class Queue:
 
     # Those that are over
 
-    def settle(self, call: KeptCall, ended: Ended) -> None:
+    def settle(self, call: KeptCall, make: Callable[[], Ended]) -> None:
         """Settles one of which nobody is told yet."""
-        call.settle(ended)
+        call.settle(make)
         self._settled.append(call)
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._settled)
 
     def tell(self) -> None:
         """Tells those who wait."""

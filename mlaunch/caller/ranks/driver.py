@@ -98,31 +98,48 @@ class Driver(Generic[Call]):
 
     def _leads(self, over: Callable[[], bool], call: Call | None = None) -> bool:
         """Steps until that is so, or all has ended; False if another thread does."""
-        me = threading.get_ident()
-        with self._driven.lock:
-            before = self._leader
-            if before not in {None, me} or self._driven.ended.is_set():
-                return False
-            self._lead(me)
+        me, before = threading.get_ident(), self._leader
+        if not self._takes_lead(me):
+            return False
         try:
             if call is not None:
                 self._driven.hear_values(call)
             while not over() and not self._driven.ended.is_set():
+                if not self._takes_lead(me):  # somebody else has, while this one told
+                    return False
                 interrupts.wait_readable([self._driven.fileno()], self._driven.timeout())
                 self._read_wake()
                 self._driven.step()
                 self._driven.tell()
         finally:
             with self._driven.lock:
-                self._lead(before)
-                if not self._driven.idle:
+                if self._leader in {None, me}:
+                    self._lead(before if before == me else None)
+                if before == me or not self._driven.idle:  # it may wait for what others have taken in meanwhile
                     self.notify()
         return True
 
+    def _takes_lead(self, me: int) -> bool:
+        """Has this thread drive; False if another one does, or all has ended."""
+        with self._driven.lock:
+            if self._leader not in {None, me} or self._driven.ended.is_set():
+                return False
+            if self._leader is None:
+                self._lead(me)
+        return True
+
+    def step_aside(self) -> None:
+        """Has others drive while this thread, if it does, runs code of the user's, which may wait for them."""
+        with self._driven.lock:
+            if self._leader == threading.get_ident():
+                self._lead(None)
+                if not self._driven.idle:
+                    self.notify()
+
     def _lead(self, thread: int | None) -> None:
         """Has a thread drive, or nobody but ours; called under the lock."""
-        self._leader = thread
-        if not self._driven.ended.is_set():  # else ours has left, or is about to
+        changed, self._leader = thread != self._leader, thread
+        if changed and not self._driven.ended.is_set():  # else ours has left, or is about to
             with contextlib.suppress(OSError):  # they were closed, which a step will find
                 self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
 

@@ -83,6 +83,7 @@ class KeptCall:
     number: int = 0  # of the calls on these ranks, as they were queued
     session: Runs = field(init=False)  # where it is queued
     ended: Ended | None = None
+    _make: Callable[[], Ended] = field(init=False)  # finds out how it ended
     stale: str = ""
     over: bool = False
     _running: threading.Lock = field(default_factory=_held_lock)
@@ -95,20 +96,20 @@ class KeptCall:
         """Tells whether to begin it; False if its future was cancelled."""
         return self.future is None or self.future.set_running_or_notify_cancel()
 
-    def settle(self, ended: Ended) -> None:
-        """Keeps how it ended; ``tell`` then tells."""
-        self.ended = ended
-        if self.future is not None:
-            self.future.make_report, self.future.stale = ended.report, self.stale
-        if ended.error is not None:
-            self._keep_freed()
+    def settle(self, make: Callable[[], Ended]) -> None:
+        """Keeps what finds out how it ended; ``tell`` then asks that, and tells."""
+        self._make = make
         self.close()
 
     def tell(self) -> None:
-        """Lets those know who wait for a settled call; it may run code of theirs."""
-        if self.future is not None and self.ended is not None:
+        """Lets those know who wait for a settled call; unpickling its values and telling it may run code of theirs."""
+        ended = self.ended = self._make()
+        if ended.error is not None:
+            self._keep_freed()
+        if self.future is not None:
+            self.future.make_report, self.future.stale = ended.report, self.stale
             try:
-                _resolve(self.future, self.ended)
+                _resolve(self.future, ended)
             except BaseException:  # sys.exit in a callback: whoever drives has to drive on
                 _log.exception("a callback of the future of %s raised", self.spec.name)
         self._end()
@@ -136,7 +137,7 @@ class KeptCall:
         if self.begin():
             error = lost(self.name, why)
             error.__cause__ = cause
-            self.settle(Ended(report, [], error))
+            self.settle(lambda: Ended(report, [], error))
             self.tell()
         else:
             self.cancel()
@@ -144,15 +145,23 @@ class KeptCall:
     def drive(self) -> Ended:
         """Drives a submitted one to its end, on whatever ranks; an interrupt ends it, and is how it ended."""
         interrupt: BaseException | None = None
+        interrupted: Runs | None = None
         while not self.over:
             try:
                 self.session.drive(self)
             except BaseException as error:  # Ctrl-C, or what another signal handler raised
-                self.session.interrupt(self, error, again=interrupt is not None)
-                interrupt = interrupt or error
+                interrupt, interrupted = interrupt or error, self._interrupt(error, interrupted)
         if self.ended is None or (interrupt is not None and self.ended.error is None):
             raise interrupt or CancelledError
         return self.ended
+
+    def _interrupt(self, error: BaseException, interrupted: Runs | None) -> Runs:
+        """Ends it, where it is by now; returns where. ``interrupted``: the ranks that were asked to end it before."""
+        asked: Runs | None = None
+        while asked is not self.session:  # it may move to fresh ranks meanwhile, which have done nothing yet
+            asked = self.session
+            asked.interrupt(self, error, again=asked is interrupted)
+        return asked
 
     def wait(self) -> None:
         """Waits until it is over, which another thread sees to."""

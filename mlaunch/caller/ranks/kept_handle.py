@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import Backing, LaunchHandle
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.launch.settle import Ended, settle
+from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.direct_channels import DirectWays
 from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
+from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
@@ -73,19 +76,21 @@ class KeptHandle(LaunchHandle):
         else:
             self.agent.send(NextCall(call.number, call.spec.deadline, content.data), content.fds())
 
-    def finish(self) -> tuple[Ended, str]:
-        """Settles the call that is over; the ranks wait for the next one. Also returns what is stale in them."""
-        ended = self._finish_ahead()
-        if ended is not None:
-            stale = self._told[0][2]
-        else:
+    def finish(self) -> tuple[Callable[[], Ended], str]:
+        """Ends the call that is over; the ranks wait for the next one. Also returns what is stale in them.
+
+        Returns:
+            What settles the call, to be called once, without a lock: it unpickles values, by code of the user's.
+        """
+        found = self._finish_ahead()
+        if found is None:
             self._turn_to_present()
             self._finish_output()
-            ended, stale = settle(self.outcome, self.report()), self.outcome.stale
-            self.outcome.close()
+            found = functools.partial(_settle, self.outcome, self.report()), self.outcome.stale
+            self.outcome = Outcome(self.spec)  # that one has its values still to read
             self.relay.output.stand_aside()  # else other calls would be numbered beside ranks that do nothing
         self._is_settled = True
-        return ended, stale
+        return found
 
     def intact(self) -> bool:
         return super().intact() and self._direct.intact()
@@ -107,18 +112,14 @@ class KeptHandle(LaunchHandle):
         self.over = len(self._told) == self.spec.world_size
         return True
 
-    def _finish_ahead(self) -> Ended | None:
-        """Settles a call of which only values have come; None if there is more to it."""
+    def _finish_ahead(self) -> tuple[Callable[[], Ended], str] | None:
+        """Does as ``finish`` for a call of which only values have come; None if there is more to it."""
         if not self.ahead or self._call is None or self.relay.wait(0.0):
             return None
-        try:
-            values = [pickle.loads(self._told[rank][3]) for rank in range(self.spec.world_size)]
-        except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
-            return None
-        sizes = [len(self._told[rank][3]) for rank in range(self.spec.world_size)]
-        report = self.history.report_of_values(self._call.spec, sizes, self._begun, self.relay.output.tails())
+        spec, values = self._call.spec, [self._told[rank][3] for rank in range(self.spec.world_size)]
+        report = self.history.report_of_values(spec, list(map(len, values)), self._begun, self.relay.output.tails())
         self.ahead, self._call = False, None
-        return Ended(report, values, None)
+        return functools.partial(_settle_values, spec, values, report), self._told[0][2]
 
     def _turn_to_present(self) -> None:
         """Begins in full what was begun ahead."""
@@ -240,3 +241,19 @@ class KeptHandle(LaunchHandle):
 
     def _end_output(self, until: float) -> None:
         self.relay.finish_call(until)
+
+
+def _settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
+    if outcome.interrupt is not None and outcome.stacks:
+        add_note(outcome.interrupt, f"{outcome.spec.name} was ended by this; {'; '.join(outcome.doing())}")
+    try:
+        return settle(outcome, report)
+    finally:
+        outcome.close()
+
+
+def _settle_values(spec: LaunchSpec, values: Sequence[bytes], report: Callable[[], LaunchReport]) -> Ended:
+    try:
+        return Ended(report, [pickle.loads(value) for value in values], None)
+    except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
+        return settle(Outcome(spec, values={rank: Payload(value) for rank, value in enumerate(values)}), report)

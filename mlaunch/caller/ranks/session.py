@@ -14,7 +14,7 @@ from mlaunch.caller.ranks.call_queue import Queue
 from mlaunch.caller.ranks.driver import Driver
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.kept_handle import KeptHandle
-from mlaunch.caller.ranks.session_words import CLOSED, add_loss, add_staying, how_lost
+from mlaunch.caller.ranks.session_words import CLOSED, add_loss, how_lost, staying
 
 
 class RanksLaunch:
@@ -156,6 +156,8 @@ class RanksLaunch:
 
     def tell(self) -> None:
         """Tells those who wait, and has others run what is left; without the lock, since it runs code of theirs."""
+        if self._queue.settled:
+            self._driver.step_aside()
         self._queue.tell()
         if self._queue.left:
             self.carry_on(self)
@@ -211,13 +213,11 @@ class RanksLaunch:
 
     def _finish_present(self) -> None:
         call, self._present = self._present, None
-        ended, stale = self.handle.finish()
+        make, stale = self.handle.finish()
         self._idle_since = time.monotonic()
         if call is not None:
-            if ended.error is not None:
-                add_staying(ended.error)
             call.stale = stale
-            self._queue.settle(call, ended)
+            self._queue.settle(call, lambda: staying(make()))
 
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
@@ -230,7 +230,7 @@ class RanksLaunch:
                 ended = Ended(ended.report, [], RanksLost(f"{self._present.spec.name} was ended: {self.why_lost}"))
             elif not self._closing:
                 add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
-            self._queue.settle(self._present, ended)
+            self._queue.settle(self._present, lambda: ended)
         self._present, self.report = None, ended.report
         self._queue.lose(ended.report, self.why_lost, others_follow=self.restart and not self._closing)
         self.handle.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlaunch.base.exceptions import RanksLost, report_of
-from mlaunch.caller.launch.settle import add_note
+from mlaunch.caller.launch.settle import Ended, add_note
 
 _STAYED = "the ranks are in step and stay, with what they hold"
 _GONE = "the ranks were ended ({why}); what they held is lost, and {next}{doing}"
@@ -14,9 +14,11 @@ CLOSED = "other code in this process closed the descriptors by which their calle
 _OUT_OF_STEP = "not all of them came back in step"
 
 
-def add_staying(error: BaseException) -> None:
-    """Notes on the error of a call that the ranks stay."""
-    add_note(error, _STAYED)
+def staying(ended: Ended) -> Ended:
+    """Notes on the error of a call, if it has one, that the ranks stay."""
+    if ended.error is not None:
+        add_note(ended.error, _STAYED)
+    return ended
 
 
 def add_loss(error: BaseException, why: str, *, restart: bool, doing: Sequence[str]) -> None:
