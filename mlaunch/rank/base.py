@@ -168,7 +168,7 @@ class Rank:
         """Is called when the answer is complete: from here on nothing may keep it from being given, once."""
 
     def _stale(self) -> str:
-        """Names the modules of this rank, with commas, whose files are newer than what it runs."""
+        """Names the modules of this rank, with commas and times, whose files are newer than what it runs."""
         return ""
 
     def _disown(self) -> None:

@@ -25,6 +25,7 @@ from mlaunch.rank.setup import group, process
 
 _AGAIN = 0.01  # seconds: by then the callback has returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
+_STALE_MODULES = 10
 
 
 class KeptRank(FunctionRank):
@@ -130,7 +131,7 @@ class KeptRank(FunctionRank):
         reload.note()  # before the caller can change a file
         if self._args.local_rank > 0:
             return ""
-        return ",".join(reload.changed())[:_STALE_LIMIT]
+        return ",".join(reload.stamps()[:_STALE_MODULES])[:_STALE_LIMIT]
 
     def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         process.flush()  # a line without its end belongs to this call, not to the next

@@ -89,6 +89,11 @@ def changed() -> list[str]:
     return [name for name, (file, at) in _modules.files.items() if _changed_at(file) > at and name in sys.modules]
 
 
+def stamps() -> list[str]:
+    """Returns their names, each with the present time of its file's change behind an @: a second edit is news, too."""
+    return [f"{name}@{_changed_at(_modules.files[name][0]):x}" for name in changed()]
+
+
 def reload_changed() -> tuple[list[str], str]:
     """Reloads what has changed; returns the names, and a traceback if a module fails: then put them all back."""
     _modules.before.clear()

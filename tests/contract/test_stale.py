@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch import Ranks
+from mlaunch import Ranks, launcher
+from mlaunch.caller.ranks import keep
 from mlaunch.rank import reload
 
 Write = Callable[[str], None]
@@ -59,18 +60,37 @@ def informed(write: Write, name: str) -> Iterator[Ranks]:
         yield ranks
 
 
-def test_a_changed_module_is_named_once(informed: Ranks, write: Write, name: str) -> None:
+def test_a_changed_module_is_named_once_for_each_change(informed: Ranks, write: Write, name: str) -> None:
     write("def answer(): return 2 + 0\n")
     with pytest.warns(RuntimeWarning, match=f"the ranks run older code than the files of {name} hold"):
         assert informed.run(answer_of, name) == [1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert informed.run(answer_of, name) == [1, 1]
+    write("def answer(): return 3 + 0\n")
+    with pytest.warns(RuntimeWarning, match=rf"{name} hold, since .*; ranks\.reload\(\) loads it"):
+        assert informed.run(answer_of, name) == [1, 1]
     assert informed.reload() == [name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert informed.run(answer_of, name) == [2, 2]
+        assert informed.run(answer_of, name) == [3, 3]
         assert informed.reload() == []
+
+
+def test_shared_ranks_are_replaced(write: Write, name: str) -> None:
+    """Nobody has a handle by which to reload them."""
+    write("def answer(): return 1\n")
+    answer = launcher(answer_of, 1, keep=600)
+    try:
+        assert answer(name) == [1]
+        write("def answer(): return 2 + 0\n")
+        with pytest.warns(RuntimeWarning, match=f"{name} hold.*; fresh ranks, which have it, run the next call"):
+            assert answer(name) == [1]
+        assert answer(name) == [2]
+    finally:
+        for found in keep._sets.values():
+            found.ranks.close()
+        keep._sets.clear()
 
 
 def test_functions_that_travel_by_value_are_current(ranks: Ranks) -> None:

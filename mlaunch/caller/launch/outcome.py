@@ -49,7 +49,7 @@ class Outcome:
     stacks: dict[int, RankStacks] = field(default_factory=dict)
     broken: str = ""  # what ended the launch outside its ranks
     refused: Refused | None = None
-    stale: str = ""  # modules, with commas, of which ranks that stay run older code than their files hold
+    stale: str = ""  # modules, with commas and times, of which ranks that stay run older code than their files hold
     leaving: bool = False  # ranks that stay were asked to
     late: bool = False  # the deadline passed before any failure
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised

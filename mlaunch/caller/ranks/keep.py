@@ -75,7 +75,7 @@ def call_on_kept(
 
 
 def _shared(options: Options) -> Ranks:
-    """Returns the set for these options; a fresh one, if the environment or the working directory has changed."""
+    """Returns the set for these options; a fresh one, if environment, working directory or the user's code changed."""
     own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
     key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
     while True:
@@ -102,7 +102,7 @@ def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tupl
     """Returns the set that is there, or else those that are to end before: an older one, idle rivals, what leaves."""
     with _locks.of_sets:
         found = _sets.get(key)
-        if found is not None and (found.environ, found.cwd) == (environ, cwd):
+        if found is not None and (found.environ, found.cwd) == (environ, cwd) and not found.ranks.outdated:
             return found, []
         for name, other in list(_sets.items()):
             if name == key or (other.ranks.idle and _are_rivals(options, other)):

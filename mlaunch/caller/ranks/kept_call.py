@@ -36,7 +36,7 @@ class RanksFuture(Future[Any]):
     """
 
     make_report: Callable[[], LaunchReport] | None = None
-    stale: str = ""  # modules, with commas, of which the ranks run older code than their files hold
+    stale: str = ""  # modules, with commas and times, of which the ranks run older code than their files hold
 
     def __init__(self) -> None:
         super().__init__()

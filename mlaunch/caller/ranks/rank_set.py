@@ -26,6 +26,7 @@ from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture, pickle_call
 from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.session_words import older_code
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
@@ -50,6 +51,7 @@ class RankSet:
         self.reports: deque[Callable[[], LaunchReport]] = deque(maxlen=_KEPT)
         self.closed = False
         self.told_stale: set[str] = set()
+        self.outdated = False  # some code is older than its file
         self._restart = restart
         self._idle_timeout = idle_timeout
         self._yields = False
@@ -112,13 +114,11 @@ class RankSet:
         self.reports.append(report)
         if not stale:
             return
-        new = [name for name in stale.split(",") if name not in self.told_stale]
-        self.told_stale.update(new)
+        new = [one.partition("@")[0] for one in stale.split(",") if one not in self.told_stale]
+        self.told_stale.update(stale.split(","))
         if new:
-            warn_caller(
-                f"the ranks run older code than the files of {', '.join(new)} hold, since they imported it before the "
-                f"change; ranks.reload() loads it"
-            )
+            self.outdated = True
+            warn_caller(older_code(new, shared=self._yields))
 
     def stay(self, seconds: float | None) -> None:
         """Sets how long the ranks stay after a call, unless others want where they are."""

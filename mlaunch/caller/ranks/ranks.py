@@ -136,6 +136,7 @@ class Ranks:
             )
         old = sorted({number for numbers in self.run(reload.finish) for number in numbers})
         self._set.told_stale.clear()
+        self._set.outdated = False
         if old:
             which = ", ".join(map(str, old))
             warn_caller(f"the held values {which} keep the classes of before the reload; hold them anew to change that")
@@ -194,6 +195,11 @@ class Ranks:
     def stay(self, seconds: float | None) -> None:
         """Sets ``idle_timeout`` anew, from the next call on."""
         self._set.stay(seconds)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether they run older code than the user's files hold, of which the user was told."""
+        return self._set.outdated
 
     @property
     def closed(self) -> bool:

@@ -27,6 +27,15 @@ def add_loss(error: BaseException, why: str, *, restart: bool, doing: Sequence[s
     add_note(error, _GONE.format(why=why, next=_NEXT[restart], doing=places))
 
 
+def older_code(names: Sequence[str], *, shared: bool) -> str:
+    """Warns of modules that have changed. ``shared``: the ranks are those of ``keep=``, which nobody can reload."""
+    next_step = "fresh ranks, which have it, run the next call" if shared else "ranks.reload() loads it"
+    return (
+        f"the ranks run older code than the files of {', '.join(names)} hold, since they imported it before the "
+        f"change; {next_step}"
+    )
+
+
 def how_lost(error: BaseException | None, server: str) -> str:
     """Says why a launch has ended that nobody ended, by its error. ``server``: how its fork server has ended, if so."""
     if error is not None and str(error).endswith(CLOSED):

@@ -118,7 +118,7 @@ class Answer:
     """A rank's answer to a call. ``data``: the value or RemoteError; if it is empty, that is in the memfd for answers.
 
     ``consequence``: it looks like one of another rank's failure (a peer closed the connection). ``stale``: modules of
-    this rank, with commas, whose files are newer than what it runs.
+    this rank, with commas, each with an @ and its file's time of change, which is newer than what it runs.
     """
 
     local_rank: int
