@@ -156,6 +156,19 @@ def test_a_second_process_group() -> None:
     assert f"\n  {hint}" in str(caught.value.__cause__)
 
 
+def test_a_module_that_ranks_do_not_find() -> None:
+    def train() -> None:
+        import of_another_directory  # type: ignore[import-not-found]
+
+        of_another_directory.run()
+
+    with pytest.raises(ModuleNotFoundError, match="of_another_directory") as caught:
+        launcher(train, 1)()
+    hint = "ranks look for modules on the sys.path that the caller has when they start"
+    assert caught.value.__notes__[-1].startswith(hint)
+    assert f"\n  {hint}" in str(caught.value.__cause__)
+
+
 def test_a_collective_that_takes_longer_than_its_timeout() -> None:
     def train() -> None:
         if dist.get_rank() == 0:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from mlaunch.base.exceptions import RankFailure
 
+_NO_MODULE = "raised ModuleNotFoundError"
+_OF_THE_CALL = "the rank could not import"  # what a note says of the call itself, with the same advice
 _TIMEOUT = (
     "a collective took longer than timeout=, an option of launcher in seconds: another rank does not take part in it "
     "(the report says what each was doing), or needs more time"
 )
 _HINTS = {
+    _NO_MODULE: "ranks look for modules on the sys.path that the caller has when they start, with the caller's "
+    "interpreter: put the module's directory on sys.path before, or install the module into this environment (on other "
+    "machines, there)",
     "trying to initialize the default process group twice": "ranks are in a process group before the function begins: "
     "leave init_process_group out of it; a backend or timeout of your own is an option of launcher",
     "ms for send operation to complete": _TIMEOUT,
@@ -21,7 +26,8 @@ _HINTS = {
 
 def hints_of(failure: RankFailure) -> list[str]:
     """Says what to do about the failure, a line each; nothing if nothing is known."""
-    return [hint for words, hint in _HINTS.items() if words in failure.what]
+    known = _NO_MODULE if _OF_THE_CALL in failure.traceback else ""
+    return [hint for words, hint in _HINTS.items() if words in failure.what and words != known]
 
 
 def of_value(error: BaseException) -> str:
