@@ -94,10 +94,17 @@ class Inspection:
             "agent": os.getpid(),
             "cwd": spec.context.cwd,
             "argv": list(spec.context.argv),
+            "source": spec.context.source,
+            "call": self._call(),
             "world_size": spec.world_size,
             "restart_count": spec.restart_count,
             "ranks": [self._of_rank(rank, with_stacks=with_stacks) for rank in self._ranks],
         }
+
+    def _call(self) -> str | None:
+        """Names what runs on ranks that stay; None: nothing does, or the ranks end with the function."""
+        rests = all(self._board[rank.local_rank] is Phase.IDLE for rank in self._ranks)
+        return None if rests or not self._spec.stays else self._board.name or None
 
     def _of_rank(self, rank: RankProcess, *, with_stacks: bool) -> dict[str, Any]:
         phase = self._board[rank.local_rank]

@@ -33,6 +33,7 @@ def spec_of(
         numa_binding=job.numa_binding,
     )
     context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
+    context = dataclasses.replace(context, source="mlaunch run")
     return dataclasses.replace(
         planned,
         device_type="",

@@ -131,7 +131,13 @@ def _entry(launch: Mapping[str, Any]) -> str:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
-    return "\n".join([_title(launch), *(f"  {line}".rstrip() for line in lines)])
+    return "\n".join([_title(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *lines])])
+
+
+def _origin(launch: Mapping[str, Any]) -> str:
+    """Says what has called, where, and what runs now on ranks that stay: "train.py in /home/me: runs step()"."""
+    runs = f": runs {launch['call']}" if launch.get("call") else ""
+    return f"{launch['source'] or 'a process'} in {launch['cwd']}{runs}"
 
 
 def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -21,6 +21,8 @@ from mlaunch.protocol.messages.launch_messages import Phase
 _HEAD = 64  # bytes before the first row
 _CALL = struct.Struct("=I")
 _APART_AT = 4
+_NAME_AT = 8
+_NAME_LIMIT = _HEAD - _NAME_AT  # bytes
 _STAMP = struct.Struct("=qqd")  # start, end, when
 _STAMPS = 256  # of the latest writes
 _COUNT = struct.Struct("=q")
@@ -93,6 +95,16 @@ class Board:
     @call.setter
     def call(self, number: int) -> None:
         _CALL.pack_into(self._memory, 0, number)
+
+    @property
+    def name(self) -> str:
+        """The name of the latest call that the launcher has sent to ranks that stay; "" before the first."""
+        text, _, _ = self._memory[_NAME_AT:_HEAD].partition(b"\0")
+        return text.decode(errors="ignore")
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._memory[_NAME_AT:_HEAD] = name.encode(errors="replace")[:_NAME_LIMIT].ljust(_NAME_LIMIT, b"\0")
 
     @property
     def apart(self) -> int:

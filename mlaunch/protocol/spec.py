@@ -26,6 +26,7 @@ class Context:
     main_name: str | None  # of the module that python -m runs
     caller: int  # its pid
     settings: Settings = ()
+    source: str = ""  # what has called, for people: "train.py", "In[3] of tour.ipynb"
     authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, Ranks, RanksLost, launcher
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
+from mlaunch.caller.report import notebook
 from mlaunch.cli import main, ps_and_stacks
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import STATUS, Reception, answer
@@ -88,10 +89,11 @@ def wait_for(go: Path) -> None:
 def test_ps_lists_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], start_method: str) -> None:
     with running(tmp_path, start_method=start_method):
         assert main(["ps"]) == 0
-        title, header, *rows = capsys.readouterr().out.splitlines()
+        title, origin, header, *rows = capsys.readouterr().out.splitlines()
         assert re.fullmatch(
             rf"[0-9a-f]{{8}}  running\.<locals>\.train\(\)  3 ranks, \d+ s old, called by pid {os.getpid()}", title
         )
+        assert origin == f"  {notebook.source()} in {os.getcwd()}"
         assert header.split() == ["RANK", "PID", "DEVICE", "STATE"]
         for rank, row in enumerate(rows):
             number, pid, device, state = row.split(maxsplit=3)
@@ -104,6 +106,30 @@ def test_ps_lists_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
         assert [rank["rank"] for rank in status["ranks"]] == [0, 1, 2]
     assert main(["ps"]) == 0
     assert capsys.readouterr().out.startswith("no launch of this user is running here (looked in /")
+
+
+def test_ps_tells_what_runs_on_ranks_that_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there, go = tmp_path / "there", tmp_path / "go"
+    for fifo in (there, go):
+        os.mkfifo(fifo)
+
+    def step() -> None:
+        there.write_text("x")
+        wait_for(go)
+
+    step.__qualname__ = "step"
+    with Ranks(n_gpus=1) as ranks:
+        future = ranks.submit(step)
+        there.read_text()
+        while not ps_and_stacks.ask(STATUS):
+            os.sched_yield()
+        assert main(["ps"]) == 0
+        assert capsys.readouterr().out.splitlines()[1].endswith(f" in {os.getcwd()}: runs step()")
+        go.write_text("x")
+        future.result()
+        (launch,) = ps_and_stacks.ask(STATUS)
+        while launch["call"] is not None:  # its rank has answered, and is not back yet
+            (launch,) = ps_and_stacks.ask(STATUS)
 
 
 def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

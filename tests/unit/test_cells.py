@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,24 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_short_names(cell: str) -> None:
     assert notebook.short_name(cell) == "In[3]"
     assert notebook.short_name("/home/user/train.py") == "train.py"
+
+
+def test_what_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    shell = SimpleNamespace(execution_count=7, user_ns={})
+    monkeypatch.setattr(IPython, "get_ipython", lambda: shell)
+    assert notebook.source() == "In[7] of IPython"
+    shell.user_ns["__vsc_ipynb_file__"] = "/home/ada/tour.ipynb"
+    assert notebook.source() == "In[7] of tour.ipynb"
+    monkeypatch.setattr(IPython, "get_ipython", lambda: None)
+    for main, said in [
+        ({"__file__": "/home/ada/train.py", "__spec__": None}, "train.py"),
+        ({"__file__": "/x/pkg/__main__.py", "__spec__": SimpleNamespace(name="pkg.__main__")}, "python -m pkg"),
+        ({}, "a prompt"),
+    ]:
+        monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**main))
+        monkeypatch.setattr(sys, "argv", [""])
+        assert notebook.source() == said
 
 
 @pytest.mark.parametrize(

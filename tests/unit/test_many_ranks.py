@@ -40,13 +40,16 @@ def launch(states: list[str]) -> dict[str, Any]:
         for rank, state in enumerate(states)
     ]
     return {"id": "0123456789", "function": "train()", "ranks": ranks, "world_size": len(states), "age": 5.0,
-            "caller": 7, "restart_count": 0}  # fmt: skip
+            "caller": 7, "restart_count": 0, "source": "train.py", "cwd": "/home/ada"}  # fmt: skip
 
 
 def test_ps_shows_each_of_few_ranks_and_groups_of_many() -> None:
-    assert len(_entry(launch(["running"] * 16)).splitlines()) == 18
-    title, head, *rows = _entry(launch(["running"] * 300 + ["sending its value"] + ["running"] * 211)).splitlines()
+    assert len(_entry(launch(["running"] * 16)).splitlines()) == 19
+    title, origin, head, *rows = _entry(
+        launch(["running"] * 300 + ["sending its value"] + ["running"] * 211)
+    ).splitlines()
     assert "512 ranks" in title
+    assert origin == "  train.py in /home/ada"
     assert head.split() == ["RANK", "PID", "DEVICE", "STATE"]
     assert [" ".join(row.split()) for row in rows] == [
         "0-299, 301-511 511 pids cuda running",

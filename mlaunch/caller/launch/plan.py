@@ -13,6 +13,7 @@ from multiprocessing.process import current_process
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
@@ -108,9 +109,8 @@ def _context(environ: Mapping[str, str]) -> Context:
     main_name = getattr(getattr(main, "__spec__", None), "name", None)
     argv = tuple(getattr(sys, "argv", ()))
     authkey = bytes(current_process().authkey)
-    return Context(
-        dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), of_this_process(), authkey
-    )
+    own = of_this_process(), notebook.source(), authkey
+    return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), *own)
 
 
 def working_directory() -> str:

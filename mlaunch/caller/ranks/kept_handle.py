@@ -46,6 +46,7 @@ class KeptHandle(LaunchHandle):
     _is_settled: bool = False  # the last call, and no other output has begun
     over: bool = False  # the call that was begun last
     _number: int = 0  # its number
+    _name: str = ""  # as the board has it
     ahead: bool = False  # of it nothing is noted yet but the values that have come
     _by_itself: bool = False  # it is over when all values are there; else when the agent says so
     _call: KeptCall | None = None  # it, while it is ahead
@@ -71,6 +72,9 @@ class KeptHandle(LaunchHandle):
             self._call, self._told = call, {}
         else:
             self._turn(call.plan, call.spec)
+        if call.spec.name != self._name:  # to compare costs less than to write
+            self._name = call.spec.name
+            self._show_name()
         if self._by_itself and board is not None:
             self._direct.send(board, call.number, content)
         else:
@@ -206,6 +210,13 @@ class KeptHandle(LaunchHandle):
             fds = fds[1:]
         self._note_values()
         super()._show(record, fds)
+        if isinstance(record, RanksStarting):
+            self._show_name()
+
+    def _show_name(self) -> None:
+        """Writes for ``mlaunch ps`` what runs now, once there is a place for it."""
+        if self.history.board is not None:
+            self.history.board.name = self._name
 
     def _take_answers(self, ready: set[int]) -> None:
         if self._direct.fd in ready:

@@ -6,6 +6,7 @@ import linecache
 import os
 import re
 import sys
+from typing import Any
 
 # As tracebacks write it, those of groups too, and faulthandler, which has no comma.
 _FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>,? in .*)')
@@ -14,6 +15,20 @@ _FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+
 def short_name(file: str) -> str:
     """Says what to call a file in few words: "train.py"; a cell of this process's notebook "In[3]"."""
     return _cell(file) or os.path.basename(file)
+
+
+def source() -> str:
+    """Says what calls, for people: "In[3] of tour.ipynb", "train.py", "python -m pkg.train", "a prompt"."""
+    shell = _shell()
+    if shell is not None:
+        variables = getattr(shell, "user_ns", {})
+        file = os.environ.get("JPY_SESSION_NAME") or variables.get("__vsc_ipynb_file__") or "IPython"
+        return f"In[{getattr(shell, 'execution_count', '')}] of {os.path.basename(str(file))}"
+    main = sys.modules.get("__main__")
+    module, file = getattr(getattr(main, "__spec__", None), "name", None), getattr(main, "__file__", None)
+    if module is not None or file is not None:
+        return f"python -m {module.removesuffix('.__main__')}" if module else os.path.basename(str(file))
+    return "python -c" if sys.argv[:1] == ["-c"] else "a prompt"
 
 
 def complete(traceback: str) -> str:
@@ -35,7 +50,12 @@ def complete(traceback: str) -> str:
 
 def _cell(file: str) -> str:
     """Says "In[3]" if the file stands for a cell that this process has run, else ""."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = _shell()
     describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _file: None)
     _, name = describe(file) or ("", "")
     return str(name)
+
+
+def _shell() -> Any:
+    """Returns IPython's shell, if this process has one."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

@@ -17,6 +17,7 @@ from mlaunch.caller.launch.start import naming_culprits
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.report import notebook
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import in_memfds
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
@@ -39,6 +40,10 @@ _OURS = {
 }  # fmt: skip
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
+
+
+def _source(work: Work) -> str:
+    return notebook.source() if work.command is None else "mlaunch run"
 
 
 class AllServers:
@@ -180,7 +185,7 @@ class MachinesLaunch:
             port=0,
             torch_version=prepared[0].torch_version,
             secret=tokens.draw(),
-            context=Context({}, "", (), self.work.argv, None, None, os.getpid()),
+            context=Context({}, "", (), self.work.argv, None, None, os.getpid(), source=_source(self.work)),
             rank0_only=self.options.results == "rank0",
             command=self.work.command,
         )

@@ -113,6 +113,7 @@ class Lookout:
             "agent": os.getpid(),
             "cwd": self._cwd,
             "argv": list(self._spec.context.argv),
+            "source": self._spec.context.source,
             "world_size": self._spec.world_size,
             "restart_count": self._spec.restart_count,
             "ranks": ranks,

@@ -34,6 +34,7 @@ class Details:
     rank0_only: bool
     argv: tuple[str, ...]
     settings: Settings = ()
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class CallBegun:
 def details_of(spec: LaunchSpec) -> Details:
     """Returns a launch's details."""
     own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
-    return Details(*own, spec.context.argv, spec.context.settings)
+    return Details(*own, spec.context.argv, spec.context.settings, spec.context.source)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     """Returns the launch with these details."""
-    context = dataclasses.replace(spec.context, argv=details.argv, settings=details.settings)
+    context = dataclasses.replace(spec.context, argv=details.argv, settings=details.settings, source=details.source)
     given = vars(details) | {"context": context}
-    del given["argv"], given["settings"]
+    del given["argv"], given["settings"], given["source"]
     return dataclasses.replace(spec, **given)
 
 
