@@ -28,6 +28,24 @@ def name_limit(error: BaseException) -> None:
     error.args = (error.errno, error.strerror)  # by which it is pickled
 
 
+def files_of_agent(ranks: int) -> int:
+    """Returns how many descriptors the agent of so many ranks needs, of this machine: the most that a process needs.
+
+    Measured by launches under falling limits, with torch 2.13: 2 ranks fail at 32, 4 at 44, 8 at 80.
+    """
+    return max(22 + 6 * ranks, 15 + 9 * ranks)
+
+
+def too_few_files(ranks: int) -> str:
+    """Says that the limit of this process cannot be enough for so many ranks; "" if it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_of_agent(ranks)
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return ""
+    most = "" if hard == resource.RLIM_INFINITY else f", up to {hard}"
+    return f"{ranks} ranks need about {needed} open files, and this process may have {soft}: raise ulimit -n{most}"
+
+
 def allow_files() -> None:
     """Lets this process open as many files as the system allows it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
+from mlaunch.base import rlimits
 from mlaunch.base.text import in_bytes
 from mlaunch.protocol import registry
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-_FILES_PER_RANK = 8  # that an agent holds
+_RANKS = 16  # of a large machine
 _SMALL_SHM = 1 << 30  # bytes; containers often have 64 MiB, of which one DataLoader fills more
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and 1 of cgroups
 _NO_LIMIT = 1 << 60
@@ -101,9 +102,10 @@ def _shared_memory() -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ranks = soft // _FILES_PER_RANK
-    text = f"{soft} (hard limit {hard}): enough for {ranks} ranks"
-    return Finding("open files", OK if ranks >= 16 else PROBLEM, text + ("" if ranks >= 16 else "; raise ulimit -n"))
+    shown = f"{soft} (hard limit {hard})"
+    if lacks := rlimits.too_few_files(_RANKS):
+        return Finding("open files", PROBLEM, f"{shown}: {lacks}")
+    return Finding("open files", OK, f"{shown}: enough for {_RANKS} ranks")
 
 
 def _runtime_directory() -> Finding:

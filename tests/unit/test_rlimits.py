@@ -6,7 +6,12 @@ import errno
 import os
 import resource
 
+import pytest
+
 from mlaunch.base import rlimits
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.protocol.messages.launch_messages import Ready
 
 
 def test_a_limit_that_was_met_is_named() -> None:
@@ -23,3 +28,21 @@ def test_other_errors_keep_their_words() -> None:
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     rlimits.name_limit(error)
     assert str(error) == "[Errno 28] No space left on device"
+
+
+def test_a_limit_that_cannot_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(32, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: limits[0])
+    told = "2 ranks need about 34 open files, and this process may have 32: raise ulimit -n, up to 4096"
+    assert rlimits.too_few_files(2) == told
+    limits[0] = (36, resource.RLIM_INFINITY)
+    assert rlimits.too_few_files(2) == ""
+    limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert rlimits.too_few_files(512) == ""
+
+
+def test_it_is_said_as_a_launch_is_planned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rlimits, "too_few_files", lambda ranks: f"{ranks} ranks need more")
+    ready = Ready("2.13", None, ("gloo",))
+    plan(Options(n_gpus=2, device_type="cpu"), ThisMachine(ready, lambda _environ: 0), "train()", {}, Attempt(0, None))
+    assert caplog.messages == ["train(): 2 ranks need more"]

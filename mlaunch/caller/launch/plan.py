@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import current_process
 
+from mlaunch.base import rlimits
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
@@ -44,6 +45,8 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed.local_world_size, world_size)
+    if lacks := rlimits.too_few_files(placed.local_world_size):
+        _log.warning("%s: %s", name, lacks)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
     return LaunchSpec(
         launch_id=new_launch_id(),
