@@ -32,6 +32,7 @@ TWO = ["--nproc-per-node", "2"]
 BEFORE = {  # what starts a page's first listing, and what that needs
     "torchrun": ([*TORCHRUN, "--standalone", *TWO], ()),
     "spawn": ([IMPORTED], ()),
+    "fork": ([IMPORTED], ()),
     "notebook_launcher": ([IMPORTED], ("accelerate",)),
     "lightning": ([IMPORTED], ("lightning",)),
     "detectron2": ([IMPORTED], ()),
@@ -42,6 +43,7 @@ UNAVAILABLE = {"detectron2", "megengine", "colossalai"}  # as wheels of the pack
 PLAIN = ("torchrun", "spawn", "detectron2", "megengine")  # the second is a script that this process itself can be
 OPTIMIZING = {"megengine": pytest.mark.slow}  # each rank imports what torch's optimizers need
 STARTED = {  # the others are started: a library that changes its process, or a command
+    "fork": ([IMPORTED], ()),
     "notebook_launcher": (BY_FORK, ("accelerate",)),
     "lightning": (BY_FORK, ("lightning",)),
     "colossalai": ([*MLAUNCH, *TWO], ()),
@@ -49,6 +51,7 @@ STARTED = {  # the others are started: a library that changes its process, or a 
 RESULTS = {
     "torchrun": r"loss of rank 0: 0\.001\d",
     "spawn": r"pi is about 3\.1[34]\d\d",
+    "fork": r"pi is about 3\.1[34]\d\d",
     "notebook_launcher": r"loss \d\.\d{4}",
     "lightning": r"sum of weights \d\.\d{4}",
     "detectron2": r"pi is about 3\.1[34]\d\d, from 200000 samples",

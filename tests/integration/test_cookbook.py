@@ -23,8 +23,9 @@ import pytest
 
 from mlaunch import LaunchError, launcher
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 from tests.integration.libraries import needs
-from tests.system import slurm
+from tests.system import commands, slurm
 
 pytestmark = pytest.mark.slow
 COOKBOOK = ROOT / "docs" / "cookbook"
@@ -139,6 +140,36 @@ def test_logging(run: Run) -> None:
     assert sorted(run("rank_logging.py").splitlines()) == [
         "[0] INFO begin with 2 ranks", "[1] ERROR the loss of rank 1 is nan",
     ]  # fmt: skip
+
+
+def test_a_loss_per_epoch(run: Run) -> None:
+    losses = ast.literal_eval(run("losses.py"))
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3
+
+
+def test_remote_calls(run: Run) -> None:
+    assert run("remote_calls.py").endswith("[[2.0, 2.0], None]\n")
+
+
+def test_cpus_of_each_rank(run: Run) -> None:
+    first, second = ast.literal_eval(run("numa.py"))
+    assert not {*first} & {*second} or len(os.sched_getaffinity(0)) == 1
+
+
+@pytest.mark.integration
+def test_hydra(tmp_path: Path) -> None:
+    """In a process of its own, since Hydra sets up the logging of the one that it runs in."""
+    needs("hydra")
+    done = commands.run(tmp_path, str(LISTINGS / "with_hydra.py"), "lr=0.2", command=[IMPORTED])
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "lr 0.2: loss 0.40"), done.stderr
+    assert [path.read_text() for path in tmp_path.rglob("loss.txt")] == ["0.4"]
+
+
+@pytest.mark.integration
+def test_optuna(run: Run) -> None:
+    needs("optuna")
+    assert run("with_optuna.py").startswith("4 trials, the best with lr 0.")
 
 
 def test_a_profile_of_each_rank(run: Run, tmp_path: Path) -> None:
