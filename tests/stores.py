@@ -13,6 +13,7 @@ from mlaunch.base import linux
 from mlaunch.rendezvous import control_protocol, name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.link.streams import RankStreams
+from mlaunch.rendezvous.local_store import LocalStore
 from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from mlaunch.rendezvous.tcp_store import serve
 
@@ -53,6 +54,19 @@ def store_of_torch() -> Iterator[int]:
     def work() -> None:
         name_lookup.look_up_in_files_only()
         store = serve(listener)
+        while store is not None:
+            signal.pause()
+
+    with listen() as listener, forked(work):
+        yield listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def store_of_one_machine() -> Iterator[int]:
+    """As an agent hosts it. Not in this process: torch's client keeps the interpreter to itself while it connects."""
+
+    def work() -> None:
+        store = LocalStore(listener)
         while store is not None:
             signal.pause()
 

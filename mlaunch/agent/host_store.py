@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from mlaunch.rendezvous import name_lookup
-from mlaunch.rendezvous.tcp_store import serve
+from mlaunch.rendezvous.local_store import LocalStore
 
-# Its destructor would wait for its thread, and the end of the process takes it anyway.
-_until_let_go: list[object] = []
+_hosted: list[LocalStore] = []
 
 
 def host(listener: socket.socket) -> None:
@@ -17,11 +15,10 @@ def host(listener: socket.socket) -> None:
     The ranks can already connect, since the socket listens, and have work to do until they need it. In a launch over
     several machines the gate's process has the store, since machines join before ranks are forked.
     """
-    name_lookup.look_up_in_files_only()  # this process knows nobody but by address
-    _until_let_go.append(serve(listener.dup()))
+    _hosted.append(LocalStore(listener.dup()))
 
 
 def let_go() -> None:
-    """Ends the store and its thread, so that this process may fork again and its forks look names up as others do."""
-    _until_let_go.clear()
-    name_lookup.look_up_as_chosen()
+    """Ends the store and its thread, so that this process may fork again."""
+    while _hosted:
+        _hosted.pop().close()

@@ -25,12 +25,12 @@ from mlaunch.rendezvous.gate.store_keys import ARRIVED, StoreKeys
 from mlaunch.rendezvous.gate.torch_protocol import Asked, Request, Requests, StoreConnection
 from mlaunch.rendezvous.link.store_split import Splitter, marks
 from mlaunch.rendezvous.tcp_store import connect
-from tests.stores import store_of_a_launch, store_of_torch
+from tests.stores import store_of_a_launch, store_of_one_machine, store_of_torch
 
 SHORT = timedelta(milliseconds=50)
 
 
-@pytest.fixture(params=[store_of_torch, store_of_a_launch])
+@pytest.fixture(params=[store_of_torch, store_of_one_machine, store_of_a_launch])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
     with request.param() as port:
         yield port

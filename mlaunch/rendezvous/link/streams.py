@@ -18,6 +18,7 @@ from mlaunch.rendezvous.gate.torch_protocol import Asked, Request
 from mlaunch.rendezvous.link.meetings import Meetings
 from mlaunch.rendezvous.link.store_split import Splitter, marks
 from mlaunch.rendezvous.multiplex import MACHINE, Pieces
+from mlaunch.rendezvous.peer_user import PeerUser
 
 COMING, PASSED = struct.Struct("<QQQ"), struct.Struct("<Q")  # a meeting's number, how many came, how many are to come
 _MARKS_DELAY = 1.0  # seconds for the other ranks of a machine to leave theirs
@@ -28,8 +29,8 @@ _BACKLOG = 4096
 class RankStreams:
     """Carries what its ranks say to the gate.
 
-    They connect to a listening socket, before or after there is a connection to the gate. ``ranks``, ``world_size``:
-    how many there are on this machine, and in all.
+    They connect to a listening socket, before or after there is a connection to the gate; processes of other users are
+    turned away. ``ranks``, ``world_size``: how many there are on this machine, and in all.
     """
 
     def __init__(self, ranks: int, world_size: int) -> None:
@@ -46,7 +47,8 @@ class RankStreams:
         """Carries until the gate's side ends it, and with it all ranks' connections."""
         self._pieces = pieces = Pieces(*streams)
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _RankEnd(self), sock=listener, backlog=_BACKLOG)
+        users = PeerUser()
+        server = await loop.create_server(lambda: _RankEnd(self, users), sock=listener, backlog=_BACKLOG)
         try:
             async for stream, data in pieces.received():
                 end = self._ends.get(stream)
@@ -58,6 +60,7 @@ class RankStreams:
                     self.meetings.passed(*_unpacked(data))
         finally:
             server.close()
+            users.close()
             for end in self._connected:
                 end.close()
 
@@ -133,15 +136,19 @@ def _unpacked(word: bytes) -> tuple[int]:
 class _RankEnd(asyncio.Protocol):
     """One connection of a rank."""
 
-    def __init__(self, streams: RankStreams) -> None:
+    def __init__(self, streams: RankStreams, users: PeerUser) -> None:
         self._streams = streams
+        self._users = users
         self._stream: int | None = None
         self._splitter = Splitter()
         self._greeted = False
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._streams.connect(transport)
+        if self._users.is_ours(transport.get_extra_info("socket")):
+            self._streams.connect(transport)
+        else:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         try:

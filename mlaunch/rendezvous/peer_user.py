@@ -1,0 +1,113 @@
+"""Whose process is at the other end of a connection on loopback, where everybody on the machine can connect.
+
+The kernel knows the owner of each socket, and tells by netlink (sock_diag), one connection for 13 µs, or in
+``/proc/net/tcp``, all at once for milliseconds. A socket that its process has closed belongs to nobody, and is shown as
+root's; so it counts only while both ends are open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1  # linux/netlink.h, linux/sock_diag.h
+_HEAD = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+_QUERY = struct.Struct("=BBBxI")  # family, protocol, extensions, states: struct inet_diag_req_v2
+_PORTS = struct.Struct("!HH")
+_ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # interface, and a cookie that is not known
+_STATE, _OWNER = _HEAD.size + 1, _HEAD.size + 64  # where the answer has the state; the user, and the file's number
+_OWNER_FORM = struct.Struct("=II")
+_TCP_INFO = 11  # linux/tcp.h; its first byte is the state
+_ESTABLISHED = 1
+_TABLES = "/proc/net/tcp", "/proc/net/tcp6"  # a client of IPv6 may reach an address of IPv4
+
+Address = tuple[str, int]
+
+
+class PeerUser:
+    """Tells of connections by IPv4 within this machine whether they are between processes of this user."""
+
+    def __init__(self) -> None:
+        self._user = os.geteuid()
+        self._asked = 0
+        self._kernel: socket.socket | None = None
+        with contextlib.suppress(OSError):  # a sandbox may have none; or descriptors are lacking
+            self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
+
+    def close(self) -> None:
+        if self._kernel is not None:
+            self._kernel.close()
+
+    def is_ours(self, end: socket.socket) -> bool:
+        """Tells whether this user's process holds the other end, now and as long as it has been connected.
+
+        Where nothing tells, neither netlink nor ``/proc/net``, everybody counts as this user.
+        """
+        try:
+            theirs, ours = end.getpeername(), end.getsockname()
+            user = self._ask(theirs, ours)
+            if user is None and _is_open(end):  # an end that is closed is not worth the milliseconds
+                user = _look_up(theirs, ours)
+            return user == self._user and _is_open(end)  # else another connection has these ports by now
+        except (FileNotFoundError, PermissionError):
+            return self._kernel is None
+        except OSError:
+            return False
+
+    def _ask(self, theirs: Address, ours: Address) -> int | None:
+        """Asks the kernel for the user of an open socket; None: it knows of none, or answers no such question."""
+        if self._kernel is None:
+            return None
+        self._asked += 1
+        ends = _PORTS.pack(theirs[1], ours[1]) + b"".join(_packed(host).ljust(16, b"\0") for host, _ in (theirs, ours))
+        query = _QUERY.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 1 << _ESTABLISHED) + ends + _ANY
+        head = _HEAD.pack(_HEAD.size + len(query), _BY_FAMILY, _REQUEST, self._asked, 0)
+        try:
+            self._kernel.send(head + query)
+            answer = self._kernel.recv(4096, socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        _, kind, _, number, _ = _HEAD.unpack_from(answer)
+        if (kind, number) != (_BY_FAMILY, self._asked):
+            return None
+        user, file = _OWNER_FORM.unpack_from(answer, _OWNER)
+        return user if answer[_STATE] == _ESTABLISHED and file else None
+
+
+def _packed(host: str) -> bytes:
+    return socket.inet_aton(host)
+
+
+def _is_open(end: socket.socket) -> bool:
+    return end.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0] == _ESTABLISHED
+
+
+def _look_up(theirs: Address, ours: Address) -> int | None:
+    """Finds the user of an open socket in the kernel's tables. OSError: there are none."""
+    wanted = [[_shown(end, prefix) for end in (theirs, ours)] for prefix in (b"", b"\0" * 10 + b"\xff\xff")]
+    for row in _rows():
+        if row[1:3] in wanted:
+            return int(row[7]) if int(row[3], 16) == _ESTABLISHED and int(row[9]) else None
+    return None
+
+
+def _rows() -> Iterator[list[str]]:
+    for path in _TABLES:
+        try:
+            text = Path(path).read_text(encoding="ascii")
+        except FileNotFoundError:
+            if path == _TABLES[0]:
+                raise
+            continue  # a kernel without IPv6
+        yield from (line.split() for line in text.splitlines()[1:])
+
+
+def _shown(end: Address, prefix: bytes) -> str:
+    """Writes an end as the tables do: each word of the address as a number of this machine's."""
+    address = prefix + _packed(end[0])
+    words = struct.unpack(f"={len(address) // 4}I", address)
+    return "".join(f"{word:08X}" for word in words) + f":{end[1]:04X}"
