@@ -31,7 +31,7 @@ class Runner:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._pool = config.stash[POOL] = RankPool(config)
+        self.pool = config.stash[POOL] = RankPool(config)
         self._numbers = itertools.count(1)
 
     # Hooks
@@ -68,17 +68,17 @@ class Runner:
         """Notes values that several tests use: they travel once."""
         value = yield
         if fixturedef.scope != "function" and not isinstance(value, _SMALL):
-            self._pool.wide[id(value)] = (fixturedef, value)
+            self.pool.wide[id(value)] = (fixturedef, value)
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """Frees a value on the ranks with its fixture."""
-        self._pool.forget(fixturedef)
+        self.pool.forget(fixturedef)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Ends all ranks."""
-        self._pool.close()
+        self.pool.close()
 
     # The run of a test
 
@@ -102,13 +102,13 @@ class Runner:
             return findings
         finally:
             if self._is_fresh(wanted):
-                self._pool.drop(wanted.shape)
+                self.pool.drop(wanted.shape)
 
     def _ranks(self, wanted: Wanted) -> SharedRanks:
         if self._is_fresh(wanted):
-            self._pool.drop(wanted.shape)
+            self.pool.drop(wanted.shape)
         try:
-            return self._pool.of(wanted.shape)
+            return self.pool.of(wanted.shape)
         except ValueError as error:
             if not only_devices_lack(error, wanted.shape) or self._config.getoption("ranks_require"):
                 raise
@@ -156,7 +156,7 @@ class Runner:
         """Replaces ranks whose memory has grown too much."""
         limit = int(self._config.getini("ranks_memory"))
         if grown := shared.grown(findings.verdicts, limit):
-            self._pool.drop(shared.shape)
+            self.pool.drop(shared.shape)
             warnings.warn(
                 pytest.PytestWarning(f"ranks held {grown} MiB more than after their first test; new ones replace them"),
                 stacklevel=1,
