@@ -41,7 +41,7 @@ class _Cradle:
 
     args: RankArgs
     channel: Channel
-    aside: Channel | None
+    control: Channel
     stacks: int  # the pipe that its stacks come from
     readers: Sequence[int]  # of its standard streams
     writers: Mapping[int, int]  # by stream
@@ -49,8 +49,7 @@ class _Cradle:
     def leave_to_rank(self) -> None:
         """Closes the rank's ends in another process: the agent, or another rank."""
         self.args.channel.close()
-        if self.args.aside is not None:
-            self.args.aside.close()
+        self.args.control.close()
         close_all([self.args.stack_fd, *self.writers.values()])
 
 
@@ -81,7 +80,7 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel, theirs = Channel.pair()
-    aside, theirs_aside = Channel.pair() if spec.stays else (None, None)
+    control, their_control = Channel.pair()
     args = RankArgs(
         spec=spec,
         local_rank=local_rank,
@@ -90,13 +89,13 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
         channel=theirs,
         crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
-        aside=theirs_aside,
+        control=their_control,
         inherited=nursery.inherited,
     )
     readers = [reader for reader, _ in streams.values()]
-    nursery.owned.add(stacks_in, channel.fileno(), *([aside.fileno()] if aside is not None else []), *readers)
+    nursery.owned.add(stacks_in, channel.fileno(), control.fileno(), *readers)
     writers = {stream: writer for stream, (_, writer) in streams.items()}
-    return _Cradle(args, channel, aside, stacks_in, readers, writers)
+    return _Cradle(args, channel, control, stacks_in, readers, writers)
 
 
 def _adopt(cradle: _Cradle, pid: int, owned: OwnedFds) -> RankProcess:
@@ -113,7 +112,7 @@ def _adopt(cradle: _Cradle, pid: int, owned: OwnedFds) -> RankProcess:
         channel=cradle.channel,
         crash_fd=args.crash_fd,
         stack_fd=cradle.stacks,
-        aside=cradle.aside,
+        control=cradle.control,
         error_file=error_file.path_of(spec, args.local_rank),
     )
     owned.add(rank.pidfd, rank.crash_fd)

@@ -22,7 +22,7 @@ class RankProcess:
     channel: Channel  # on which it gets its calls
     crash_fd: int  # of its stacks, if it crashes
     stack_fd: int  # the pipe of its stacks, if we ask
-    aside: Channel | None = None  # on which a thread of a rank that stays answers, whatever the rank does
+    control: Channel | None = None  # on which its control thread answers, whatever the rank does
     error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
     answer_fd: int = -1  # the memfd for its answers; -1: it has none
@@ -92,8 +92,8 @@ class RankProcess:
         """Lets go of what is known of it, once it is reaped."""
         self.gone = True
         self.channel.close()
-        if self.aside is not None:
-            self.aside.close()
+        if self.control is not None:
+            self.control.close()
         for fd in (self.pidfd, self.crash_fd, self.stack_fd, self.answer_fd, self.spent_fd):
             if fd >= 0:
                 os.close(fd)

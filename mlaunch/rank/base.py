@@ -21,7 +21,7 @@ from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank import remote_error
+from mlaunch.rank import control, remote_error
 from mlaunch.rank.for_users import progress
 from mlaunch.rank.setup import device, process
 
@@ -39,7 +39,7 @@ class RankArgs:
     channel: Channel  # on which the agent sends calls
     crash_fd: int  # where faulthandler writes when the rank crashes
     stack_fd: int  # where it writes when the agent asks
-    aside: Channel | None  # on which a rank that stays is asked while it runs a call
+    control: Channel  # on which its control thread is asked, whatever the rank does
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
 
 
@@ -102,6 +102,7 @@ class Rank:
         if self._spec.streams(args.local_rank):
             linux.print_by_lines()
         progress.slot = progress.Slot(args.results.board, args.local_rank)
+        control.start(args.control)
 
     # Calls
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
-import contextlib
 import os
 import signal
 import sys
@@ -13,9 +12,8 @@ from types import FrameType
 from typing import Any
 
 from mlaunch.base import seeding
-from mlaunch.protocol import calls, payload, this_rank
+from mlaunch.protocol import calls, this_rank
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Errand, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.rank import held_objects, in_step, reload
@@ -48,8 +46,6 @@ class KeptRank(FunctionRank):
         reload.begin()
         signal.signal(signal.SIGINT, self._call_back)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
-        if self._args.aside is not None:
-            threading.Thread(target=_answer_aside, args=(self._args.aside,), name="mlaunch", daemon=True).start()
         self._enter(Phase.IDLE)
 
     def _call_back(self, _number: int, _frame: FrameType | None) -> None:
@@ -157,16 +153,6 @@ class KeptRank(FunctionRank):
 
     def _outcome_of(self, call: Call, value: object) -> object:
         return value if call.held is None else held_objects.table.hold(call.held, value)
-
-
-def _answer_aside(channel: Channel) -> None:
-    """Tells, in a thread, which operations this rank has entered, also while its main thread waits in one."""
-    with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
-        while True:
-            record, (memfd,) = channel.receive()
-            payload.write(memfd, in_step.since_the_call(record.call))
-            os.close(memfd)
-            channel.send(record)
 
 
 def _let_go(error: BaseException) -> None:

@@ -24,6 +24,7 @@ from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.operation_numbers import NumberRequests
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
+from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision import ends_of_threads
 from mlaunch.agent.supervision import supervisor as supervisor_module
@@ -36,6 +37,7 @@ from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
+from mlaunch.protocol.control_messages import Told
 from mlaunch.protocol.messages import launch_messages
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Phase
@@ -810,15 +812,16 @@ def test_a_rank_that_does_not_come_back_is_lost_when_grace_ends(monkeypatch: pyt
 
 def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
     (ours, theirs), before = Channel.pair(), len(os.listdir("/proc/self/fd"))
-    numbers = NumberRequests({0: ours})
-    questions = []
+    questions = Questions({0: ours})
+    numbers = NumberRequests(questions)
+    asked = []
     for _ in range(2):
         numbers.ask(1)
         question, [memfd] = theirs.receive()
-        questions.append(question)
+        asked.append(question.number)
         os.close(memfd)
-    theirs.send(questions[0])
-    numbers.read([ours.fileno()])
+    theirs.send(Told(asked[0]))
+    questions.read([ours.fileno()])
     assert numbers.pending
     numbers.clear()
     assert not numbers.pending

@@ -39,7 +39,7 @@ class KeptSupervisor(Supervisor):
         self._call = OngoingCall(0, None, None, released=True)  # the numbers are the launcher's
         self._grace_period = scene.grace_period
         self._board = scene.results.board
-        self._numbers = NumberRequests({one.rank: one.aside for one in scene.ranks if one.aside is not None})
+        self._numbers = NumberRequests(self._questions)
         self._were_back: list[int] = []  # ranks that had come back when all were asked: they will enter nothing more
         self._failed = False  # the call did not end by itself
         self._leaving = False
@@ -172,13 +172,6 @@ class KeptSupervisor(Supervisor):
                 self._asking.within(delay)
 
     # The steps that end it
-
-    def _sources(self) -> list[int]:
-        return [*super()._sources(), *self._numbers.fds()]
-
-    def _serve(self, ready: set[int]) -> None:
-        super()._serve(ready)
-        self._numbers.read(ready)
 
     def _timeout(self) -> float | None:
         due = min(self._asking.at, self._call_back_at, self._lost_at)

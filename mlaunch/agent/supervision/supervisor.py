@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 
-from mlaunch.agent.peers import FAREWELL_TIMEOUT
+from mlaunch.agent.peers_failure import SharedFailure
+from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.evidence import Evidence
 from mlaunch.agent.supervision.launch_state import OngoingCall, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
 from mlaunch.base import orphans
-from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.channel import pickled
@@ -47,10 +46,10 @@ class Supervisor:
         self._listening = {scene.launcher.fileno(), scene.parent}
         self._inspection, self._peers = scene.inspection, scene.peers
         self._clock, self._signal_group = scene.system.clock, scene.system.group
+        self._questions = Questions({one.rank: one.control for one in scene.ranks if one.control is not None})
         self._evidence = Evidence()
         self._call = OngoingCall(-1, None, None)
-        self._first: RankFailure | None = None  # our first failure, for the peers
-        self._farewell_at: float | None = None  # when we no longer wait for the peers to hear of it
+        self._shared = SharedFailure(scene.peers, scene.system.clock)
         board, grace_period = scene.results.board, scene.grace_period
         self._stopping = Stopping(self._ranks, board, scene.launcher, grace_period, scene.system)
         self._stopping.on_begin = self._begin_stopping
@@ -72,12 +71,13 @@ class Supervisor:
 
     def run(self) -> bool:
         """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
-        while self._ranks or self._awaits_peers():
+        while self._ranks or self._shared.is_awaited(stopping=self._stopping.begun):
             ready = set(wait_readable(self._sources(), self._timeout()))
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server(self._server)
             self._stopping.hear(ready)
+            self._questions.read(ready)
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
             self._release()
@@ -95,14 +95,20 @@ class Supervisor:
     # What is waited for
 
     def _sources(self) -> list[int]:
-        ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._ranks, *self._listening]
+        ours = [
+            self._results.queue.fileno(),
+            *self._stopping.fds(),
+            *self._questions.fds(),
+            *self._ranks,
+            *self._listening,
+        ]
         sentinel = [] if self._server is None else [self._server.sentinel]
         return [*ours, *sentinel, *self._peers.fds(), *(() if self._inspection is None else self._inspection.fds())]
 
     def _timeout(self) -> float | None:
         """Returns the seconds until the next step is due, None if none is."""
         visit = self._inspection.due if self._inspection is not None else None
-        steps = (None if self._stopping.begun else self._call.due, self._farewell_at, visit, self._peers.due())
+        steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due())
         due = [*self._stopping.due(), *(step for step in steps if step is not None)]
         return max(0.0, min(due) - self._clock()) if due else None
 
@@ -116,7 +122,7 @@ class Supervisor:
         if self._inspection.stopped_by is not None and not self._stopping.begun:
             failure = failures.from_stop(self._inspection.stopped_by)
             self._launcher.try_send(failure)
-            self._remember(lambda: failure)
+            self._shared.remember(lambda: failure)
             self._stopping.within(0.0)
 
     def _take_steps(self) -> None:
@@ -139,7 +145,7 @@ class Supervisor:
         record = RankAnswered(rank.rank, rank.pid, *told)
         self._forward(rank, record)
         if answer.kind is not AnswerKind.VALUE:
-            self._remember(lambda: failures.from_answer(record, rank.content.read()))
+            self._shared.remember(lambda: failures.from_answer(record, rank.content.read()))
             self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
 
     def _forward(self, rank: RankProcess, record: RankAnswered) -> None:
@@ -170,8 +176,9 @@ class Supervisor:
         if not record.failed:
             self._peers.keep(rank.rank, rank.content if rank.answer is AnswerKind.VALUE else None)
         elif not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
-            self._remember(lambda: failures.from_exit(record))
+            self._shared.remember(lambda: failures.from_exit(record))
         self._stopping.asked.forget(rank)
+        self._questions.forget(rank.rank)
         rank.close()
         if record.failed or self._must_stay():
             self._stopping.within(0.0)
@@ -183,7 +190,7 @@ class Supervisor:
     def _lose_server(self, server: StoreProcess) -> None:
         exitcode, self._server = server.reap(), None
         self._launcher.try_send(ServerGone(server.pid, exitcode, self._clock()))
-        self._remember(lambda: failures.from_server(server.pid, exitcode, self._clock()))
+        self._shared.remember(lambda: failures.from_server(server.pid, exitcode, self._clock()))
         self._stopping.within(0.0)
 
     def _hear(self, fd: int) -> None:
@@ -193,7 +200,7 @@ class Supervisor:
             return
         if record is None:
             self._listening.discard(fd)
-        self._remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
+        self._shared.remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
         if not isinstance(record, Cancel):
             self._stopping.without_asking(force=False)
         else:
@@ -222,33 +229,16 @@ class Supervisor:
         self._call.due = None
         self._stopping.spare_leaving = False
         self._launcher.try_send(DeadlinePassed())
-        self._remember(lambda: failures.from_deadline(self._call.deadline))
+        self._shared.remember(lambda: failures.from_deadline(self._call.deadline))
         self._end_call(0.0)
 
     # The other machines
 
-    def _remember(self, describe: Callable[[], RankFailure]) -> None:
-        """Keeps the first failure here, or the first that is no consequence, for the peers if there are any."""
-        if not self._peers.awaited or (self._first is not None and not self._first.consequence):
-            return
-        failure = describe()
-        if self._first is None or not failure.consequence:
-            self._first = failure
-
     def _begin_stopping(self) -> None:
         """Tells the peers why."""
-        if self._first is not None:
-            self._peers.tell(self._first)
+        self._shared.tell()
 
     def _hear_peers(self, ready: set[int]) -> None:
         if (failure := self._peers.hear(ready, self._launcher)) is not None:
             self._launcher.try_send(failure)
             self._stopping.within(CAUSE_DELAY if failure.consequence else 0.0)
-
-    def _awaits_peers(self) -> bool:
-        """Tells whether the peers' ranks may still be there. After a failure they are given the time to hear of it."""
-        self._peers.finish()
-        if self._stopping.begun and self._farewell_at is None:
-            self._begin_stopping()
-            self._farewell_at = self._clock() + FAREWELL_TIMEOUT
-        return self._peers.awaited and not (self._farewell_at is not None and self._clock() >= self._farewell_at)

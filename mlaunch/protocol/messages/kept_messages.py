@@ -4,7 +4,6 @@ launcher -> agent   NextCall, EndCall, EndRanks, MeetAgain
 launcher -> rank    DirectCall                      (instead of NextCall, where no deadline is to be kept)
 rank -> launcher    DirectAnswer                    (to such a call, if it is a small value)
 agent -> launcher   CallOver                        (if other machines have ranks, too: RanksStand, RanksBack)
-agent <-> rank      TellNumbers                     (a channel of its own, which a thread of the rank answers)
 """
 
 from __future__ import annotations
@@ -84,14 +83,3 @@ class MeetAgain:
 @dataclass(frozen=True)
 class EndRanks:
     """Asks ranks that stay to leave; they are stopped after the grace period."""
-
-
-@dataclass(frozen=True)
-class TellNumbers:
-    """Asks for the numbers of the operations that a rank has entered since a call began, and says that they are told.
-
-    Attached to the question: the memfd for the answer.
-    """
-
-    call: int
-    question: int = 0  # its number, as the agent counts

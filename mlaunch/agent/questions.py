@@ -1,0 +1,76 @@
+"""What an agent asks the control threads of its ranks, and waits for without holding anything up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from mlaunch.protocol import payload
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.control_messages import Question, TellNumbers
+
+Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
+
+
+class Questions:
+    """Questions that are open, by rank. ``channels``: by global rank, to the control threads."""
+
+    def __init__(self, channels: Mapping[int, Channel]) -> None:
+        self._channels = dict(channels)
+        self._open: dict[int, dict[int, tuple[int, Take]]] = {rank: {} for rank in channels}  # by number
+        self._number = 0
+
+    def fds(self) -> list[int]:
+        """Returns what is to be watched."""
+        return [self._channels[rank].fileno() for rank, numbers in self._open.items() if numbers]
+
+    @property
+    def open(self) -> set[int]:
+        """The numbers of the questions that are not answered."""
+        return {number for numbers in self._open.values() for number in numbers}
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that can be asked."""
+        return list(self._channels)
+
+    def ask(self, rank: int, about: TellNumbers, take: Take) -> int:
+        """Asks a rank; returns the number of the question. ``take`` is called with the answer, if one comes."""
+        self._number += 1
+        memfd = payload.create("told")
+        self._open[rank][self._number] = memfd, take
+        self._channels[rank].try_send(Question(self._number, about), [memfd])
+        return self._number
+
+    def drop(self, number: int) -> None:
+        """Waits no more for the answer to a question: it will be ignored."""
+        for numbers in self._open.values():
+            if number in numbers:
+                os.close(numbers.pop(number)[0])
+
+    def read(self, ready: Collection[int]) -> None:
+        """Takes in answers."""
+        for rank, channel in list(self._channels.items()):
+            if channel.fileno() in ready:
+                self._hear(rank, channel)
+
+    def _hear(self, rank: int, channel: Channel) -> None:
+        try:
+            record, _ = channel.receive()
+        except (EOFError, OSError):  # the rank is gone
+            self.forget(rank)
+            return
+        found = self._open[rank].pop(record.number, None)
+        if found is not None:
+            memfd, take = found
+            try:
+                told = payload.read(memfd)
+            finally:
+                os.close(memfd)
+            take(rank, told)
+
+    def forget(self, rank: int) -> None:
+        """Asks this rank no more, which is gone."""
+        self._channels.pop(rank, None)
+        for memfd, _ in self._open.pop(rank, {}).values():
+            os.close(memfd)

@@ -1,0 +1,49 @@
+"""The control thread of a rank: it answers the agent while the main thread waits in a collective, or in anything else.
+
+    agent --Question--> control thread --Told--> agent
+
+It sleeps in the kernel between two questions, and costs nothing then. It cannot answer while C code holds the
+interpreter lock, nor in a process that is stopped: no answer is one, too.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, which take 50 times as long
+import _thread
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+from mlaunch.protocol import payload
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.control_messages import Question, TellNumbers, Told
+from mlaunch.rank import in_step
+
+# Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+_NOT_FAULTS = signal.valid_signals() - _FAULTS
+
+
+def start(channel: Channel) -> None:
+    """Starts it. It is none that ``threading`` knows: a program may count its threads, and wait for them at its end."""
+    _thread.start_new_thread(_answer_all, (channel,))
+
+
+def _answer_all(channel: Channel) -> None:
+    # A signal that the main thread blocks, in order to wait for it, would else come here, and end the process.
+    _signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FAULTS)
+    with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
+        while True:
+            record, fds = channel.receive()
+            if isinstance(record, Question):
+                payload.write(fds[0], _ANSWERS[type(record.about)](record.about))
+                os.close(fds[0])
+                channel.send(Told(record.number))
+
+
+def _numbers(about: TellNumbers) -> in_step.Numbers:
+    return in_step.since_the_call(about.call)
+
+
+_ANSWERS: dict[type, Callable[..., object]] = {TellNumbers: _numbers}

@@ -1,0 +1,44 @@
+"""The thread of a rank that answers its agent whatever the rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from mlaunch.agent.questions import Questions
+from mlaunch.base import linux
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.control_messages import TellNumbers
+from mlaunch.rank import control
+from tests.processes import said_in_fork
+
+LIMIT = 60.0  # seconds
+
+
+def ask(questions: Questions) -> list[object]:
+    told: list[object] = []
+    questions.ask(0, TellNumbers(5), lambda _rank, answer: told.append(answer))
+    assert linux.wait_readable(questions.fds(), LIMIT)
+    questions.read(questions.fds())
+    return told
+
+
+def test_the_control_thread_takes_no_signal_that_the_main_thread_waits_for() -> None:
+    """And it ends with its agent."""
+
+    def wait_for_one() -> str:
+        ours, theirs = Channel.pair()
+        control.start(theirs)
+        questions = Questions({0: ours})
+        told = ask(questions)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        got = signal.sigtimedwait([signal.SIGUSR1], LIMIT)
+        told += ask(questions)
+        threads = len(os.listdir("/proc/self/task"))
+        ours.close()
+        while len(os.listdir("/proc/self/task")) == threads:
+            os.sched_yield()
+        return f"{told} {signal.Signals(got.si_signo).name if got else got}"
+
+    assert said_in_fork(wait_for_one) == "[{}, {}] SIGUSR1"
