@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         join_from_slurm,
         join_from_torch,
     )
+    from mlaunch.rank.stop_point import stopping
     from mlaunch.rendezvous.client import Client
     from mlaunch.rendezvous.server import Server
 
@@ -65,6 +66,7 @@ _NAMES = {
     "join_from_torch",
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
     "mlaunch.rank.for_users.progress": "progress",
+    "mlaunch.rank.stop_point": "stopping",
     "mlaunch.rendezvous.client": "Client",
     "mlaunch.rendezvous.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport",
@@ -113,6 +115,7 @@ __all__ = [
     "override_backend",
     "progress",
     "scatter",
+    "stopping",
     "synchronized",
     "warm_up",
 ]

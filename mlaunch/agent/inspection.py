@@ -50,8 +50,21 @@ class Inspection:
 
     @property
     def stopped_by(self) -> int | None:
-        """The process that has asked the launch to end; None: none has."""
-        return self._reception.stopped_by
+        """The process that has asked the launch to end; None: none has.
+
+        This machine's ranks alone cannot agree on a step: where other machines have some, a stop is an end.
+        """
+        asked_by = None if self._spec.cluster is None else self._reception.asked_by
+        return asked_by if self._reception.stopped_by is None else self._reception.stopped_by
+
+    def take_request(self) -> int | None:
+        """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
+        asked_by, self._reception.asked_by = self._reception.asked_by, None
+        return asked_by
+
+    def end_request(self) -> None:
+        """Tells who asked for it that the call has stopped, where the ranks stay."""
+        self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
         return self._reception.fds()

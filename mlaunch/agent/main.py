@@ -163,7 +163,10 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
         host_store.host(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
-    scene = Supervision(ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers)
+    scene = Supervision(
+        ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers, stops=spec.stops,
+        stop_grace=spec.stop_grace,
+    )  # fmt: skip
     supervisor = _begin(order, spec, scene, priority)
     try:
         went_well = supervisor.run()

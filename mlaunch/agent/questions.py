@@ -8,7 +8,7 @@ from typing import Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import Question, TellNumbers
+from mlaunch.protocol.control_messages import About, Question, StopAtLook, ThawLooks
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 
@@ -34,13 +34,18 @@ class Questions:
         """Returns the ranks that can be asked."""
         return list(self._channels)
 
-    def ask(self, rank: int, about: TellNumbers, take: Take) -> int:
+    def ask(self, rank: int, about: About, take: Take) -> int:
         """Asks a rank; returns the number of the question. ``take`` is called with the answer, if one comes."""
         self._number += 1
         memfd = payload.create("told")
         self._open[rank][self._number] = memfd, take
         self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number
+
+    def tell(self, rank: int, record: ThawLooks | StopAtLook) -> None:
+        """Tells a rank something that it does not answer."""
+        if rank in self._channels:
+            self._channels[rank].try_send(record)
 
     def drop(self, number: int) -> None:
         """Waits no more for the answer to a question: it will be ignored."""

@@ -10,6 +10,7 @@ import signal
 import stat
 from collections.abc import Mapping
 
+from mlaunch.base import signals
 from mlaunch.protocol import token as tokens
 
 _log = logging.getLogger("mlaunch")
@@ -79,6 +80,21 @@ def signals_of(text: str) -> tuple[int, ...]:
             raise UsageError(f"--signals-to-handle {name}: no signal of this name can be handled")
         numbers.append(int(known))
     return tuple(numbers)
+
+
+def stop_signals_of(text: str | None, nodes: int, engine: str | None) -> str | None:
+    """Checks what asks the ranks to stop."""
+    if text is not None:
+        try:
+            signals.numbers_of(f"--stop-on {text}", text)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    if text is not None and nodes > 1 and engine is None:
+        raise UsageError(
+            f"--stop-on {text} with --nnodes {nodes}: the ranks of machines that are started one by one cannot agree "
+            f"on a step; allowed: with --engine, or on one machine"
+        )
+    return text
 
 
 def token_of(file: str | None, environ: Mapping[str, str]) -> str | None:

@@ -204,4 +204,8 @@ def _add_ending(flags: Flags) -> None:
                help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
     flags.flag(group, "--shutdown-timeout", "--grace-period", kind=float, metavar="SECONDS",
                help="from the request to end until SIGKILL (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
+    group.add_argument("--stop-on", metavar="NAMES", help="signals that ask the ranks to stop at a step that they "
+                       "agree on, where mlaunch.stopping() is true (default: none)")  # fmt: skip
+    group.add_argument("--stop-grace", type=float, default=300.0, metavar="SECONDS",
+                       help="for ranks that are asked to stop (default: 300)")  # fmt: skip
     group.add_argument("--deadline", type=float, metavar="SECONDS", help="for the whole run (default: none)")

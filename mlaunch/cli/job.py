@@ -23,6 +23,7 @@ from mlaunch.cli.checks import (
     role_of,
     seconds_of,
     signals_of,
+    stop_signals_of,
     token_of,
 )
 
@@ -54,6 +55,8 @@ class Job:
     grace_period: float
     deadline: float | None
     max_restarts: int
+    stop_on: str | None
+    stop_grace: float
     signals: tuple[int, ...]
     run_id: str
     role: str
@@ -78,6 +81,8 @@ class Job:
             grace_period=self.grace_period,
             deadline=self.deadline,
             max_restarts=self.max_restarts,
+            stop_on=self.stop_on,
+            stop_grace=self.stop_grace,
             join_timeout=self.join_timeout,
             token=self.token,
         )
@@ -111,6 +116,8 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         grace_period=grace_period_of(args.shutdown_timeout, environ),
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
+        stop_on=stop_signals_of(args.stop_on, nodes, args.engine),
+        stop_grace=seconds_of("--stop-grace", args.stop_grace),
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
         role=role_of(args.role),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import ALL_STACKS, STACKS, STATUS, STOP
+from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,8 +24,10 @@ _ID_SHOWN = 8
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
 _STOP = """\
-Ends a running launch as a failure does: its ranks are asked to end (SIGTERM), and forced after the grace period. Its
-caller gets a LaunchError that says so. Returns when the ranks are gone.
+Stops a running launch. If its ranks ask mlaunch.stopping(), or it has the option stop_on, they stop by themselves at a
+step that they agree on, within stop_grace, and its caller gets their values. Else, and with --now, it ends as a failure
+does: ranks are asked to end (SIGTERM), and forced after the grace period, and its caller gets a LaunchError that says
+so. Returns when the ranks are gone, or the call on ranks that stay.
 """
 
 
@@ -45,6 +47,7 @@ def add_commands(commands: Commands) -> None:
     stacks.set_defaults(run=_stacks)
     stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
     stop.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)")
+    stop.add_argument("--now", action="store_true", help="end it at once, whatever its ranks do")
     stop.set_defaults(run=_stop)
 
 
@@ -79,8 +82,8 @@ def _stop(args: argparse.Namespace) -> int:
         which = f"has an ID that starts with {args.id!r}" if args.id else "is the only one"
         raise LookupError(f"no running launch {which}; running: {others}" if others else _nothing())
     (launch,) = found
-    print(f"ending {_title(launch)}", flush=True)
-    ask(STOP, launch["id"], patient=True)
+    print(f"{'ending' if args.now else 'stopping'} {_title(launch)}", flush=True)
+    ask(END if args.now else STOP, launch["id"], patient=True)
     return 0
 
 

@@ -26,6 +26,7 @@ from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
@@ -118,11 +119,12 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
-    def attempt(time_left: float | None, restart_count: int) -> Ended:
+    def attempt(time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
         spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
         output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
         handle = start_launch(server, spec, None, output, History())
         try:
+            order.attach(handle.ask_to_stop)
             return handle.wait()
         finally:
             handle.close()
@@ -137,11 +139,18 @@ def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
     return directory
 
 
-def _carry_out(job: Job, attempt: Callable[[float | None, int], Ended]) -> int:
+def _carry_out(job: Job, attempt: Callable[[float | None, int, StopOrder], Ended]) -> int:
     """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
     begun = time.monotonic()
+    order = StopOrder(job.stop_on)
+
+    def ordered(time_left: float | None, restart_count: int) -> Ended:
+        return attempt(time_left, restart_count, order)
+
     try:
-        with_restarts(attempt, job.name, job.deadline, job.max_restarts, _say).result()
+        with order:
+            again = job.deadline, job.max_restarts
+            with_restarts(ordered, job.name, *again, _say, lambda: order.reason).result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join
         late = job.deadline is not None and time.monotonic() - begun >= job.deadline
         return _fail(error, _TIMED_OUT if late else _RAISED)

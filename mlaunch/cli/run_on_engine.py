@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
+from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.engine_names import engine_named
 from mlaunch.cli.job import Job
@@ -46,11 +47,11 @@ class There:
         self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
-    def attempt(self, time_left: float | None, restart_count: int) -> Ended:
+    def attempt(self, time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
         """Runs it once."""
         self._machines.renew()
         options = _options(self._job)
-        return MachinesLaunch(self._machines, options, self._work, self._output, restart_count, time_left).run()
+        return MachinesLaunch(self._machines, options, self._work, self._output, restart_count, time_left).run(order)
 
     def close(self) -> None:
         self._machines.close()
@@ -79,6 +80,8 @@ def _options(job: Job) -> Options:
         grace_period=job.grace_period,
         deadline=job.deadline,
         max_restarts=job.max_restarts,
+        stop_on=job.stop_on,
+        stop_grace=job.stop_grace,
         join_timeout=job.join_timeout,
     )
 

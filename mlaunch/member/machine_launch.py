@@ -38,12 +38,13 @@ from mlaunch.protocol.messages.launch_messages import (
 from mlaunch.protocol.messages.member_messages import FromAgent, Lease, Look, MachineDone, Printed, Rows, ServerEnded
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.stop_messages import FreezeRanks, StopRanks, ThawRanks
 
 _READ = 32768  # bytes of what a rank prints
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
 _WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
-_CallRecord = NextCall | EndCall | MeetAgain | EndRanks
+_CallRecord = NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRanks | StopRanks
 _PIPE = 65536  # bytes that wait in a pipe at most
 
 
@@ -138,7 +139,7 @@ class MachineLaunch:
         self._agent.try_send(record)
 
     def _call(self, record: _CallRecord, content: int) -> None:
-        """Passes on what concerns ranks that stay. A call waits for them: to an agent that joins it were the end."""
+        """Passes on what concerns the ranks. It waits for them: to an agent that joins it were the end."""
         if self._board is None and not isinstance(record, EndRanks):
             self._early.append((record, content))
             return

@@ -1,6 +1,7 @@
 """The records between an agent and the control thread of each of its ranks, on a channel of the rank's own.
 
 agent -> rank   Question                        (attached: the memfd for the answer)
+agent -> rank   ThawLooks, StopAtLook
 rank -> agent   Told                            (the answer is in that memfd)
 """
 
@@ -17,11 +18,44 @@ class TellNumbers:
 
 
 @dataclass(frozen=True)
+class FreezeLooks:
+    """Lets the rank's next look in this call (``mlaunch.stopping``) wait; asks how many there were."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class TellLooks:
+    """Asks how many looks there were."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class ThawLooks:
+    """Lets a look that waits go on: there is no decision."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class StopAtLook:
+    """Says at which look of this call all ranks stop."""
+
+    call: int
+    look: int
+    reason: str
+
+
+About = TellNumbers | FreezeLooks | TellLooks
+
+
+@dataclass(frozen=True)
 class Question:
     """Asks a rank something, whatever its main thread does. ``number``: as the agent counts questions."""
 
     number: int
-    about: TellNumbers
+    about: About
 
 
 @dataclass(frozen=True)

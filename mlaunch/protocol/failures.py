@@ -66,6 +66,11 @@ def from_stop(pid: int) -> RankFailure:
     return RankFailure(None, 0, f"was ended by mlaunch stop (pid {pid})", host=_host(), subject="the run", final=True)
 
 
+def from_overdue_stop(what: str) -> RankFailure:
+    """Describes that ranks were asked to stop, and have not in time. ``what``: "did not stop within ..."."""
+    return RankFailure(None, 0, what, host=_host(), subject="the run", final=True)
+
+
 def _of_host(who: str, what: str, *, final: bool) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}", final=final)
 

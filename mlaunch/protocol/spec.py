@@ -110,6 +110,8 @@ class LaunchSpec:
     gather_all: bool = False  # the caller wants the values of all machines' ranks
     command: ScriptTarget | None = None  # None: ranks receive a function
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
+    stops: bool = False  # its options say that the ranks ask ``mlaunch.stopping()``
+    stop_grace: float = 300.0  # seconds in which they stop when they are asked to
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
 
     @property

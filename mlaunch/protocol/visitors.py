@@ -12,7 +12,8 @@ from typing import Any
 
 from mlaunch.protocol import registry
 
-STATUS, STACKS, ALL_STACKS, STOP = b"status", b"stacks", b"all stacks", b"stop"
+STATUS, STACKS, ALL_STACKS = b"status", b"stacks", b"all stacks"
+STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
 
@@ -29,7 +30,8 @@ class Reception:
         self._owner = os.getpid()
         self._visitors: dict[int, socket.socket] = {}
         self._stoppers: list[socket.socket] = []  # those who wait for the end
-        self.stopped_by: int | None = None  # the process that has asked the launch to end
+        self.stopped_by: int | None = None  # the process that has asked the launch to end at once
+        self.asked_by: int | None = None  # the process that asks the ranks to stop
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
@@ -63,10 +65,22 @@ class Reception:
         for visitor, word in heard:
             if not word:
                 visitor.close()
-            elif word == STOP:
-                self.stopped_by = _pid_of(visitor)
-                self._stoppers.append(visitor)
-        return [(visitor, word) for visitor, word in heard if word and word != STOP]
+            elif word in {STOP, END}:
+                self._take_stopper(visitor, word)
+        return [(visitor, word) for visitor, word in heard if word and word not in {STOP, END}]
+
+    def _take_stopper(self, visitor: socket.socket, word: bytes) -> None:
+        self._stoppers.append(visitor)
+        if word == END:
+            self.stopped_by = _pid_of(visitor)
+        else:
+            self.asked_by = _pid_of(visitor)
+
+    def let_stoppers_go(self) -> None:
+        """Tells those who wait for the end that it has come, as far as they asked for it."""
+        for visitor in self._stoppers:
+            visitor.close()
+        self._stoppers = []
 
     def _welcome(self, listener: socket.socket) -> None:
         """Accepts a visitor. Too many that say nothing make way, the oldest first: the listener would stay readable."""
@@ -91,7 +105,7 @@ class Reception:
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        return word if word in {STATUS, STACKS, ALL_STACKS, STOP} else b""
+        return word if word in {STATUS, STACKS, ALL_STACKS, STOP, END} else b""
     return b""
 
 

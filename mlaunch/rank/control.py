@@ -14,11 +14,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import Question, TellNumbers, Told
-from mlaunch.rank import in_step
+from mlaunch.protocol.control_messages import FreezeLooks, Question, StopAtLook, TellLooks, TellNumbers, ThawLooks, Told
+from mlaunch.rank import in_step, stop_point
+from mlaunch.rank.stop_point import StopPoint
 
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -27,23 +29,34 @@ _NOT_FAULTS = signal.valid_signals() - _FAULTS
 
 def start(channel: Channel) -> None:
     """Starts it. It is none that ``threading`` knows: a program may count its threads, and wait for them at its end."""
-    _thread.start_new_thread(_answer_all, (channel,))
+    stop_point.point = StopPoint()
+    os.register_at_fork(after_in_child=_forget)
+    _thread.start_new_thread(_answer_all, (channel, stop_point.point))
 
 
-def _answer_all(channel: Channel) -> None:
+def _forget() -> None:
+    """Lets a fork of a rank be none: its looks count for nothing, and a lock may be taken that nobody will release."""
+    stop_point.point = None
+
+
+def _answer_all(channel: Channel, point: StopPoint) -> None:
     # A signal that the main thread blocks, in order to wait for it, would else come here, and end the process.
     _signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FAULTS)
     with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
         while True:
             record, fds = channel.receive()
             if isinstance(record, Question):
-                payload.write(fds[0], _ANSWERS[type(record.about)](record.about))
+                payload.write(fds[0], _ANSWERS[type(record.about)](record.about, point))
                 os.close(fds[0])
                 channel.send(Told(record.number))
+            elif isinstance(record, ThawLooks):
+                point.thaw(record.call)
+            elif isinstance(record, StopAtLook):
+                point.stop_at(record.call, record.look, record.reason)
 
 
-def _numbers(about: TellNumbers) -> in_step.Numbers:
-    return in_step.since_the_call(about.call)
-
-
-_ANSWERS: dict[type, Callable[..., object]] = {TellNumbers: _numbers}
+_ANSWERS: dict[type, Callable[[Any, StopPoint], object]] = {
+    TellNumbers: lambda about, _point: in_step.since_the_call(about.call),
+    FreezeLooks: lambda about, point: point.freeze(about.call),
+    TellLooks: lambda about, point: point.looks(about.call),
+}

@@ -341,7 +341,7 @@ def test_stop_ends_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
     told = rf"^the run of wait_for_ever\(\) was ended by mlaunch stop \(pid {os.getpid()}\)"
     with stopping(), pytest.raises(LaunchError, match=told):
         launcher(wait_for_ever, 2, max_restarts=3)()
-    assert re.match(r"ending [0-9a-f]{8}  wait_for_ever\(\)  2 ranks", capsys.readouterr().out)
+    assert re.match(r"stopping [0-9a-f]{8}  wait_for_ever\(\)  2 ranks", capsys.readouterr().out)
     assert main(["ps"]) == 0
 
 

@@ -236,6 +236,8 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "grace_period": (["--shutdown-timeout", "7"], 7),
     "deadline": (["--deadline", "9"], 9),
     "max_restarts": (["--max-restarts", "2"], 2),
+    "stop_on": (["--stop-on", "TERM,usr1"], "TERM,usr1"),
+    "stop_grace": (["--stop-grace", "8"], 8),
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
 }

@@ -28,6 +28,7 @@ from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind, Errand
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import in_step
 
+_LOOK_DELAY = 0.1  # seconds between looks whether ranks that were asked to stop have answered their launcher
 _CHECK_TIMEOUT = 1.0  # seconds, at least, for ranks that have all come back to compare and meet
 
 
@@ -70,6 +71,7 @@ class KeptSupervisor(Supervisor):
         if not self._lacks_ranks():  # else its caller will hear of it
             due = None if record.deadline is None else self._clock() + record.deadline
             self._failed = False
+            self._stop.clear()
             self._begin(OngoingCall(record.number, record.deadline, due), record.data, fds[0] if fds else None)
         for fd in fds:
             os.close(fd)
@@ -77,6 +79,7 @@ class KeptSupervisor(Supervisor):
     def _catch_up(self) -> None:
         number = self._board.call
         if number > self._call.number:
+            self._stop.clear()
             self._call, self._failed = OngoingCall(number, None, None, from_launcher=True), False
             for rank in self._by_local_rank:
                 rank.expect(answered=False)
@@ -153,6 +156,9 @@ class KeptSupervisor(Supervisor):
         self._stopping.spare_leaving = True  # which a deadline has changed
         self._stopping.asked.clear()
         self._call.due = None  # it could only be taken for the next call's
+        self._stop.clear()
+        if self._inspection is not None:
+            self._inspection.end_request()
         self._send_answers(but=FD_LIMIT)
         answers = tuple(record for record, _ in self._kept_back)
         fds = [fd for _, fds in self._kept_back for fd in fds]
@@ -175,6 +181,8 @@ class KeptSupervisor(Supervisor):
 
     def _timeout(self) -> float | None:
         due = min(self._asking.at, self._call_back_at, self._lost_at)
+        if self._stop.reason and self._call.from_launcher:  # who is not told that ranks have answered it
+            due = min(due, self._clock() + _LOOK_DELAY)
         ours = None if due == NEVER else max(0.0, due - self._clock())
         return min((one for one in (super()._timeout(), ours) if one is not None), default=None)
 

@@ -29,6 +29,8 @@ class Supervision:
     inspection: Inspection | None = None
     peers: Peers = field(default_factory=Peers)
     system: System = field(default_factory=System)
+    stops: bool = False  # as in LaunchSpec
+    stop_grace: float = 300.0
 
 
 @dataclass

@@ -13,10 +13,12 @@ import signal
 from mlaunch.agent.peers_failure import SharedFailure
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.stop_request import StopRequest
 from mlaunch.agent.supervision.evidence import Evidence
 from mlaunch.agent.supervision.launch_state import OngoingCall, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
 from mlaunch.base import orphans
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.channel import pickled
@@ -53,6 +55,7 @@ class Supervisor:
         board, grace_period = scene.results.board, scene.grace_period
         self._stopping = Stopping(self._ranks, board, scene.launcher, grace_period, scene.system)
         self._stopping.on_begin = self._begin_stopping
+        self._stop = StopRequest(scene, self._questions)
 
     def begin_call(
         self, call_fd: int | None, deadline: float | None, left: float | None, details: Details | None = None
@@ -109,7 +112,7 @@ class Supervisor:
         """Returns the seconds until the next step is due, None if none is."""
         visit = self._inspection.due if self._inspection is not None else None
         steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due())
-        due = [*self._stopping.due(), *(step for step in steps if step is not None)]
+        due = [*self._stopping.due(), *self._stop.due(), *(step for step in steps if step is not None)]
         return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens
@@ -120,13 +123,26 @@ class Supervisor:
             return
         self._inspection.serve(ready, self._stopping.asked)
         if self._inspection.stopped_by is not None and not self._stopping.begun:
-            failure = failures.from_stop(self._inspection.stopped_by)
-            self._launcher.try_send(failure)
-            self._shared.remember(lambda: failure)
+            self._end_by(failures.from_stop(self._inspection.stopped_by), whole=True)
+        elif (asked_by := self._inspection.take_request()) is not None:
+            self._stop.ask("asked", self._call.number, asked_by)
+
+    def _end_by(self, failure: RankFailure, *, whole: bool) -> None:
+        """Ends the call by a failure that is no rank's; with ``whole`` the launch."""
+        self._launcher.try_send(failure)
+        self._shared.remember(lambda: failure)
+        if whole:
             self._stopping.within(0.0)
+        else:
+            self._stopping.spare_leaving = False
+            self._end_call(0.0)
 
     def _take_steps(self) -> None:
         self._stopping.take_steps()
+        if not self._stopping.begun:
+            self._stop.take_steps()
+            if (failure := self._stop.take_failure()) is not None:
+                self._end_by(failure, whole=self._stop.unused)
 
     def _drain(self) -> None:
         answers = self._results.queue.drain()
@@ -196,7 +212,7 @@ class Supervisor:
     def _hear(self, fd: int) -> None:
         """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
         record, fds = self._receive() if fd == self._launcher.fileno() else (None, [])
-        if self._obey(record, fds):
+        if self._stop.obey(record, self._call.number) or self._obey(record, fds):
             return
         if record is None:
             self._listening.discard(fd)

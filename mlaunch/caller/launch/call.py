@@ -26,6 +26,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
@@ -47,23 +48,26 @@ def call_on_ranks(
     if log_dir is not None:
         options = options.replaced({"log_dir": log_dir})
 
+    order = StopOrder(options.stop_on)
+
     def attempt(time_left: float | None, restart_count: int) -> Ended:
-        return _attempt(options, call, name, Attempt(restart_count, time_left))
+        return _attempt(options, call, name, Attempt(restart_count, time_left), order)
 
     try:
-        with interrupts.deferred():
-            return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+        with order, interrupts.deferred():
+            again = options.deadline, options.max_restarts
+            return with_restarts(attempt, name, *again, warn_caller, lambda: order.reason)
     except OSError as error:
         rlimits.name_limit(error)
         raise
 
 
-def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
+def _attempt(options: Options, call: Call, name: str, number: Attempt, order: StopOrder) -> Ended:
     left = _TRIES
     while True:
         left -= 1
         try:
-            return _try(options, call, name, number)
+            return _try(options, call, name, number, order)
         except ServerGoneError as error:
             if options.start_method != "forkserver":  # then the server was this call's own
                 raise
@@ -74,7 +78,7 @@ def _attempt(options: Options, call: Call, name: str, number: Attempt) -> Ended:
                 ) from error
 
 
-def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended:
+def _try(options: Options, call: Call, name: str, number: Attempt, order: StopOrder) -> Ended:
     """Returns how one attempt ended. ServerGoneError: nothing was started, since a process of ours was gone."""
     history = History()
     environ = {**os.environ, **(options.env or {})}
@@ -88,6 +92,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt) -> Ended:
         sent, output = _as_sent(options, call), output_plan(options, spec, place)
         handle = _start(options, server, spec, sent, output, history)
         try:
+            order.attach(handle.ask_to_stop)
             return handle.wait()
         finally:
             handle.close()
@@ -109,7 +114,13 @@ def planned(
 ) -> LaunchSpec:
     """Plans a launch; its errors are raised as if from the line that called."""
     try:
-        return plan(options, machine, name, environ, number)
+        spec = plan(options, machine, name, environ, number)
+        if spec.cluster is not None and options.stop_on is not None:
+            raise ValueError(
+                f"stop_on={options.stop_on!r} with world_size={spec.world_size}: the ranks of machines that are "
+                f"started one by one cannot agree on a step; allowed: with engine=, or on one machine"
+            )
+        return spec
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None
 

@@ -14,7 +14,7 @@ from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
-from mlaunch.caller.launch.status import status_lines
+from mlaunch.caller.launch.status import overdue_stop, status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
@@ -26,6 +26,7 @@ from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Fini
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.prepared_messages import CallBegun
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.stop_messages import AskToStop, StopOverdue
 
 
 class StopSignal(BaseException):
@@ -63,10 +64,13 @@ class LaunchHandle:
     waiting: str = ""  # for other machines
     ending: bool = False  # it is being cancelled
     prepared: bool = False  # before the call
+    stop_reason: str = ""  # why the ranks are to stop
     never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or the agent
 
     def __post_init__(self) -> None:
         self._has_begun = False
+        self._stop_sent = False
+        self._present_call = 0  # its number
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
@@ -75,6 +79,16 @@ class LaunchHandle:
     def fileno(self) -> int:
         """Returns a descriptor that can be read when ``step`` has something to do."""
         return self.relay.fileno()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Asks the ranks to stop at a step that they agree on, as soon as there are any."""
+        self.stop_reason = self.stop_reason or reason
+        self._pass_stop_on()
+
+    def _pass_stop_on(self) -> None:
+        if self.stop_reason and not self._stop_sent and self.history.board is not None:
+            self._stop_sent = True
+            self.agent.try_send(AskToStop(self._present_call, self.stop_reason))
 
     def intact(self) -> bool:
         """Tells whether the descriptors are still its own: others may have closed them and opened files."""
@@ -186,6 +200,7 @@ class LaunchHandle:
         self._has_begun = self._has_begun or self._begins(record)
         self.history.take(record, fds)
         self.outcome.take(record, fds)
+        self._pass_stop_on()
         if isinstance(record, Reaped) and record.exitcode != 0:
             remove_names(self.spec, self.outcome.spec)
         if isinstance(record, (Finished, Reaped)):
@@ -209,6 +224,8 @@ class LaunchHandle:
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
             self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
+        elif isinstance(record, StopOverdue):
+            self.relay.output.say(overdue_stop(self.spec.name, record))
         elif isinstance(record, Waiting):
             self.waiting = record.text
             self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")

@@ -31,6 +31,7 @@ from mlaunch.protocol.messages.machine_messages import Refused, Value
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import in_letters
+from mlaunch.protocol.stop_messages import StopAgreed
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Outcome:
     stale: str = ""  # modules, with commas and times, of which ranks that stay run older code than their files hold
     leaving: bool = False  # ranks that stay were asked to
     late: bool = False  # the deadline passed before any failure
+    agreed_stop: StopAgreed | None = None  # the ranks were asked to stop, and have agreed where
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
     def take(self, record: object, fds: Sequence[int]) -> None:
@@ -137,6 +139,9 @@ class Outcome:
     def _take_deadline(self, _record: DeadlinePassed, _fds: Sequence[int]) -> None:
         self.late = not self.failures
 
+    def _take_stop(self, record: StopAgreed, _fds: Sequence[int]) -> None:
+        self.agreed_stop = record
+
     def _take_server(self, record: ServerGone, _fds: Sequence[int]) -> None:
         self.failures.append(failures.from_server(record.pid, record.exitcode, record.at))
 
@@ -163,6 +168,7 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
     RankStacks: Outcome._take_stacks,
     DeadlinePassed: Outcome._take_deadline,
     ServerGone: Outcome._take_server,
+    StopAgreed: Outcome._take_stop,
     Refused: Outcome._take_refusal,
     RankFailure: Outcome._take_failure,
     AgentFailed: Outcome._take_agents_failure,

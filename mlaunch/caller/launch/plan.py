@@ -69,6 +69,8 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
         context=_context(environ),
         cluster=cluster,
+        stops=options.stop_on is not None,
+        stop_grace=options.stop_grace,
         rank0_only=options.results == "rank0",
         gather_all=options.gather == "all" and world_size > placed.local_world_size,
     )

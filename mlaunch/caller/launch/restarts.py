@@ -15,15 +15,17 @@ def with_restarts(
     deadline: float | None,
     max_restarts: int,
     tell: Callable[[str], None],
+    is_to_stop: Callable[[], object] = bool,
 ) -> Ended:
     """Returns how ``attempt(seconds left of the deadline, restart_count)`` ended, at the latest the last time.
 
-    What somebody ended, or whose time was over, is not started again. ``tell`` gets why, before each restart.
+    What somebody ended, or whose time was over, is not started again, nor what ``is_to_stop``. ``tell`` gets why,
+    before each restart.
     """
     start, left = time.monotonic(), deadline
     for restart_count in range(max_restarts):
         ended = attempt(left, restart_count)
-        if not _may_be_repeated(ended.error):
+        if is_to_stop() or not _may_be_repeated(ended.error):
             return ended
         why = str(report_of(ended.error) if ended.error is not None else "").partition("\n")[0]
         tell(f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}")

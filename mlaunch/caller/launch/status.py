@@ -9,6 +9,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output.bars import loops
 from mlaunch.caller.report.history import History
 from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.stop_messages import StopOverdue
 
 _RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
 _RUNNING |= {Phase.IDLE}  # a rank that stays has come back, or is about to begin
@@ -39,3 +40,10 @@ def _phase(outcome: Outcome, history: History, waiting: str) -> str:
         return "stopping"
     phases = {history.board[local_rank] for local_rank in range(size)}
     return "running" if phases <= _RUNNING else "starting"
+
+
+def overdue_stop(name: str, record: StopOverdue) -> str:
+    """Says at half time that ranks were asked to stop, and go on."""
+    return (
+        f"{name} was asked to stop {record.seconds:g} s ago, and runs: {record.why}; it is ended in {record.left:g} s"
+    )

@@ -23,6 +23,7 @@ from mlaunch.caller.options.option_values import (
     Seconds,
     Secret,
     Seed,
+    Signals,
     Staying,
     Switch,
     Variables,
@@ -102,6 +103,19 @@ class Options:
         "Limit in seconds for the whole call, restarts included, from the moment at which its ranks are started. "
         "When it has passed, ranks are stopped and the call raises ``LaunchTimeout``. None: no limit.",
         flag="--deadline",
+    )
+    stop_on: str | None = option(
+        None,
+        Signals(),
+        'Signals of this process, with commas ("TERM,USR1"), that ask the ranks to stop at a step that they agree on: '
+        "``mlaunch.stopping()`` is true there. None: they do to this process what they always do.",
+        flag="--stop-on",
+    )
+    stop_grace: float = option(
+        300.0,
+        Seconds(),
+        "Seconds in which ranks that are asked to stop have to return. Then the call fails as at a deadline.",
+        flag="--stop-grace",
     )
     max_restarts: int = option(
         0,

@@ -20,6 +20,8 @@ class KeywordOptions(TypedDict, total=False):
     timeout: float | timedelta | None
     grace_period: float
     deadline: float | None
+    stop_on: str | None
+    stop_grace: float
     max_restarts: int
     start_method: str
     env: Mapping[str, str] | None

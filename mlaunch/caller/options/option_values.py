@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
-from mlaunch.base import seeding
+from mlaunch.base import seeding, signals
 
 T = TypeVar("T")
 
@@ -143,6 +143,20 @@ class Switch:
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: allowed: {self}")
+
+
+class Signals:
+    """Names of signals with commas between them, or None."""
+
+    def __str__(self) -> str:
+        return "names of signals with commas between them, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is None:
+            return
+        if not isinstance(value, str):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        signals.numbers_of(f"{name}={value!r}", value)
 
 
 class Devices:

@@ -86,6 +86,7 @@ class KeptCall:
     _make: Callable[[], Ended] = field(init=False)  # finds out how it ended
     stale: str = ""
     over: bool = False
+    stop_reason: str = ""  # why its ranks are to stop; "": they are not
     _running: threading.Lock = field(default_factory=_held_lock)
 
     @property

@@ -66,6 +66,7 @@ class KeptHandle(LaunchHandle):
         """Sends the call. OSError if the agent is gone."""
         board, content = self.history.board, call.content
         self.over, self._number, self._begun = False, call.number, time.monotonic()
+        self._present_call, self.stop_reason, self._stop_sent = call.number, call.stop_reason, False
         self._by_itself = call.spec.deadline is None and len(self._direct) == self.spec.world_size
         self.ahead = self._by_itself and self.relay.output.serves(call.plan)
         if self.ahead:
@@ -79,6 +80,7 @@ class KeptHandle(LaunchHandle):
             self._direct.send(board, call.number, content)
         else:
             self.agent.send(NextCall(call.number, call.spec.deadline, content.data), content.fds())
+        self._pass_stop_on()
 
     def finish(self) -> tuple[Callable[[], Ended], str]:
         """Ends the call that is over; the ranks wait for the next one. Also returns what is stale in them.

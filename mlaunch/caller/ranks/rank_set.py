@@ -18,6 +18,7 @@ from typing import Any
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, interrupts
+from mlaunch.caller.kept.stop_call import ask_to_stop
 from mlaunch.caller.launch.call import flush_streams
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
@@ -28,6 +29,7 @@ from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.session_words import older_code
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
@@ -81,8 +83,10 @@ class RankSet:
 
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
         """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
-        with interrupts.deferred():  # one for all of it: between the two nobody would end the call
-            _, made = self._submit(options, call, None)
+        order = StopOrder(options.stop_on)
+        with order, interrupts.deferred():  # one for all of it: between the two nobody would end the call
+            session, made = self._submit(options, call, None)
+            order.attach(lambda reason: ask_to_stop(session, reason, made))
             ended = made.drive()
         self._note(ended.report, made.stale)
         return made.spec.launch_id, ended

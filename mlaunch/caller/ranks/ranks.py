@@ -8,6 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.caller.kept.stop_call import ask_to_stop
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held
@@ -170,6 +171,16 @@ class Ranks:
     def idle(self) -> bool:
         """Whether no call runs or waits."""
         return self._set.session.idle
+
+    def stop(self) -> bool:
+        """Asks the ranks to stop in the call that runs, at a step that they agree on: see ``mlaunch.stopping``.
+
+        Does not wait. The call returns as it would; one that does not look ends after ``stop_grace``. For any thread.
+
+        Returns:
+            Whether a call runs.
+        """
+        return ask_to_stop(self._set.session, "asked")
 
     def close(self, *, cancel_futures: bool = False) -> None:
         """Ends the ranks, after the calls that were submitted (unless they are cancelled). May be called again."""

@@ -37,7 +37,7 @@ class RanksLaunch:
         self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
         self._queue = Queue()
-        self._present: KeptCall | None = None
+        self.present: KeptCall | None = None
         self._numbers = itertools.count(1)
         self.report = handle.report()  # of the ranks themselves
         with self.lock:  # the driver's thread takes it first
@@ -51,7 +51,7 @@ class RanksLaunch:
     @property
     def idle(self) -> bool:
         """Whether no call runs or waits."""
-        return self._present is None and not self._queue
+        return self.present is None and not self._queue
 
     def whole(self) -> bool:
         """Tells whether its descriptors are still its own, not closed by other code; else the next step ends it."""
@@ -103,7 +103,7 @@ class RanksLaunch:
         with self.lock:
             self._closing = self._closing or not self.over
             queued = self._queue.clear()
-            if self._present is not None:
+            if self.present is not None:
                 self.handle.cancel(force=False)
             elif not self.ended.is_set():
                 self.handle.end_ranks()
@@ -174,7 +174,7 @@ class RanksLaunch:
             self._end()
         elif not self.handle.step():
             self._end()
-        elif self.handle.over and self._present is not None:
+        elif self.handle.over and self.present is not None:
             self._finish_present()
         elif self.idle:
             self._losing = self.handle.outcome.failed  # a call that begins now would not hear why
@@ -200,8 +200,8 @@ class RanksLaunch:
 
     def _advance(self) -> None:
         """Begins the next call if none runs."""
-        while self._present is None and not self.ended.is_set() and not self.handle.ending:
-            self._present = call = self._queue.begin_next()
+        while self.present is None and not self.ended.is_set() and not self.handle.ending:
+            self.present = call = self._queue.begin_next()
             if call is None:
                 return
             try:
@@ -212,7 +212,7 @@ class RanksLaunch:
                 self._break(error)
 
     def _finish_present(self) -> None:
-        call, self._present = self._present, None
+        call, self.present = self.present, None
         make, stale = self.handle.finish()
         self._idle_since = time.monotonic()
         if call is not None:
@@ -222,16 +222,18 @@ class RanksLaunch:
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
         ended = self.handle.settle_launch()
-        why = "they were closed" if self._closing else how_lost(ended.error, self._fate_of_server())
+        server = self.handle.server
+        fate = server.describe_end() if server.ended() else ""
+        why = "they were closed" if self._closing else how_lost(ended.error, fate)
         self.why_lost = "" if self.expired else why
-        if self._present is not None:
+        if self.present is not None:
             self.was_told = True
             if ended.error is None:
-                ended = Ended(ended.report, [], RanksLost(f"{self._present.spec.name} was ended: {self.why_lost}"))
+                ended = Ended(ended.report, [], RanksLost(f"{self.present.spec.name} was ended: {self.why_lost}"))
             elif not self._closing:
                 add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
-            self._queue.settle(self._present, lambda: ended)
-        self._present, self.report = None, ended.report
+            self._queue.settle(self.present, lambda: ended)
+        self.present, self.report = None, ended.report
         self._queue.lose(ended.report, self.why_lost, others_follow=self.restart and not self._closing)
         self.handle.close()
         if self._own_server:
@@ -239,22 +241,18 @@ class RanksLaunch:
         self.ended.set()
         self._driver.end()
 
-    def _fate_of_server(self) -> str:
-        server = self.handle.server
-        return server.describe_end() if server.ended() else ""
-
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool = False) -> None:
         """Ends a call because of an interrupt; the launch, if that has come before."""
         with self.lock:
             if self._queue.remove(call):
                 call.cancel()
-            elif call is self._present and again:
+            elif call is self.present and again:
                 self.handle.cancel(force=True)
-            elif call is self._present:
+            elif call is self.present:
                 self.handle.end_call(call, interrupt)
         self._driver.notify()
 
     def _last(self) -> KeptCall | None:
         """Returns the call that will be over last."""
         with self.lock:
-            return self._queue.last or self._present
+            return self._queue.last or self.present

@@ -13,10 +13,11 @@ from typing import cast
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.records import RankReport, Span
+from mlaunch.caller.report.records import RankReport, Span, Stopped
 from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.stop_messages import StopAgreed
 
 # What begins with each phase of a rank, in the words of a report.
 _NAMES = {
@@ -78,6 +79,7 @@ class History:
 
         ``printed``: the end of each rank's output; None: it is not known.
         """
+        stop = outcome.agreed_stop
         board, start, now = self.board, outcome.spec.rank_start, time.monotonic()
         rows = [
             _Row(
@@ -89,7 +91,9 @@ class History:
             )
             for rank, started in sorted(self.started.items())
         ]
-        return _Once(functools.partial(self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now))
+        return _Once(
+            functools.partial(self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now, stop=stop)
+        )
 
     def report_of_values(
         self, spec: LaunchSpec, sizes: Sequence[int], begun: float, printed: Mapping[int, bytes] | None
@@ -118,6 +122,7 @@ class History:
         *,
         rows: Sequence[_Row],
         now: float,
+        stop: StopAgreed | None = None,
     ) -> LaunchReport:
         return LaunchReport(
             name=spec.name,
@@ -128,6 +133,7 @@ class History:
             ranks=tuple(self._rank(row, spec, now) for row in rows),
             log_dir=log_dir,
             printed=printed,
+            stopped=None if stop is None else Stopped(stop.reason, stop.asked, stop.look),
         )
 
     def _rank(self, row: _Row, spec: LaunchSpec, now: float) -> RankReport:

@@ -22,6 +22,7 @@ class LaunchReport(LaunchRecord):
         world_size: Ranks of all machines.
         ranks: This machine's, in their order.
         log_dir: Where their output was written; None where it was not.
+        stopped: That the ranks were asked to stop (``mlaunch.stopping``), why, when, and where they did; None: no.
     """
 
     def __str__(self) -> str:
@@ -32,7 +33,8 @@ class LaunchReport(LaunchRecord):
         for row in rows:
             cells = [cell.rjust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
             lines.append("  ".join([*cells, row[left]]))
-        return "\n".join([self.title, *lines, *([f"output in {self.log_dir}"] if self.log_dir else [])])
+        stopped = [str(self.stopped)] if self.stopped is not None else []
+        return "\n".join([self.title, *stopped, *lines, *([f"output in {self.log_dir}"] if self.log_dir else [])])
 
     __repr__ = __str__  # at a prompt, where only repr() shows
 

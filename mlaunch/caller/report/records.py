@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,25 @@ class RankReport:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """That the ranks were asked to stop, and have agreed where.
+
+    Attributes:
+        reason: What ``mlaunch.stopping()`` returned: "TERM", "asked".
+        asked: When that was, in seconds of the epoch.
+        step: At which call of ``mlaunch.stopping()`` all ranks stopped, from 1.
+    """
+
+    reason: str
+    asked: float
+    step: int
+
+    def __str__(self) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(self.asked))
+        return f"stopped at look {self.step}, as asked at {at} ({self.reason})"
+
+
+@dataclass(frozen=True)
 class LaunchRecord:
     """What is known of a launch; see ``LaunchReport``."""
 
@@ -67,6 +87,7 @@ class LaunchRecord:
     ranks: tuple[RankReport, ...]
     log_dir: str | None = None
     printed: Mapping[int, bytes] | None = field(default=None, repr=False, compare=False)
+    stopped: Stopped | None = None
 
     @property
     def title(self) -> str:

@@ -21,6 +21,7 @@ from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.launch.output_pipes import Backlog
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.engines.machines_stop import MachinesStop
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
@@ -36,6 +37,7 @@ from mlaunch.protocol.messages.launch_messages import (
 )
 from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
 from mlaunch.protocol.messages.member_messages import FromAgent, MachineDone, Printed, Rows, Seen, ServerEnded
+from mlaunch.protocol.stop_messages import AskToStop, RanksFrozen
 
 _STREAMS = (1, 2)
 
@@ -58,11 +60,11 @@ class MergedAgent:
         self._times = times
         self._lookout = lookout
         self._open = {machine.stream.fileno(): machine for machine in machines}
+        self._stop = MachinesStop(self._open, self._tell, lookout)
         self._board = Board.create(world_size)
         self._backlog = Backlog()
         self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
-        self._started = False
-        self._refused = False
+        self._started = self._refused = False
         self._hopeless = False  # the launch's handle has let go of it
         self._lost = False  # some machine, or a process there
         self._hearsay: RankFailure | None = None  # what others say of a machine, which may be about to say more itself
@@ -121,8 +123,8 @@ class MergedAgent:
         for fd in ready & self._open.keys():
             self._hear(fd, self._open[fd])
         self._lookout.serve(ready, list(self._open.values()))
-        if self._lookout.stopped_by is not None and not self._lost:
-            self._fail(failures.from_stop(self._lookout.stopped_by))
+        if (ended_by := self._stop.serve()) is not None and not self._lost:
+            self._fail(failures.from_stop(ended_by))
             self._cancel()
         if self._theirs.fileno() in ready:
             self._hear_handle()
@@ -140,7 +142,7 @@ class MergedAgent:
                 poll.register(machine.stream.outgoing, select.POLLOUT)
         for fd in self._backlog.blocked():
             poll.register(fd, select.POLLOUT)
-        return {fd for fd, _ in poll.poll(self._times.milliseconds(self._lookout.due))}
+        return {fd for fd, _ in poll.poll(self._times.milliseconds(min(self._lookout.due, self._stop.due)))}
 
     def _hear_handle(self) -> None:
         """Passes on what it wants: that the launch ends. What ranks print holds up nothing any more then."""
@@ -148,7 +150,10 @@ class MergedAgent:
             record, fds = self._theirs.receive()
         except EOFError:
             record, fds, self._hopeless = Cancel(force=True), [], True
-        self._obey(record, fds)
+        if isinstance(record, AskToStop):
+            self._stop.ask(record.reason, record.call)
+        else:
+            self._obey(record, fds)
         close_all(fds)
 
     def _obey(self, record: object, _fds: Sequence[int]) -> None:
@@ -225,6 +230,8 @@ class MergedAgent:
                 self._fail(RankFailure(None, 0, describe_exit(record.exitcode), host=machine.host, subject=who))
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
+        elif isinstance(record, RanksFrozen):
+            self._stop.take(machine, record)
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
         elif not isinstance(record, Value) and (machine.number == 0 or not isinstance(record, Waiting)):

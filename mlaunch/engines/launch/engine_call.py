@@ -12,6 +12,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_options import new_directory, output_plan
 from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.engines.launch.engine_launch import MachinesLaunch, Work, with_hosts
 from mlaunch.engines.launch.machines import Machines
@@ -36,7 +37,9 @@ def call_on_machines(
 
     def attempt(time_left: float | None, restart_count: int) -> Ended:
         machines.renew()
-        return MachinesLaunch(machines, options, work, output, restart_count, time_left).run()
+        return MachinesLaunch(machines, options, work, output, restart_count, time_left).run(order)
 
-    with interrupts.deferred():
-        return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+    order = StopOrder(options.stop_on)
+    with order, interrupts.deferred():
+        again = options.deadline, options.max_restarts
+        return with_restarts(attempt, name, *again, warn_caller, lambda: order.reason)

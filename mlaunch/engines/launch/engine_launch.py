@@ -20,6 +20,7 @@ from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import in_memfds
+from mlaunch.caller.stop_order import StopOrder
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import Machines, say
@@ -96,8 +97,8 @@ class MachinesLaunch:
     restart_count: int
     time_left: float | None
 
-    def run(self) -> Ended:
-        """Runs it to its end; see ``call_on_machines``."""
+    def run(self, order: StopOrder) -> Ended:
+        """Runs it to its end; see ``call_on_machines``. ``order``: asks it to stop."""
         spec, history = self._begin()
         merged = self._merged(MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds))
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count, ends_come=True)
@@ -106,6 +107,7 @@ class MachinesLaunch:
         handle.outcome.hosts = history.hosts
         merged.start()
         try:
+            order.attach(handle.ask_to_stop)
             return handle.wait()
         finally:
             handle.close()
@@ -187,6 +189,8 @@ class MachinesLaunch:
             secret=tokens.draw(),
             context=Context({}, "", (), self.work.argv, None, None, os.getpid(), source=_source(self.work)),
             rank0_only=self.options.results == "rank0",
+            stops=self.options.stop_on is not None,
+            stop_grace=self.options.stop_grace,
             command=self.work.command,
         )
 

@@ -54,6 +54,7 @@ class KeptAgents(MergedAgent):
     def _obey(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, NextCall):
             self._number, self._state = record.number, _State.RUNNING
+            self._stop.begin_call(record.number)
             for known in (self._back, self._told, self._here, self._complete):
                 known.clear()
             self._send(record, fds[0] if fds else -1)
@@ -99,6 +100,7 @@ class KeptAgents(MergedAgent):
         self._back.add(machine.number)
         if len(self._back) == len(self._machines):
             self._state = _State.OVER
+            self._stop.end_call()
             self._unsaid, self._printed = CallOver(self._number), self._backlog.ends()
 
     def _compare(self) -> None:

@@ -62,6 +62,20 @@ class Lookout:
         """The process that has asked the launch to end; None: none has."""
         return self._reception.stopped_by
 
+    @property
+    def launch(self) -> LaunchSpec:
+        """The launch that is looked at."""
+        return self._spec
+
+    def take_request(self) -> int | None:
+        """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
+        asked_by, self._reception.asked_by = self._reception.asked_by, None
+        return asked_by
+
+    def end_request(self) -> None:
+        """Tells who asked for it that the call has stopped, where the ranks stay."""
+        self._reception.let_stoppers_go()
+
     def fds(self) -> list[int]:
         """Returns what is to be watched."""
         return self._reception.fds()

@@ -1,10 +1,10 @@
 """What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
-caller -> member   Lease; Prepare, Listen, Reach, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for
-                   ranks that stay
-member -> caller   Prepared or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, ServerEnded, and
-                   Over at last
+caller -> member   Lease; AskOffer, Listen, Reach, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for
+                   ranks that stay; FreezeRanks, ThawRanks, StopRanks
+member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, ServerEnded, and
+                   MachineDone at last
 """
 
 from __future__ import annotations

@@ -1,0 +1,127 @@
+"""Agrees with several members, ranks or machines, on the step at which all of them stop: freeze, ask, tell.
+
+    none --ask--> freezing --all have told their counts--> agreed: the highest count, plus one
+                     |  ^
+                one does not tell: all go on, and are asked again
+
+A member that cannot answer (C code holds its interpreter lock, a debugger holds it) does not hold up the others for
+longer than they are frozen at a time; from half of the whole time on they agree without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+ANSWER_TIMEOUT = 1.0  # seconds for all to tell their counts: those that have told them may wait as long
+PAUSE = 1.0  # seconds in which they go on before they are asked again
+
+
+class Members(Protocol):
+    """Who has to agree, by number."""
+
+    def working(self) -> Collection[int]:
+        """Returns those who have not ended."""
+
+    def freeze(self, member: int) -> None:
+        """Lets its looks wait, and asks for its count."""
+
+    def thaw(self, member: int) -> None:
+        """Lets it go on."""
+
+    def stop_at(self, member: int, look: int) -> None:
+        """Tells it where to stop, which lets it go on."""
+
+
+class Freeze:
+    """Members that are asked to wait. ``look``: where they stop, once that is known."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._asked: set[int] = set()  # who has not answered
+        self._open = False
+        self.counts: dict[int, int] = {}  # by those who wait
+        self.look: int | None = None
+
+    @property
+    def all_wait(self) -> bool:
+        """Whether all who work wait; also if nobody works any more."""
+        return self._open and all(member in self.counts for member in self._members.working())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all who work wait, and somebody does."""
+        return bool(self.counts) and self.all_wait
+
+    def begin(self) -> None:
+        """Freezes all; who has not answered the last time still has that before it."""
+        self._open = True
+        for member in self._members.working():
+            if member not in self._asked:
+                self._asked.add(member)
+                self._members.freeze(member)
+
+    def take(self, member: int, looks: int) -> None:
+        """Takes in a count. One that comes too late finds out what the others have come to."""
+        self._asked.discard(member)
+        if self.look is not None:
+            self._members.stop_at(member, self.look)
+        elif self._open:
+            self.counts[member] = looks
+        else:
+            self._members.thaw(member)
+
+    def thaw(self) -> None:
+        """Lets all go on who wait."""
+        frozen, self.counts, self._open = list(self.counts), {}, False
+        for member in frozen:
+            self._members.thaw(member)
+
+    def stop_at(self, look: int) -> None:
+        """Tells all."""
+        self.look = look
+        for member in self._members.working():
+            self._members.stop_at(member, look)
+
+
+class AgreedStop:
+    """Comes to the agreement. ``clock`` gives monotonic seconds."""
+
+    def __init__(self, members: Members, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.freeze = Freeze(members)
+        self._round_ends = self._next_at = self._without_at = float("inf")
+
+    @property
+    def look(self) -> int | None:
+        """Where all stop; None: that is not agreed."""
+        return self.freeze.look
+
+    @property
+    def due(self) -> float:
+        """When the next step is due; infinity: never."""
+        return min(self._round_ends, self._next_at)
+
+    def begin(self, patience: float) -> None:
+        """Begins. ``patience``: seconds after which those who cannot answer are left out."""
+        self._without_at = self._clock() + patience
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._next_at, self._round_ends = float("inf"), self._clock() + ANSWER_TIMEOUT
+        self.freeze.begin()
+
+    def take_steps(self) -> bool:
+        """Takes the steps that are due; true once, when all have agreed."""
+        now = self._clock()
+        if self.freeze.complete or (now >= self._round_ends and now >= self._without_at and self.freeze.counts):
+            self._round_ends = self._next_at = float("inf")
+            self.freeze.stop_at(max(self.freeze.counts.values()) + 1)
+            self.freeze.counts = {}
+            return True
+        if now >= self._round_ends:
+            self.freeze.thaw()
+            self._round_ends, self._next_at = float("inf"), now + PAUSE
+        if now >= self._next_at:
+            self._begin_round()
+        return False

@@ -1,0 +1,33 @@
+"""Signals by their names, for those that ask a run to stop."""
+
+from __future__ import annotations
+
+import signal
+
+_REASONS = {
+    signal.SIGKILL: "no process can handle it",
+    signal.SIGSTOP: "no process can handle it",
+    signal.SIGINT: "Ctrl-C ends a call at once, and stays so",
+    signal.SIGCHLD: "it tells of the end of any child",
+}
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
+
+def numbers_of(given: str, text: str) -> tuple[int, ...]:
+    """Returns the signals that ``text`` names. ValueError, which begins with ``given``, for what cannot be one."""
+    found = []
+    for part in text.split(","):
+        name = part.strip().upper()
+        known = getattr(signal.Signals, name if name.startswith("SIG") else f"SIG{name}", None)
+        if known is None:
+            raise ValueError(f"{given}: {part.strip()!r} is no signal; allowed: names with commas, such as 'TERM,USR1'")
+        why = "it tells of a fault" if known in _FAULTS else _REASONS.get(known)
+        if why is not None:
+            raise ValueError(f"{given}: {name} cannot ask a run to stop: {why}; allowed: others, such as 'TERM,USR1'")
+        found.append(int(known))
+    return tuple(dict.fromkeys(found))
+
+
+def name_of(number: int) -> str:
+    """Returns its name as people write it: "TERM"."""
+    return signal.Signals(number).name.removeprefix("SIG")

@@ -1,0 +1,69 @@
+"""The records of a stop that all ranks agree on.
+
+launcher -> agent   AskToStop                            (all of the launch's ranks are that agent's)
+launcher -> agent   FreezeRanks, ThawRanks, StopRanks    (an engine's caller, who agrees with all machines)
+agent -> launcher   RanksFrozen                          (to such a caller)
+agent -> launcher   StopAgreed, StopOverdue
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AskToStop:
+    """Asks the ranks to stop at a step of this call that they agree on. ``reason``: what ``stopping()`` returns."""
+
+    call: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class FreezeRanks:
+    """Lets the ranks' next looks wait, and asks how many there were. ``reason``: why they are to stop."""
+
+    call: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RanksFrozen:
+    """All of a machine's ranks that still work wait at their next look. ``looks``: the most that one has had."""
+
+    call: int
+    looks: int
+
+
+@dataclass(frozen=True)
+class ThawRanks:
+    """Lets them go on: a machine has not answered, and is asked again."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class StopRanks:
+    """Says at which look the ranks of all machines stop."""
+
+    call: int
+    look: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopAgreed:
+    """The ranks stop at their look of this number. ``asked``: when that was asked for, in seconds of the epoch."""
+
+    reason: str
+    asked: float
+    look: int
+
+
+@dataclass(frozen=True)
+class StopOverdue:
+    """Half of the time to stop is over, and ranks go on: why, for people. ``left``: seconds that remain."""
+
+    why: str
+    seconds: float
+    left: float

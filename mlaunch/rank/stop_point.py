@@ -1,0 +1,96 @@
+"""``mlaunch.stopping``: whether the ranks are to stop, with the same answer at the same look on every rank.
+
+    main thread      look: count -> is it frozen? --no--> go on
+                                         \\--yes--> wait for the decision
+    control thread   freeze -> tell the count ... stop at the highest count of all ranks, plus one
+
+The count comes before the question whether it is frozen, here, and after the freeze there: a rank either waits for the
+decision, or its look is among those that the decision counts. So no rank is past the step at which all stop. (As
+TSL's preemption sync manager does it.)
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class StopPoint:
+    """How often this rank has looked in its present call, and where it is to stop."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # whose lock a signal handler in a look may take once more
+        self._call = 0
+        self._looks = 0
+        self._alert = False  # there is something to be known at a look
+        self._frozen = -1  # the call whose looks wait for a decision; -1: none
+        self._decided = (-1, 0, "")  # the call, the look at which it stops, the reason
+
+    def look(self) -> str:
+        """Counts a look; returns the reason to stop, "" for none."""
+        with self._changed:
+            self._looks += 1
+            return self._known() if self._alert else ""
+
+    def _known(self) -> str:
+        while self._frozen == self._call:
+            self._changed.wait()
+        call, look, reason = self._decided
+        return reason if call == self._call and self._looks >= look else ""
+
+    def begin_call(self, call: int) -> None:
+        """Begins to count anew, on a rank that stays. A request may have come before its call."""
+        with self._changed:
+            self._call, self._looks = call, 0
+            self._note()
+
+    def freeze(self, call: int) -> int:
+        """Lets looks in this call wait for a decision, and returns how many there were."""
+        with self._changed:
+            self._frozen = call
+            self._note()
+            return self._looks if call == self._call else 0
+
+    def thaw(self, call: int) -> None:
+        """Lets the ranks go on, as no decision was come to."""
+        with self._changed:
+            self._frozen = -1 if self._frozen == call else self._frozen
+            self._note()
+
+    def stop_at(self, call: int, look: int, reason: str) -> None:
+        """Takes the decision."""
+        with self._changed:
+            self._decided = call, look, reason
+        self.thaw(call)
+
+    def looks(self, call: int) -> int:
+        """Returns how often this rank has looked in that call."""
+        with self._changed:
+            return self._looks if call == self._call else 0
+
+    def _note(self) -> None:
+        self._alert = self._call in {self._frozen, self._decided[0]}
+        self._changed.notify_all()
+
+
+point: StopPoint | None = None  # of this rank, set by its control thread's start; None: this process is no rank
+
+
+def stopping() -> str:
+    """Tells whether this run is to stop: the reason, such as "TERM" or "asked", which is true, else "".
+
+    Call it once per step on every rank. All ranks get the same answer at the same call of it: not the moment at which a
+    signal comes counts, but the step that the ranks have agreed on. It enters no collective, and takes a fraction of a
+    microsecond. Save then, and return.
+
+    In a process that is no rank of a launch it returns "".
+
+    Example:
+        >>> @launcher(n_gpus=4, stop_on="TERM,USR1", stop_grace=600)
+        ... def train():
+        ...     for step in range(start, steps):
+        ...         ...
+        ...         if mlaunch.stopping():
+        ...             return save(step)
+    """
+    here = point
+    return here.look() if here is not None else ""

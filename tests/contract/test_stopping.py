@@ -1,0 +1,181 @@
+"""Runs that are asked to stop: all ranks return after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mlaunch
+from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.cli import main
+from tests.contract.test_engine_calls import Threads
+from tests.imported import IMPORTED
+
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
+LIMIT = 10**7  # steps
+
+
+def train(caller: int, at: int, in_step: bool) -> tuple[int, str]:
+    """Returns the step at which it was told to stop, and why."""
+    for step in range(1, LIMIT):
+        if in_step:
+            dist.all_reduce(torch.ones(1))
+        if step == at and dist.get_rank() == 1:
+            os.kill(caller, signal.SIGUSR1)
+        if reason := mlaunch.stopping():
+            return step, reason
+    raise AssertionError("it was not stopped")
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_all_ranks_stop_at_the_same_step(in_step: bool) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    ours = launcher(train, 2, stop_on="USR1")
+    first, second = ours(os.getpid(), 50, in_step)
+    assert first == second
+    assert first[0] >= (50 if in_step else 1)
+    assert first[1] == "USR1"
+    assert ours.last is not None
+    assert ours.last.stopped is not None
+    assert (ours.last.stopped.reason, ours.last.stopped.step) == ("USR1", first[0])
+    assert f"stopped at look {first[0]}, as asked at " in str(ours.last)
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_ranks_of_several_machines_stop_at_the_same_step(in_step: bool) -> None:
+    ours = launcher(train, 2, stop_on="USR1", engine=Threads())
+    told = ours(os.getpid(), 50, in_step)
+    assert told == [told[0]] * 3
+    assert told[0][1] == "USR1"
+    assert ours.last is not None
+    assert ours.last.stopped is not None
+    assert ours.last.stopped.step == told[0][0]
+
+
+SCRIPT = """
+import os, sys, mlaunch
+for step in range(1, 10**7):
+    if step == 20 and os.environ["RANK"] == "1":
+        open(sys.argv[1], "w").close()
+    if reason := mlaunch.stopping():
+        print("stopped", reason, step)
+        break
+"""
+
+
+def test_a_script_that_is_asked_to_stop(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "there")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    flags = ["--nproc-per-node", "2", "--stop-on", "TERM"]
+    command = [IMPORTED, "-m", "mlaunch", "run", *flags, str(tmp_path / "train.py"), str(tmp_path / "there")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        (tmp_path / "there").read_text()
+        running.terminate()
+        said, _ = running.communicate(timeout=60)
+    assert running.returncode == 0
+    first, second = sorted(said.splitlines())
+    assert first == second
+    assert first.startswith("stopped TERM ")
+
+
+class Stops:
+    """An argument that asks for the stop as it is pickled: there are no ranks then."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return int, (0,)
+
+
+def test_an_early_request_is_heard_at_the_first_look() -> None:
+    assert launcher(train, 2, stop_on="USR1")(Stops(), 0, True) == [(1, "USR1")] * 2  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_look_are_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    def deaf() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(caller, signal.SIGUSR1)
+        (tmp_path / "fifo").read_text()
+
+    caller = os.getpid()
+    ours = launcher(deaf, 2, stop_on="USR1", stop_grace=1.0, max_restarts=1)
+    with pytest.raises(LaunchError, match=r"did not stop within 1 s of being asked to at \d\d:\d\d:\d\d \(USR1\): "
+                                          r"ranks 0-1 never asked mlaunch.stopping\(\)") as caught:  # fmt: skip
+        ours()
+    assert "ranks 0-1 were in read_text at test_stopping.py" in str(caught.value)
+    assert "was asked to stop 0.5 s ago, and runs: ranks 0-1 never asked" in capfd.readouterr().err
+
+
+def test_ranks_stay_after_a_call_that_was_stopped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "there")
+
+    def work() -> tuple[int, str]:
+        for step in range(1, LIMIT):
+            if step == 10 and dist.get_rank() == 0:
+                (tmp_path / "there").write_text("x")
+            if reason := mlaunch.stopping():
+                return step, reason
+        raise AssertionError("it was not stopped")
+
+    def ask() -> None:
+        (tmp_path / "there").read_text()
+        asked.append(ranks.stop())
+
+    asked: list[bool] = []
+    with Ranks(n_gpus=2) as ranks:
+        pids = ranks.run(os.getpid)
+        assert not ranks.stop()  # no call runs
+        for _ in range(2):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            first, second = ranks.run(work)
+            thread.join()
+            assert first == second
+            assert first[1] == "asked"
+        assert ranks.run(mlaunch.stopping) == ["", ""]
+        assert ranks.run(os.getpid) == pids
+    assert asked == [True, True]
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a launch that looks, without the option."""
+    os.mkfifo(tmp_path / "there")
+    path = str(tmp_path / "there")
+
+    def work() -> int:
+        for step in range(1, LIMIT):
+            reason = mlaunch.stopping()
+            if step == 2 and dist.get_rank() == 0:
+                Path(path).write_text("x")
+            if reason:
+                return step
+        raise AssertionError("it was not stopped")
+
+    def ask() -> None:
+        Path(path).read_text()
+        while main(["stop", *["--now"] * now]):  # it listens some moments after its start
+            os.sched_yield()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    ours = launcher(work, 2)
+    if now:
+        with pytest.raises(LaunchError, match="was ended by mlaunch stop"):
+            ours()
+    else:
+        first, second = ours()
+        assert first == second
+    thread.join()
+    assert f"{'ending' if now else 'stopping'} " in capsys.readouterr().out

@@ -1,0 +1,244 @@
+"""How ranks agree on the step at which they stop, on records, and on threads that stand for ranks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlaunch.agent.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
+from mlaunch.agent.stop_text import why_not
+from mlaunch.base import signals
+from mlaunch.caller.kept.stop_call import ask_to_stop
+from mlaunch.engines.machines_stop import MachinesStop
+from mlaunch.protocol.stop_messages import FreezeRanks, RanksFrozen, StopRanks
+from mlaunch.rank.stop_point import StopPoint, stopping
+
+
+@dataclass
+class Told:
+    """Members, what they were told, and a clock that the test moves."""
+
+    there: set[int] = field(default_factory=lambda: {0, 1, 2})
+    said: list[tuple[str, int]] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stop = AgreedStop(self, lambda: self.now)
+
+    def working(self) -> Collection[int]:
+        return sorted(self.there)
+
+    def freeze(self, member: int) -> None:
+        self.said.append(("freeze", member))
+
+    def thaw(self, member: int) -> None:
+        self.said.append(("thaw", member))
+
+    def stop_at(self, member: int, look: int) -> None:
+        self.said.append((f"stop at {look}", member))
+
+    def take(self, **counts: int) -> bool:
+        for name, count in counts.items():
+            self.stop.freeze.take(int(name[1:]), count)
+        return self.stop.take_steps()
+
+    def news(self) -> list[tuple[str, int]]:
+        news, self.said = self.said, []
+        return news
+
+    def pass_time(self) -> None:
+        self.now = self.stop.due
+
+
+def all_are(what: str, *members: int) -> list[tuple[str, int]]:
+    return [(what, member) for member in members]
+
+
+def test_all_stop_at_the_highest_count_plus_one() -> None:
+    told = Told()
+    told.stop.begin(10.0)
+    assert not told.take(r0=4, r2=6)
+    assert told.take(r1=5)
+    assert told.news() == all_are("freeze", 0, 1, 2) + all_are("stop at 7", 0, 1, 2)
+    assert told.stop.due == float("inf")
+
+
+def test_who_has_ended_need_not_agree() -> None:
+    told = Told()
+    told.stop.begin(10.0)
+    told.take(r0=4, r2=6)
+    told.there.remove(1)
+    assert told.take()
+    assert told.stop.look == 7
+
+
+def test_who_does_not_answer_holds_up_the_others_for_a_moment_only() -> None:
+    """And then not at all: they agree without it, and it hears of that when it can."""
+    told = Told()
+    told.stop.begin(2 * (ANSWER_TIMEOUT + PAUSE))
+    told.take(r0=4, r2=6)
+    told.news()
+    told.pass_time()
+    assert not told.take()
+    assert told.news() == all_are("thaw", 0, 2)
+    told.pass_time()
+    told.take()
+    assert told.news() == all_are("freeze", 0, 2)  # the other one has that before it
+    told.pass_time()
+    told.take(r0=9, r2=9)
+    told.take(r1=1)  # between two rounds
+    assert all_are("thaw", 1)[0] in told.news()
+    told.there.add(3)
+    told.pass_time()
+    told.take()
+    told.take(r0=11, r1=2, r2=12)
+    told.news()
+    told.pass_time()
+    assert told.take()
+    assert told.news() == all_are("stop at 13", 0, 1, 2, 3)
+    told.take(r3=0)
+    assert told.news() == all_are("stop at 13", 3)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool) -> None:
+    chance = random.Random(7)
+    for call in range(60):
+        points = [StopPoint(), StopPoint()]
+        barrier = threading.Barrier(2 if in_step else 1)
+        ended: list[int] = []
+
+        def work(point: StopPoint, call: int = call, barrier: threading.Barrier = barrier) -> None:
+            point.begin_call(call)
+            steps = 1
+            while not point.look():
+                barrier.wait(60)
+                steps += 1
+            ended.append(steps)  # noqa: B023 - the threads end before the next list
+
+        threads = [threading.Thread(target=work, args=(point,)) for point in points]
+        for thread in threads:
+            thread.start()
+        while points[0].looks(call) < chance.randrange(50):
+            pass
+        counts = [point.freeze(call) for point in points]
+        for point in points:
+            point.stop_at(call, max(counts) + 1, "TERM")
+        for thread in threads:
+            thread.join(60)
+        assert ended == [max(counts) + 1] * 2
+
+
+def test_a_request_for_one_call_is_none_for_the_next() -> None:
+    point = StopPoint()
+    point.begin_call(1)
+    assert (point.look(), point.freeze(1)) == ("", 1)
+    point.stop_at(1, 2, "asked")
+    assert (point.look(), point.look()) == ("asked", "asked")
+    point.begin_call(2)
+    assert (point.look(), point.looks(2)) == ("", 1)
+    assert point.freeze(3) == 0  # a call that has not come here yet
+    point.stop_at(3, 1, "early")
+    assert point.look() == ""
+    point.begin_call(3)
+    assert point.look() == "early"
+
+
+def test_elsewhere_nothing_stops() -> None:
+    assert not stopping()
+
+
+@pytest.mark.parametrize(
+    ("look", "looks", "said"),
+    [
+        (7, {0: 0, 1: 0}, "ranks 0-1 never asked mlaunch.stopping()"),
+        (7, {0: 7, 1: 6}, "rank 1 did not ask mlaunch.stopping() again; rank 0 got the answer and went on"),
+        (None, {0: 5, 1: None}, "rank 1 cannot answer (C code holds the interpreter lock, or the process is stopped)"),
+        (
+            90,
+            {0: 88, 1: 12},
+            "the ranks ask unequally often (rank 0 88 times, rank 1 12 times; all stop at time 90)",
+        ),
+        (7, {}, ""),
+    ],
+)
+def test_why_ranks_have_not_stopped(look: int | None, looks: dict[int, int | None], said: str) -> None:
+    assert why_not(look, looks) == said
+
+
+def test_signals_by_name() -> None:
+    assert signals.numbers_of("", "TERM, sigusr1,TERM") == (15, 10)
+    assert signals.name_of(15) == "TERM"
+
+
+# Machines, whose caller agrees with all of them
+
+
+class Visited:
+    """What a MachinesStop asks of a Lookout."""
+
+    def __init__(self, *, stops: bool) -> None:
+        self.launch = SimpleNamespace(stops=stops, stop_grace=60.0)
+        self.asked_by: int | None = None
+        self.stopped_by: int | None = None
+
+    def take_request(self) -> int | None:
+        asked_by, self.asked_by = self.asked_by, None
+        return asked_by
+
+
+def machines_stop(visited: Visited) -> tuple[MachinesStop, list[Any], list[tuple[int, object]]]:
+    sent: list[tuple[int, object]] = []
+
+    def machine(number: int) -> Any:
+        return SimpleNamespace(number=number, stream=SimpleNamespace(send=lambda record: sent.append((number, record))))
+
+    machines = [machine(0), machine(1)]
+    told: list[object] = []
+    stop = MachinesStop(dict(enumerate(machines)), told.append, cast(Any, visited))
+    return stop, [*machines, told], sent
+
+
+def test_machines_agree_as_ranks_do() -> None:
+    stop, [first, second, told], sent = machines_stop(Visited(stops=True))
+    stop.ask("TERM", 0)
+    stop.ask("TERM", 0)
+    assert sent == [(0, FreezeRanks(0, "TERM")), (1, FreezeRanks(0, "TERM"))]
+    sent.clear()
+    stop.take(first, RanksFrozen(0, 3))
+    stop.take(second, RanksFrozen(1, 8))  # of another call
+    assert stop.serve() is None
+    stop.take(second, RanksFrozen(0, 5))
+    assert stop.serve() is None
+    assert sent == [(0, StopRanks(0, 6, "TERM")), (1, StopRanks(0, 6, "TERM"))]
+    assert [(record.reason, record.look) for record in told] == [("TERM", 6)]
+
+
+@pytest.mark.parametrize(("looks", "unused"), [(0, True), (1, False)])
+def test_a_launch_on_machines_that_does_not_look_is_ended(looks: int, unused: bool) -> None:
+    visited = Visited(stops=False)
+    stop, [first, second, _], _ = machines_stop(visited)
+    visited.asked_by = 77
+    assert stop.serve() is None
+    stop.take(first, RanksFrozen(0, 0))
+    stop.take(second, RanksFrozen(0, looks))
+    assert stop.serve() == (77 if unused else None)
+
+
+def test_a_call_that_waits_for_its_ranks_is_asked_as_it_begins() -> None:
+    asked: list[str] = []
+    present, waits = SimpleNamespace(stop_reason=""), SimpleNamespace(stop_reason="")
+    handle = SimpleNamespace(ask_to_stop=asked.append)
+    session: Any = SimpleNamespace(lock=threading.RLock(), present=present, handle=handle)
+    assert ask_to_stop(session, "TERM", cast(Any, waits))
+    assert (waits.stop_reason, asked) == ("TERM", [])
+    assert ask_to_stop(session, "asked")
+    assert asked == ["asked"]
+    session.present = None
+    assert not ask_to_stop(session, "asked")
