@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.cli import main
+from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
 
@@ -179,3 +181,28 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
         assert first == second
     thread.join()
     assert f"{'ending' if now else 'stopping'} " in capsys.readouterr().out
+
+
+@pytest.mark.slow  # torch.distributed.checkpoint alone takes a second to import
+def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "checkpoint.py"), run_name="checkpoint")
+    usual, caller = example["batch"], os.getpid()
+
+    def batch(step: int) -> Any:
+        if step == 4 and dist.get_rank() == 1:
+            os.kill(caller, signal.SIGTERM)
+        return usual(step)
+
+    train = example["train"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    (first, _), (second, _) = train(parts, 10**6, batch)
+    assert first == second >= 4
+    assert train.last.stopped.step == first
+    assert [path.name for path in parts.iterdir()] == [f"step-{first:06}"]
+    again = train(parts, first + 5)
+    assert train.last.stopped is None
+    assert again == train(whole, first + 5)
+    assert again[0] == again[1]
+    assert again[0][0] == first + 5
