@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
+from mlaunch.cli.why import sentence
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP
+from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -23,6 +24,10 @@ _ANSWER_TIMEOUT = 5.0  # seconds for it to answer
 _ID_SHOWN = 8
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
+_WHY = """\
+Says in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks go on
+meanwhile.
+"""
 _STOP = """\
 Stops a running launch. If its ranks ask mlaunch.stopping(), or it has the option stop_on, they stop by themselves at a
 step that they agree on, within stop_grace, and its caller gets their values. Else, and with --now, it ends as a failure
@@ -45,6 +50,9 @@ def add_commands(commands: Commands) -> None:
     stacks.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
     stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
     stacks.set_defaults(run=_stacks)
+    why = commands.add_parser("why", help="say which rank of a running launch holds up the others", description=_WHY)
+    why.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
+    why.set_defaults(run=_why)
     stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
     stop.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)")
     stop.add_argument("--now", action="store_true", help="end it at once, whatever its ranks do")
@@ -62,14 +70,24 @@ def _ps(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stacks(args: argparse.Namespace) -> int:
-    launches = ask(ALL_STACKS if args.all_threads else STACKS, args.id)
+def _why(args: argparse.Namespace) -> int:
+    told = [f"{_title(launch)}\n  {sentence(launch)}\n{_grouped(launch['ranks'])}" for launch in _asked(WHY, args.id)]
+    print("\n\n".join(told))
+    return 0
+
+
+def _asked(word: bytes, start: str) -> list[dict[str, Any]]:
+    """Says what they answer; LookupError if there is none."""
+    launches = ask(word, start)
     if not launches:
         others = [launch["id"][:_ID_SHOWN] for launch in ask(STATUS)]
         running = f"running: {', '.join(others)}" if others else _nothing()
-        raise LookupError(
-            f"no running launch has an ID that starts with {args.id!r}; {running}" if args.id else running
-        )
+        raise LookupError(f"no running launch has an ID that starts with {start!r}; {running}" if start else running)
+    return launches
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    launches = _asked(ALL_STACKS if args.all_threads else STACKS, args.id)
     show = _every_thread if args.all_threads else _grouped
     print("\n\n".join(f"{_title(launch)}\n{show(launch['ranks'])}" for launch in launches))
     return 0

@@ -47,7 +47,12 @@ class StopAtLook:
     reason: str
 
 
-About = TellNumbers | FreezeLooks | TellLooks
+@dataclass(frozen=True)
+class TellEntered:
+    """Asks for the number of the latest operation that the rank has entered in each of its process groups."""
+
+
+About = TellNumbers | TellEntered | FreezeLooks | TellLooks
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlaunch.protocol import registry
 
-STATUS, STACKS, ALL_STACKS = b"status", b"stacks", b"all stacks"
+STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
 STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
@@ -105,7 +105,7 @@ class Reception:
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        return word if word in {STATUS, STACKS, ALL_STACKS, STOP, END} else b""
+        return word if word in {STATUS, STACKS, ALL_STACKS, WHY, STOP, END} else b""
     return b""
 
 

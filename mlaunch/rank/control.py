@@ -18,7 +18,16 @@ from typing import Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import FreezeLooks, Question, StopAtLook, TellLooks, TellNumbers, ThawLooks, Told
+from mlaunch.protocol.control_messages import (
+    FreezeLooks,
+    Question,
+    StopAtLook,
+    TellEntered,
+    TellLooks,
+    TellNumbers,
+    ThawLooks,
+    Told,
+)
 from mlaunch.rank import in_step, stop_point
 from mlaunch.rank.stop_point import StopPoint
 
@@ -57,6 +66,7 @@ def _answer_all(channel: Channel, point: StopPoint) -> None:
 
 _ANSWERS: dict[type, Callable[[Any, StopPoint], object]] = {
     TellNumbers: lambda about, _point: in_step.since_the_call(about.call),
+    TellEntered: lambda _about, _point: in_step.entered(),
     FreezeLooks: lambda about, point: point.freeze(about.call),
     TellLooks: lambda about, point: point.looks(about.call),
 }

@@ -122,6 +122,20 @@ def since_the_call(call: int | None = None) -> Numbers:
     return found
 
 
+def entered() -> list[tuple[str, tuple[int, ...], int]]:
+    """Returns the name of each group, its members, and the number of the latest operation entered there.
+
+    One for each backend of a group, as the name tells.
+    """
+    import torch.distributed as dist
+
+    found = []
+    for name, group in _groups().items():
+        members = tuple(dist.get_process_group_ranks(group))
+        found += [(part, members, number) for part, number in _numbers(name, group) if number is not None]
+    return found
+
+
 def agree(told: Sequence[Numbers]) -> bool:
     """Tells whether all ranks, in the order of ``told``, know the same groups, and stand at the same number in each."""
     names = {name for numbers in told for name in numbers}

@@ -161,6 +161,32 @@ def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here (looked in")
 
 
+def test_why_a_launch_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 2 has not come to the barrier in which the others wait for it."""
+    told = ""
+    words = re.compile(
+        rf"rank 2 has not entered barrier #2 of the default group \(ranks 0-1 wait for it, in barrier at {HERE}:\d+\); "
+        rf"rank 2 is in read_text at {HERE}:\d+"
+    )
+    with running(tmp_path) as seen:
+        for _ in range(20):  # a busy machine may need longer than a rank is waited for
+            assert main(["why", seen["status"]["id"][:4]]) == 0
+            told = capsys.readouterr().out
+            if words.search(told):
+                break
+        assert words.search(told), told
+        pid = int(seen["status"]["ranks"][2]["pid"])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert main(["why"]) == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        told = capsys.readouterr().out
+        assert "rank 2 does not answer (ranks 0-1 wait for it, in barrier at " in told
+        assert "rank 2 was running the function (it was stopped by a signal)" in told
+    assert main(["why"]) == 1
+
+
 def work_in_a_thread() -> None:
     def deep(left: int) -> int:
         return deep(left - 1) + 1 if left else 0

@@ -253,14 +253,14 @@ def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
     spec: Any = SimpleNamespace(context=SimpleNamespace(environ=os.environ), launch_id="visited", rank_start=0)
     inspection = Inspection(spec, [], board, lambda: now[0])
     now[0] = 1.0
-    inspection.serve([], requests)
+    inspection.serve([], requests, Questions({}))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
         visitor.connect(str(registry.home(os.environ) / "visited.sock"))
         os.close(number := os.dup(0))
-        inspection.serve([*inspection.fds(), number], requests)
+        inspection.serve([*inspection.fds(), number], requests, Questions({}))
         assert number in inspection.fds()
         visitor.send(b"nonsense")
-        inspection.serve([number], requests)
+        inspection.serve([number], requests, Questions({}))
         assert number not in inspection.fds()
     inspection.close()
     board.close()

@@ -121,7 +121,7 @@ class Supervisor:
         """Answers those who have come to look, or to end the launch."""
         if self._inspection is None:
             return
-        self._inspection.serve(ready, self._stopping.asked)
+        self._inspection.serve(ready, self._stopping.asked, self._questions)
         if self._inspection.stopped_by is not None and not self._stopping.begun:
             self._end_by(failures.from_stop(self._inspection.stopped_by), whole=True)
         elif (asked_by := self._inspection.take_request()) is not None:

@@ -23,6 +23,7 @@ _WRAPPERS = {
     "compile_wrapper",
 }  # fmt: skip
 _MODULE = "<module>"
+_COLLECTIVES = os.path.join("torch", "distributed", "")
 # torch wraps its collectives in a function that writes their exceptions to a log.
 _ERROR_LOGGER, _LOGGING = f"{os.sep}c10d_logger.py", os.path.join("logging", "__init__.py")
 
@@ -121,6 +122,13 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
     else:
         doing = f"in {_called(inner) or name}"
     return f"{doing} at {notebook.short_name(file)}:{line}"
+
+
+def operation_of(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Names the collective that a stack, innermost frame first, is in; "" if it is in none."""
+    place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames))
+    inner = frames[:place]
+    return _called(inner) if any(_COLLECTIVES in file for file, _, _ in inner) else ""
 
 
 def _imported(frames: Sequence[tuple[str, str, str]]) -> str:

@@ -1,0 +1,74 @@
+"""Who holds up whom, on tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlaunch.caller.wait_graph import RankView, why
+from mlaunch.cli.why import view_of
+
+WORLD = (0, 1, 2)
+
+
+def view(rank: int, number: int | None, line: int = 0, operation: str = "", **others: int) -> RankView:
+    """A rank at this number of the default group; ``others``: of the groups a and b."""
+    entered = None
+    if number is not None:
+        entered = {"0 cpu": (WORLD, number)} | {name: ((0, 1), count) for name, count in others.items()}
+    doing = f"in {operation or 'next'} at train.py:{line}"
+    return RankView(rank, doing, operation, bool(operation), entered)
+
+
+@pytest.mark.parametrize(
+    ("views", "said"),
+    [
+        (
+            [view(0, 14, 21, "all_reduce"), view(1, 13, 18), view(2, 14, 21, "all_reduce")],
+            "rank 1 has not entered all_reduce #14 of the default group (ranks 0, 2 wait for it, in all_reduce at "
+            "train.py:21); rank 1 is in next at train.py:18",
+        ),
+        (
+            [view(0, 14, 21, "all_reduce"), view(1, None, 18)],
+            "rank 1 does not answer (rank 0 waits for it, in all_reduce at train.py:21); "
+            "rank 1 was in next at train.py:18",
+        ),
+        (
+            [view(0, 4, 7, "all_reduce", a=6, b=5), view(1, 4, 9, "all_reduce", a=5, b=6)],
+            "ranks wait for each other, as they have entered groups in crossed order: rank 0 waits for rank 1 in the "
+            "group of ranks 0-1, in all_reduce at train.py:7; rank 1 waits for rank 0 in the group of ranks 0-1, in "
+            "all_reduce at train.py:9",
+        ),
+        (
+            [view(0, 4, 7, "all_reduce"), view(1, 4, 9, "broadcast"), view(2, 4, 7, "all_reduce")],
+            "the ranks are in different operations that stand for the same one: ranks 0, 2 are in all_reduce at "
+            "train.py:7; rank 1 is in broadcast at train.py:9",
+        ),
+        (
+            [view(rank, 4, 7, "all_reduce") for rank in WORLD],
+            "all ranks are in all_reduce, and none is behind: the device or the network is slow or stuck, or much is "
+            "sent",
+        ),
+        ([view(0, 5, 7), view(1, 4, 7)], "no rank waits for another one in a collective"),  # one computes ahead
+    ],
+)
+def test_why(views: list[RankView], said: str) -> None:
+    assert why(views) == said
+
+
+def test_a_rank_as_its_agent_tells_of_it() -> None:
+    inner = ["/x/site-packages/torch/distributed/distributed_c10d.py", "9", "all_reduce"]
+    told: dict[str, Any] = {
+        "rank": 1,
+        "state": "running the function (it was stopped by a signal)",
+        "frames": [inner, ["/home/me/train.py", "21", "train"]],
+        "entered": [["0 cpu", [0, 1], 3]],
+        "children": ["(pid 8): it waits in the kernel"],
+    }
+    doing = "in all_reduce at train.py:21 (it was stopped by a signal); its child (pid 8): it waits in the kernel"
+    assert view_of(told) == RankView(1, doing, "all_reduce", True, {"0 cpu": ((0, 1), 3)})
+    told |= {"entered": None, "children": [], "state": "running the function"}
+    assert "where its control thread does not answer" in view_of(told).doing
+    told |= {"frames": [], "state": "ended (it returned)"}
+    assert view_of(told) == RankView(1, "ended (it returned)")
