@@ -10,12 +10,12 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import StackRequests, held_children, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.control_messages import TellEntered
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.spec import LaunchSpec
@@ -42,8 +42,7 @@ class Inspection:
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         self._curious: list[socket.socket] = []  # those who wait for stacks
-        self._entered: dict[int, list[tuple[str, tuple[int, ...], int]]] = {}  # what ranks have told of their groups
-        self._asked: set[int] = set()  # numbers of the questions about that
+        self._entered: EnteredRequests | None = None  # once somebody has asked why
         self._answer_at: float | None = None  # when they get what there is
         self._listen_at: float | None = self._start + _LISTEN_DELAY
 
@@ -76,9 +75,10 @@ class Inspection:
     def serve(self, ready: Collection[int], requests: StackRequests, questions: Questions) -> None:
         for visitor, word in self._reception.take(ready):
             if word == WHY:
-                self._ask_entered(questions)
+                self._entered = self._entered or EnteredRequests(questions)
+                self._entered.ask()
             self._hear(visitor, word, requests)
-        waits = requests or self._asked & questions.open
+        waits = requests or (self._entered is not None and self._entered.pending)
         if self._answer_at is not None and (not waits or self._clock() >= self._answer_at):
             for visitor in self._curious:
                 answer(visitor, self._status(with_stacks=True))
@@ -103,13 +103,6 @@ class Inspection:
                 requests.ask(rank, self._board[rank.local_rank], all_threads=word == ALL_STACKS)
         self._curious.append(visitor)
         self._answer_at = self._clock() + STACKS_TIMEOUT
-
-    def _ask_entered(self, questions: Questions) -> None:
-        """Asks the control threads of all ranks what they have entered."""
-        for number in self._asked:
-            questions.drop(number)
-        self._entered = {}
-        self._asked = {questions.ask(rank, TellEntered(), self._entered.__setitem__) for rank in questions.ranks()}
 
     def _status(self, *, with_stacks: bool) -> dict[str, Any]:
         spec = self._spec
@@ -144,7 +137,7 @@ class Inspection:
         if with_stacks:
             status["stacks"] = rank.stacks if rank.alive else ""
             status["frames"] = main_frames(rank.stacks) if rank.alive else []
-            status["entered"] = self._entered.get(rank.rank)
+            status["entered"] = None if self._entered is None else self._entered.told.get(rank.rank)
             status["children"] = held_children(rank.pid) if rank.alive else []
         return status
 

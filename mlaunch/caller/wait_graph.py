@@ -28,6 +28,7 @@ class RankView:
         operation: The collective that it is in; "": none.
         waits: It is somewhere inside torch, where it may wait for the others.
         entered: None if its control thread has not answered, or it is gone.
+        returned: From its function: it will enter nothing more.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class RankView:
     operation: str = ""
     waits: bool = False
     entered: Entered | None = None
+    returned: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def _blame(rank: int, waits: Sequence[_Wait], known: Mapping[int, RankView]) -> 
     first = known[waiting[0]]
     verb = "wait" if len(waiting) > 1 else "waits"
     behind = f"{name_some_ranks(waiting)} {verb} for it, {first.doing}"
+    if known[rank].returned:
+        return f"rank {rank} has returned ({behind})"
     doing = f"rank {rank} {'was' if known[rank].entered is None else 'is'} {known[rank].doing}"
     if lowest is None:
         return f"rank {rank} does not answer ({behind}); {doing}"

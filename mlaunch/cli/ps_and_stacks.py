@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
-from mlaunch.cli.why import sentence
+from mlaunch.caller.why_text import sentence
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
@@ -71,7 +71,10 @@ def _ps(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
-    told = [f"{_title(launch)}\n  {sentence(launch)}\n{_grouped(launch['ranks'])}" for launch in _asked(WHY, args.id)]
+    told = [
+        f"{_title(launch)}\n  {sentence(launch['ranks'])}\n{_grouped(launch['ranks'])}"
+        for launch in _asked(WHY, args.id)
+    ]
     print("\n\n".join(told))
     return 0
 

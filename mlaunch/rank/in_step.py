@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.protocol.messages.launch_messages import EnteredGroups
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -122,18 +124,18 @@ def since_the_call(call: int | None = None) -> Numbers:
     return found
 
 
-def entered() -> list[tuple[str, tuple[int, ...], int]]:
+def entered() -> EnteredGroups:
     """Returns the name of each group, its members, and the number of the latest operation entered there.
 
     One for each backend of a group, as the name tells.
     """
     import torch.distributed as dist
 
-    found = []
+    found: list[tuple[str, tuple[int, ...], int]] = []
     for name, group in _groups().items():
         members = tuple(dist.get_process_group_ranks(group))
         found += [(part, members, number) for part, number in _numbers(name, group) if number is not None]
-    return found
+    return tuple(found)
 
 
 def agree(told: Sequence[Numbers]) -> bool:

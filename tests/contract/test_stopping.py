@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch import LaunchError, Ranks, launcher
+from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.cli import main
 from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
@@ -206,3 +206,17 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_pa
     assert again == train(whole, first + 5)
     assert again[0] == again[1]
     assert again[0][0] == first + 5
+
+
+def test_a_deadline_says_who_holds_up_whom() -> None:
+    """A rank that returns early, which the others wait for."""
+
+    def uneven() -> None:
+        dist.barrier()
+        if dist.get_rank() != 1:
+            dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(LaunchTimeout) as caught:
+        launcher(uneven, 3, deadline=5.0)()
+    second = str(caught.value).splitlines()[1]
+    assert second.startswith("rank 1 has returned (ranks 0, 2 wait for it, in all_reduce at test_stopping.py:")

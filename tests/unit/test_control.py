@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
+from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.base import linux
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import TellNumbers
+from mlaunch.protocol.control_messages import TellNumbers, Told
 from mlaunch.rank import control
 from tests.processes import said_in_fork
 
@@ -42,3 +44,24 @@ def test_the_control_thread_takes_no_signal_that_the_main_thread_waits_for() -> 
         return f"{told} {signal.Signals(got.si_signo).name if got else got}"
 
     assert said_in_fork(wait_for_one) == "[{}, {}] SIGUSR1"
+
+
+def test_what_ranks_have_entered_is_asked_anew_each_time() -> None:
+    ours, theirs = Channel.pair()
+    questions = Questions({0: ours})
+    entered = EnteredRequests(questions)
+    numbers = []
+    for _ in range(2):
+        entered.ask()
+        question, [memfd] = theirs.receive()
+        numbers.append(question.number)
+        payload.write(memfd, (("0 cpu", (0, 1), len(numbers)),))
+        os.close(memfd)
+    for number in numbers:
+        theirs.send(Told(number))
+        assert entered.pending
+        questions.read([ours.fileno()])
+    assert not entered.pending
+    assert entered.told == {0: (("0 cpu", (0, 1), 2),)}
+    for end in (ours, theirs):
+        end.close()

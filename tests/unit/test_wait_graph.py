@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.wait_graph import RankView, why
-from mlaunch.cli.why import view_of
+from mlaunch.caller.why_text import of_stacks, view_of
+from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.rank import function
 
 WORLD = (0, 1, 2)
+BOTTOM = function.__file__
 
 
 def view(rank: int, number: int | None, line: int = 0, operation: str = "", **others: int) -> RankView:
@@ -71,4 +74,15 @@ def test_a_rank_as_its_agent_tells_of_it() -> None:
     told |= {"entered": None, "children": [], "state": "running the function"}
     assert "where its control thread does not answer" in view_of(told).doing
     told |= {"frames": [], "state": "ended (it returned)"}
-    assert view_of(told) == RankView(1, "ended (it returned)")
+    assert view_of(told) == RankView(1, "ended (it returned)", returned=True)
+
+
+def test_a_rank_that_has_returned_holds_up_the_others() -> None:
+    stack = (
+        'Current thread 0x1 (most recent call first):\n  File "/x/site-packages/torch/distributed/a.py", line 9 in '
+        'barrier\n  File "/home/me/train.py", line 21 in train\n  File "' + BOTTOM + '", line 3 in live\n'
+    )
+    waits = RankStacks(0, Phase.RUNNING, "", stack, (("0 cpu", (0, 1), 3),))
+    assert of_stacks([waits], [1]) == ["rank 1 has returned (rank 0 waits for it, in barrier at train.py:21)"]
+    assert of_stacks([RankStacks(0, Phase.RUNNING, "", stack)], [1]) == []  # nobody has asked
+    assert of_stacks([waits, RankStacks(1, Phase.RUNNING, "", stack, ())], []) == []  # too much to be told

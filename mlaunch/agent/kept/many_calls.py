@@ -153,7 +153,7 @@ class KeptSupervisor(Supervisor):
             self._lose()
 
     def _finish(self) -> None:
-        self._stopping.spare_leaving = True  # which a deadline has changed
+        self._stopping.spare_leaving, self._stopping.entered = True, None  # which a deadline has changed
         self._stopping.asked.clear()
         self._call.due = None  # it could only be taken for the next call's
         self._stop.clear()
@@ -190,7 +190,7 @@ class KeptSupervisor(Supervisor):
         if self._stopping.begun:  # which has steps of its own
             self._forget_steps()
         now = self._clock()
-        asked = self._stopping.asked or self._numbers.pending
+        asked = self._stopping.waits or self._numbers.pending
         if self._asking.is_due():
             self._ask()
         elif self._call_back_at < NEVER and (not asked or now >= self._call_back_at):

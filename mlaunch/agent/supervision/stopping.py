@@ -11,6 +11,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection, Mapping
 
+from mlaunch.agent.entered import EnteredRequests
+from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.early_ends import Endings
 from mlaunch.agent.supervision.first_step import NEVER, FirstStep
@@ -21,6 +23,8 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
+
+_MOST_MEMBERS = 2000  # of a rank's groups, that a record carries beside its stack
 
 
 class Stopping:
@@ -41,6 +45,7 @@ class Stopping:
         self.begun = False  # the first step has been taken
         self.asked = StackRequests(system.request)
         self.endings = Endings(ranks, system)
+        self.entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self.number = signal.SIGTERM  # which asks them to end
         self.spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
         self.on_begin: Callable[[], None] = lambda: None
@@ -78,11 +83,22 @@ class Stopping:
         now = self._system.clock()
         if self._asking.is_due():
             self._ask()
-        if self._terminate_at is not None and (not self.asked or now >= self._terminate_at):
+        if self._terminate_at is not None and (not self.waits or now >= self._terminate_at):
             self._terminate()
             self._kill_at = now + self._grace_period
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
+
+    def explain(self, questions: Questions) -> None:
+        """Takes in that a deadline has passed: nobody is spared, and all are asked what they have entered."""
+        self.spare_leaving = False
+        self.entered = EnteredRequests(questions)
+        self.entered.ask()
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks have been asked something, and have not told it all."""
+        return bool(self.asked) or (self.entered is not None and self.entered.pending)
 
     def _ask(self) -> None:
         """Asks for their stacks, before they are stopped."""
@@ -132,7 +148,10 @@ class Stopping:
         """Returns what it has told of them."""
         text = last_bytes(rank.stacks, TEXT_LIMIT)
         state = "" if is_whole(text) else state_of(rank.pid)
-        return RankStacks(rank.rank, self._board[rank.local_rank], state, text)
+        entered = None if self.entered is None else self.entered.told.get(rank.rank)
+        if entered is not None and sum(len(members) for _, members, _ in entered) > _MOST_MEMBERS:
+            entered = ()
+        return RankStacks(rank.rank, self._board[rank.local_rank], state, text, entered)
 
     def _working(self) -> list[RankProcess]:
         return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]

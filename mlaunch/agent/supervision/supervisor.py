@@ -243,7 +243,7 @@ class Supervisor:
         if self._stopping.begun or self._call.due is None or self._clock() < self._call.due:
             return
         self._call.due = None
-        self._stopping.spare_leaving = False
+        self._stopping.explain(self._questions)
         self._launcher.try_send(DeadlinePassed())
         self._shared.remember(lambda: failures.from_deadline(self._call.deadline))
         self._end_call(0.0)

@@ -85,6 +85,8 @@ def _value(outcome: Outcome, rank: int) -> Any:
 
 
 def _raise_timeout(outcome: Outcome) -> None:
+    from mlaunch.caller import why_text  # not needed by most calls
+
     spec = outcome.spec
     silent = list(outcome.stopped - outcome.values.keys())
     who = f"{name_ranks(silent)} had not returned" if silent else outcome.broken
@@ -92,6 +94,7 @@ def _raise_timeout(outcome: Outcome) -> None:
         who = f"{name_ranks(list(outcome.stopped))} had returned but not ended"
     lines = [
         f"{spec.name} did not finish within its deadline of {spec.deadline:g} s; {who}",
+        *why_text.of_stacks(list(outcome.stacks.values()), outcome.values),
         *meanwhile(outcome.doing()),
     ]
     raise _error(outcome, LaunchTimeout, "\n".join(lines))

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from mlaunch.protocol.messages.prepared_messages import Details
 
+# Of each group: its name, its members, and the number of the latest operation that a rank has entered there.
+EnteredGroups = tuple[tuple[str, tuple[int, ...], int], ...]
 CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
 
 
@@ -191,12 +193,13 @@ class RankGone:
 @dataclass(frozen=True)
 class RankStacks:
     """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
-    ``state`` is the kernel's letter for it."""
+    ``state`` is the kernel's letter for it. ``entered``: of its process groups, if it was asked and has told."""
 
     rank: int
     phase: Phase
     state: str
     text: str
+    entered: EnteredGroups | None = None
 
 
 @dataclass(frozen=True)

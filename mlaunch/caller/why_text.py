@@ -1,0 +1,51 @@
+"""Which rank of a launch the others wait for, in one sentence: for ``mlaunch why``, and for reports of a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlaunch.base.frames import is_library
+from mlaunch.caller.report.failure_text import in_words, operation_of
+from mlaunch.caller.wait_graph import RankView, why
+from mlaunch.protocol.messages.launch_messages import RankStacks
+from mlaunch.protocol.stack_dump import STATES, main_frames
+
+_RUNNING = "running"
+_RETURNED = "(it returned)"
+_SILENT = "where its control thread does not answer (C code may hold the interpreter lock)"
+
+
+def sentence(ranks: Iterable[Mapping[str, Any]]) -> str:
+    """Says it of ranks whose agent was asked by the word ``why``."""
+    return why([view_of(rank) for rank in ranks])
+
+
+def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]:
+    """Says it of ranks that a deadline has ended; nothing if they wait for nobody, or were not asked."""
+    if not any(dump.entered for dump in dumps) or any(dump.entered == () for dump in dumps):
+        return []
+    ranks: list[dict[str, Any]] = [{"rank": rank, "state": _RETURNED, "frames": [], "entered": ()} for rank in returned]
+    for dump in dumps:
+        held = f" ({STATES[dump.state]})" if dump.state in STATES else ""
+        told = {"state": f"{dump.phase.value}{held}", "frames": main_frames(dump.text), "entered": dump.entered}
+        ranks.append({"rank": dump.rank, **told})
+    return [said] if (said := sentence(ranks)) and not said.startswith("no rank") else []
+
+
+def view_of(rank: Mapping[str, Any]) -> RankView:
+    """Makes a rank's view of what its agent has told."""
+    frames = [tuple(frame) for frame in rank["frames"]]
+    told, children = rank.get("entered"), rank.get("children", [])
+    entered = None if told is None else {name: (tuple(members), number) for name, members, number in told}
+    place = next((i for i, frame in enumerate(frames) if not is_library(frame[0])), len(frames))
+    doing = in_words(frames) if frames and rank["state"].startswith(_RUNNING) else rank["state"]
+    if "(it " in rank["state"] and doing != rank["state"]:  # the kernel holds it, or a signal has stopped it
+        doing += f" ({rank['state'].partition('(')[2]}"
+    elif entered is None and frames:
+        doing += f", {_SILENT}"
+    if children:
+        doing += "".join(f"; its child {child}" for child in children[:2])
+    inside = any("/torch/" in file for file, _, _ in frames[:place])
+    returned = _RETURNED in rank["state"]
+    return RankView(rank["rank"], doing, operation_of(frames), inside, entered, returned)
