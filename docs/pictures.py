@@ -92,6 +92,7 @@ ROOMS = (
     ("collectives/", "objects between ranks, groups, reductions", "a rank of any launcher", "#e9f6ea"),
     ("rendezvous/", "store, gate, link; server and client", "processes of its own", "#f3ecf7"),
     ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),
+    ("leases/", "which launch may use which devices", "all of them", "#f2f2f2"),
     ("base/", "errors, Linux, words", "all of them", "#f2f2f2"),
 )
 STATIONS = (

@@ -93,6 +93,7 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     os.environ["MLAUNCH_UVLOOP"] = "0"  # what users without it have
     os.environ["MLAUNCH_PREPARE"] = "0"  # what is prepared would be there when things are counted
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
+    os.environ["MLAUNCH_LEASE_DIR"] = str(tmp_path_factory.mktemp("leases"))  # nor do others wait for the tests'
     if not TORCH:
         yield
         return

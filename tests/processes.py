@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,3 +84,10 @@ def said_in_fork(say: Callable[[], str]) -> str:
         said = pipe.read()
     os.waitpid(pid, 0)
     return said
+
+
+def wait_until(so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120.0
+    while not so():
+        assert time.monotonic() < end
+        signal.sigtimedwait([], 0.01)

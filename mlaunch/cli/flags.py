@@ -142,6 +142,8 @@ def _add_sizes(flags: Flags) -> None:
     group.add_argument("--engine", metavar="NAME", help="who places the ranks on --nnodes machines: slurm:partition=P, "
                        "ssh:HOST,HOST, ray:GPU=4, 'command:mpirun -N 1' (default: this machine)")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
+    group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
+               "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip
     flags.switch(
         group, "--virtual-local-rank", help="each rank sees its own device alone, as device 0; LOCAL_RANK is 0"
     )

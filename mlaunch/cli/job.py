@@ -63,6 +63,7 @@ class Job:
     preload: tuple[str, ...]
     virtual_local_rank: bool
     numa_binding: str | None
+    lease: int | None = None  # so many devices are waited for
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
 from mlaunch.caller.why_text import sentence
+from mlaunch.cli import on_lease
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
@@ -63,10 +64,10 @@ def _ps(args: argparse.Namespace) -> int:
     launches = sorted(ask(STATUS), key=lambda launch: float(launch["age"]))
     if args.json:
         print(json.dumps(launches, indent=2))
-    elif not launches:
-        print(_nothing())
     else:
-        print("\n\n".join(_entry(launch) for launch in launches))
+        leases = on_lease.rows(os.environ)
+        blocks = [*(_entry(launch) for launch in launches), *(["\n".join(leases)] if leases else [])]
+        print("\n\n".join(blocks) or _nothing())
     return 0
 
 

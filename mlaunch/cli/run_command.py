@@ -28,6 +28,7 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli import flags
+from mlaunch.cli import flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
@@ -50,7 +51,11 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
     args = parser.parse_args(argv)
     try:
-        job, wishes, engine = job_of(args, os.environ), wishes_of(args, os.environ), engine_of(args)
+        job, wishes, engine = (
+            on_lease.check(args, job_of(args, os.environ)),
+            wishes_of(args, os.environ),
+            engine_of(args),
+        )
         if engine is not None:
             return _run_there(job, wishes, engine)
         return _run(job, wishes, dry=args.dry_run)
@@ -77,14 +82,16 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             return 0
         server = start_interpreter(environ, Interpreter(executable, job.path, job.preload, stdin=None))
         try:
-            size, environ = _on_devices(job, server, environ)
             if dry:
-                print(describe(job, size, environ, server.ready().runtime))
+                print(describe(job, *_on_devices(job, server, environ), server.ready().runtime))
                 return 0
+            job, environ, held = on_lease.take(job, server, environ, _say)
+            size, environ = _on_devices(job, server, environ)
             if job.virtual_local_rank:
                 _check_devices(size, environ, server.ready().runtime)
             _say_threads(size, environ)
-            return _launch(job, size, server, environ, wishes)
+            with held:
+                return _launch(job, size, server, environ, wishes, held.fds)
         except LaunchError as error:
             return _fail(error, _TIMED_OUT if isinstance(error, LaunchTimeout) else None)
         finally:
@@ -114,7 +121,9 @@ def _interpreter(environ: Mapping[str, str]) -> str:
     return executable
 
 
-def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes) -> int:
+def _launch(
+    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, leases: Sequence[int]
+) -> int:
     """Runs the job; returns the exit status."""
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
@@ -122,7 +131,7 @@ def _launch(job: Job, size: int, server: ForkServer, environ: Mapping[str, str],
     def attempt(time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
         spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
         output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
-        handle = start_launch(server, spec, None, output, History())
+        handle = start_launch(server, spec, None, output, History(), leases)
         try:
             order.attach(handle.ask_to_stop)
             return handle.wait()

@@ -11,16 +11,18 @@ from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.server_messages import DeviceCount
+from mlaunch.rank.setup import device
 
 
-def count_devices(environ_fd: int, answer_fd: int, parent: int) -> NoReturn:
+def count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) -> NoReturn:
     """Answers on the channel and ends: counting may wake a driver, after which no fork could use it."""
     try:
         linux.die_with(parent)
         name_process("device count")
         os.environ.clear()
         os.environ.update(payload.read(environ_fd))
-        answer = DeviceCount(_count())
+        count = _count()
+        answer = DeviceCount(count, names=_names(count) if named else ())
     except BaseException as error:  # whatever a driver may raise
         answer = DeviceCount(0, first_bytes(f"{type(error).__name__}: {error}", TEXT_LIMIT))
     try:
@@ -33,3 +35,17 @@ def _count() -> int:
     import torch
 
     return torch.accelerator.device_count()
+
+
+def _names(count: int) -> tuple[str, ...]:
+    """Names the visible devices as all processes of this machine would, whatever variables number them.
+
+    CUDA numbers the fastest first, nvidia-smi by place, and variables hide some: a UUID is none of theirs.
+    """
+    import torch
+
+    kind = device.accelerator() or ""
+    if kind == "cuda" and count and hasattr(torch.cuda.get_device_properties(0), "uuid"):
+        return tuple(f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(count))
+    runtime = device.runtime_of(kind) or kind
+    return tuple(f"{kind}:{device.visible(runtime, [number], os.environ)}" for number in range(count))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from mlaunch.base import linux, orphans
-from mlaunch.base.fds import OwnedFds
+from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver.agents import Launch, begin, fork
@@ -180,19 +180,20 @@ class _ForkServer:
                 self.next.remember(fds[1:], announced=True)
             self.next.want(fds[0])
         elif isinstance(record, CountDevices):
-            self._count(fds)
+            self._count(fds, named=record.named)
         elif isinstance(record, Retire):
             self.retiring = True
         return True
 
     def _start(self, fds: list[int], caller: int, order: StartLaunch) -> None:
-        spec_fd, call_fd, launcher_fd, out, err, *wanted = fds
+        first_lease = len(fds) - order.leases
+        leases = tuple(fds[first_lease:])
+        spec_fd, call_fd, launcher_fd, out, err, *wanted = fds[:first_lease]
         self.next.forget()
-        launch = Launch(
-            (spec_fd, call_fd, launcher_fd, out, err), self.call, more=order.more, directory=order.directory
-        )
-        self._launch(launch, caller)
-        os.close(call_fd)
+        inherited = (spec_fd, call_fd, launcher_fd, out, err)
+        launch = Launch(inherited, self.call, more=order.more, directory=order.directory)
+        self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
+        close_all([call_fd, *leases])
         self.next.remember((spec_fd, out, err))
         if wanted:
             self.next.want(wanted[0])
@@ -208,12 +209,12 @@ class _ForkServer:
     def _launch(self, launch: Launch, caller: int) -> None:
         begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds))
 
-    def _count(self, fds: list[int]) -> None:
+    def _count(self, fds: list[int], *, named: bool) -> None:
         environ_fd, answer_fd = fds
         parent = os.getpid()
         pid = fork(answer_fd)
         if pid == 0:
-            count_devices(environ_fd, answer_fd, parent)
+            count_devices(environ_fd, answer_fd, parent, named=named)
         if pid is not None:
             self.children.add(Child(pid, os.pidfd_open(pid), Channel.adopt(answer_fd)))
         os.close(environ_fd)

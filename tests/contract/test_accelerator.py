@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,28 @@ def test_ranks_that_are_prepared_touch_no_device_before_their_call(caller: Runne
     before, after, taken = caller(on_prepared_ranks)
     assert (before, taken) == ([[], []], True)
     assert [rank[0] for rank in after] == ["takes 0", "takes 1"]
+
+
+def both_at_once(folder: Path) -> list[list[str]]:
+    """Makes two calls that each wait until the other runs, too."""
+
+    def meet(name: str) -> str:
+        (folder / name).touch()
+        while len(list(folder.iterdir())) < 2:
+            signal.sigtimedwait([], 0.01)
+        return f"{device()} {os.environ['MLAUNCH_LEASED'].removeprefix('toy:')}"
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(launcher(meet, devices=range(2), n_gpus=1), "ab"))
+
+
+def test_each_launch_has_a_device_that_no_other_has(caller: Runner, tmp_path: Path) -> None:
+    assert sorted(caller(both_at_once, tmp_path)) == [["toy:0 0"], ["toy:1 1"]]
+    with pytest.raises(ValueError, match=r"devices=\[1, 2\]: \[2\] do not exist"):
+        caller(on_leased, [1, 2])
+    with pytest.raises(ValueError, match="concurrent=2 on toy devices: their leases say how many"):
+        caller(on_leased, None)
+
+
+def on_leased(devices: list[int] | None) -> object:
+    return on(devices=devices, n_gpus=1, concurrent=None if devices else 2)

@@ -242,7 +242,7 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "token": (["--token-file", "token"], "hush"),
 }
 # Seen to by the command itself: test_devices, test_engines_by_name, test_what_becomes_of_the_output.
-ELSEWHERE = {"devices", "engine", "log_dir"}
+ELSEWHERE = {"lease", "devices", "engine", "log_dir"}
 
 
 def test_the_flags_of_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

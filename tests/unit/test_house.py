@@ -85,6 +85,7 @@ ROOMS = (
     "collectives",
     "rendezvous",
     "protocol",
+    "leases",
     "base",
 )
 

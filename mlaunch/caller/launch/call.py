@@ -18,6 +18,7 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch, start_or_take
+from mlaunch.caller.leasing import Grant, leased
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_options import new_directory, output_plan, place_of
 from mlaunch.caller.output.output_plan import OutputPlan
@@ -87,10 +88,13 @@ def _try(options: Options, call: Call, name: str, number: Attempt, order: StopOr
         place = place_of(options)
         with StartingLine(name, place) as line:
             ready = server.ready(number.time_left, line.show)
-        spec = planned(options, ThisMachine(ready, server.count_devices), name, environ, number)
-        history.ready = time.monotonic()
-        sent, output = _as_sent(options, call), output_plan(options, spec, place)
-        handle = _start(options, server, spec, sent, output, history)
+            lease = leased(options, server, environ, name, line.tell)
+            grant = lease.take()
+        with lease:  # until the launch's processes have it
+            spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
+            history.ready = time.monotonic()
+            sent, output = _as_sent(options, call), output_plan(options, spec, place)
+            handle = _start(grant, server, spec, sent, output, history)
         try:
             order.attach(handle.ask_to_stop)
             return handle.wait()
@@ -102,11 +106,11 @@ def _try(options: Options, call: Call, name: str, number: Attempt, order: StopOr
 
 
 def _start(
-    options: Options, server: ForkServer, spec: LaunchSpec, sent: Call | None, output: OutputPlan, history: History
+    grant: Grant, server: ForkServer, spec: LaunchSpec, sent: Call | None, output: OutputPlan, history: History
 ) -> LaunchHandle:
-    if options.start_method == "forkserver" and sent is not None:
+    if grant.options.start_method == "forkserver" and sent is not None and not grant.fds:
         return start_or_take(server, spec, sent, output, history)
-    return start_launch(server, spec, sent, output, history)
+    return start_launch(server, spec, sent, output, history, grant.fds)
 
 
 def planned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
@@ -21,16 +22,23 @@ from mlaunch.protocol.spec import LaunchSpec
 
 
 def start_launch(
-    server: ForkServer, spec: LaunchSpec, call: Call | None, output: OutputPlan, history: History
+    server: ForkServer,
+    spec: LaunchSpec,
+    call: Call | None,
+    output: OutputPlan,
+    history: History,
+    leases: Sequence[int] = (),
 ) -> LaunchHandle:
     """Sends the launch to the fork server. ``call`` None: the ranks have it in memory, or run a command.
+
+    ``leases``: descriptors that its processes are to hold, too.
 
     Raises:
         ServerGoneError: The fork server is gone.
         TypeError: The function or an argument cannot be pickled.
     """
     spec = with_pipes(spec, output)
-    return _handle(server, spec, send_launch(server, spec, call), output, history)
+    return _handle(server, spec, send_launch(server, spec, call, leases=leases), output, history)
 
 
 def start_or_take(
@@ -81,12 +89,18 @@ def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
 
 
 def send_launch(
-    server: ForkServer, spec: LaunchSpec, call: Call | None, following: Channel | None = None, *, more: bool = False
+    server: ForkServer,
+    spec: LaunchSpec,
+    call: Call | None,
+    following: Channel | None = None,
+    *,
+    more: bool = False,
+    leases: Sequence[int] = (),
 ) -> Channel:
     """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
         with naming_culprits(spec, call):
-            return server.launch(spec, call, following, more=more)
+            return server.launch(spec, call, following, more=more, leases=leases)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
 

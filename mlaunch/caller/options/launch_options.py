@@ -83,8 +83,22 @@ class Options:
         Devices(),
         "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
         "local rank i finds ``devices[i]`` under the number i. Where a kind has no such variable, ask "
-        "``mlaunch.device()``.",
+        "``mlaunch.device()``. More than ``n_gpus``: a lease of so many of them.",
         flag="--devices",
+    )
+    lease: bool = option(
+        False,
+        Switch(),
+        "Waits until no other launch with a lease has these devices, and keeps them until its last process is gone: "
+        "``n_gpus`` of ``devices``, or of all that are visible. In order of arrival among all processes of this user "
+        "on this machine. On CPUs see ``concurrent``.",
+        flag="--lease",
+    )
+    concurrent: int | None = option(
+        None,
+        Whole(1, optional=True),
+        "On CPUs, how many launches with a lease run at a time; asks for a lease. None: so many that each rank has a "
+        "CPU of its own.",
     )
     timeout: float | timedelta | None = option(
         1800.0,

@@ -15,6 +15,7 @@ def check_together(given: Mapping[str, Any]) -> None:
     _check_size(given)
     _check_ranks(given)
     _check_engine(given)
+    _check_lease(given)
 
 
 def _check_log_dir(given: Mapping[str, Any]) -> None:
@@ -28,15 +29,15 @@ def _check_log_dir(given: Mapping[str, Any]) -> None:
 
 
 def _check_size(given: Mapping[str, Any]) -> None:
-    if given["devices"] is not None and given["n_gpus"] not in {None, len(given["devices"])}:
+    if given["devices"] is not None and (given["n_gpus"] or 0) > len(given["devices"]):
         raise ValueError(
             f"n_gpus={given['n_gpus']} with devices={list(given['devices'])}: allowed: n_gpus={len(given['devices'])}, "
-            f"or only one of the two"
+            f"fewer (then any that are free), or only one of the two"
         )
 
 
 def _check_ranks(given: Mapping[str, Any]) -> None:
-    size = len(given["devices"]) if given["devices"] is not None else given["n_gpus"]
+    size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
     if given["rank_start"] > 0 and given["port"] == 0:
         raise ValueError(
             f"rank_start={given['rank_start']} with port=0: a machine that joins others must know the port on which "
@@ -62,3 +63,28 @@ def _check_engine(given: Mapping[str, Any]) -> None:
     if given["engine"] is not None and given["output"] == "raw":
         raise ValueError("output='raw' with engine=: ranks elsewhere have no stream of this process; allowed: "
                          "'all', 'rank0', 'none'")  # fmt: skip
+
+
+def asks_for_lease(given: Mapping[str, Any]) -> bool:
+    """Tells whether a launch is to wait for devices of its own."""
+    fewer = given["devices"] is not None and given["n_gpus"] not in {None, len(given["devices"])}
+    return bool(given["lease"] or given["concurrent"] is not None or fewer)
+
+
+def _check_lease(given: Mapping[str, Any]) -> None:
+    if not asks_for_lease(given):
+        return
+    why = (
+        f"lease={given['lease']} with n_gpus={given['n_gpus']}, devices={given['devices']}, "
+        f"concurrent={given['concurrent']}"
+    )
+    for name in ("engine", "ranks", "keep"):
+        if given[name] is not None:
+            raise ValueError(f"{name}= with a lease ({why}): leases are for ranks of a call's own on this machine; "
+                             f"leave one of the two out")  # fmt: skip
+    size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
+    if given["rank_start"] > 0 or (given["world_size"] is not None and given["world_size"] != size):
+        raise ValueError(
+            f"world_size={given['world_size']} with a lease ({why}): two launches that each wait on one machine for "
+            f"what the other has on another would wait for ever; allowed: launches on one machine"
+        )

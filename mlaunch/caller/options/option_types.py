@@ -17,6 +17,8 @@ class KeywordOptions(TypedDict, total=False):
     """Those that are given by name only."""
 
     devices: Sequence[int] | None
+    lease: bool
+    concurrent: int | None
     timeout: float | timedelta | None
     grace_period: float
     deadline: float | None

@@ -1,4 +1,6 @@
-"""The line that is shown while the fork server imports torch, before there is a launch that could tell of itself."""
+"""The line that is shown before there is a launch that could tell of itself: while torch is imported, or devices are
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ class StartingLine:
 
     def show(self) -> None:
         """Shows that the call has begun, and what it waits for."""
+        self.tell(f"{self._name}  starting: importing torch")
+
+    def tell(self, text: str) -> None:
+        """Shows this."""
         with Display.lock:
             self._shown = True
-            self._write(self._display.draw([f"{self._name}  starting: importing torch"], time.monotonic()))
+            self._write(self._display.draw([text], time.monotonic()))
 
     def __enter__(self) -> StartingLine:
         return self

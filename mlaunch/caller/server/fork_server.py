@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.base.fds import close_all
 from mlaunch.caller import interrupts
+from mlaunch.caller.standard_streams import standard_streams
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -130,7 +130,14 @@ class ForkServer:
 
     def count_devices(self, environ: Mapping[str, str]) -> int:
         """Counts the accelerators visible in ``environ``. In a process of its own, since it wakes the driver."""
-        ours = self._ask(CountDevices(), [("environ", dict(environ))])
+        return self._ask_for_devices(CountDevices(), environ).count
+
+    def name_devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
+        """Names them, in the order of their numbers, as every process of this machine would."""
+        return self._ask_for_devices(CountDevices(named=True), environ).names
+
+    def _ask_for_devices(self, question: CountDevices, environ: Mapping[str, str]) -> DeviceCount:
+        ours = self._ask(question, [("environ", dict(environ))])
         try:
             interrupts.wait_readable([ours.fileno()])
             answer, _ = ours.receive()
@@ -142,19 +149,26 @@ class ForkServer:
             raise LaunchError(f"counting the accelerators failed: the counting process died ({answer!r})")
         if answer.error:
             raise LaunchError(f"counting the accelerators failed: {answer.error}")
-        return answer.count
+        return answer
 
     def launch(
-        self, spec: LaunchSpec, call: Call | Payload | None, following: Channel | None = None, *, more: bool = False
+        self,
+        spec: LaunchSpec,
+        call: Call | Payload | None,
+        following: Channel | None = None,
+        *,
+        more: bool = False,
+        leases: Sequence[int] = (),
     ) -> Channel:
         """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
 
         ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
-        see StartLaunch.
+        see StartLaunch. ``leases``: descriptors that its processes are to hold.
         """
-        with _standard_streams() as streams:
-            beside = streams if following is None else [*streams, following.fileno()]
-            return self._ask(StartLaunch(more, error_file.directory_of(spec)), [("spec", spec), ("call", call)], beside)
+        order = StartLaunch(more, error_file.directory_of(spec), len(leases))
+        with standard_streams() as streams:
+            beside = [*streams, *([] if following is None else [following.fileno()]), *leases]
+            return self._ask(order, [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: Channel, *, like: LaunchSpec | None = None) -> None:
         """Has a launch prepared, as the last one was. OSError if the server is gone.
@@ -162,7 +176,7 @@ class ForkServer:
         ``following``: its end of the channel; ``like``: how else it is to be.
         """
         specs = [] if like is None else [("spec", like)]
-        with _standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
+        with standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
             self._control.send(PrepareNext(), [following.fileno(), *memfds, *(streams if memfds else [])])
 
     def adopt(self, launch: Channel) -> None:
@@ -201,20 +215,6 @@ class ForkServer:
             self._wait(timeout)
 
 
-@contextlib.contextmanager
-def _standard_streams():  # type: ignore[no-untyped-def]
-    """Gives descriptors 1 and 2 of this moment, or /dev/null for one that is closed.
-
-    If this process began without it (under cron, say), any file may have taken the number since.
-    """
-    null = os.open(os.devnull, os.O_WRONLY)
-    streams = ((1, sys.__stdout__), (2, sys.__stderr__))
-    try:
-        yield [null if stream is None or not _is_open(fd) else fd for fd, stream in streams]
-    finally:
-        os.close(null)
-
-
 class in_memfds:
     """Gives memfds with values, by name, to a block; of a Payload, its own.
 
@@ -241,14 +241,6 @@ class in_memfds:
 
     def __exit__(self, *_: object) -> None:
         close_all(self._memfds)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def forget_inherited() -> None:

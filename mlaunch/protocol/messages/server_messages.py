@@ -13,20 +13,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CountDevices:
-    """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket."""
+    """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket.
+
+    ``named``: and which these are.
+    """
+
+    named: bool = False
 
 
 @dataclass(frozen=True)
 class DeviceCount:
-    """``error`` is empty unless the driver could not be asked."""
+    """``error`` is empty unless the driver could not be asked. ``names``: which they are, whoever numbers them."""
 
     count: int
     error: str = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StartLaunch:
-    """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare.
+    """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare;
+    what its processes are to hold of its devices, so many as ``leases`` says.
 
     ``more``: others like it may follow, for which its agent can stay. ``directory``: removed when its agent is gone,
     who does that unless it is killed; "": none.
@@ -34,6 +41,7 @@ class StartLaunch:
 
     more: bool = False
     directory: str = ""
+    leases: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,164 @@
+"""What a launch's options want of this machine's devices, and what they become once it has a lease."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlaunch.base.misuse import misuse
+from mlaunch.base.text import ranges
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch import device_choice
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.options.option_checks import asks_for_lease
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
+from mlaunch.leases.site import place
+from mlaunch.rank.setup import device
+
+VARIABLE = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
+_PLACE = "place on the CPUs"
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a launch may use. ``fds``: what its processes are to hold meanwhile."""
+
+    options: Options
+    environ: Mapping[str, str]
+    fds: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launch waits for. ``numbers``: of the devices, by name; None: it is a place on the CPUs."""
+
+    options: Options
+    environ: Mapping[str, str]
+    wish: Wish
+    numbers: Mapping[str, int] | None
+
+    def begin(self) -> Acquisition:
+        """Joins the queue. OSError where there can be no leases."""
+        return Acquisition(place(os.environ), self.wish)
+
+    def granted(self, lease: DeviceLease) -> Grant:
+        """Returns the launch as it is with these devices."""
+        changes: dict[str, Any] = {"lease": False, "concurrent": None}
+        if self.numbers is not None:
+            chosen = [self.numbers[name] for name in lease.names]
+            changes |= {"devices": chosen, "n_gpus": len(chosen)}
+        held = ",".join([*held_around(self.environ), *lease.names])
+        return Grant(self.options.replaced(changes), {**self.environ, VARIABLE: held}, lease.fds)
+
+    def waits_for(self, acquisition: Acquisition) -> str:
+        """Says for what, and for whom: "waits for 2 of devices 0-7, which search() (pid 7) has"."""
+        wanted = "a place on the CPUs"
+        if self.numbers is not None:
+            wanted = f"{self.wish.count} of devices {ranges(sorted(self.numbers.values()), ',')}"
+        return f"{self.wish.who} waits for {wanted}, after {acquisition.waits_for()}"
+
+
+def wants_lease(options: Options) -> bool:
+    """Tells whether the launch is to wait for devices of its own."""
+    return asks_for_lease(vars(options))
+
+
+def held_around(environ: Mapping[str, str]) -> list[str]:
+    """Names what the launch holds whose rank this process is."""
+    return [name for name in environ.get(VARIABLE, "").split(",") if name]
+
+
+def request_of(options: Options, server: ForkServer, environ: Mapping[str, str], name: str) -> Request:
+    """Says what the launch wants of this machine; errors are raised as if from the line that called.
+
+    Raises:
+        ValueError: This machine does not have it.
+        RuntimeError: This process is a rank of the launch that holds it.
+    """
+    try:
+        numbers, names, count = _wanted(options, server, environ)
+    except ValueError as error:
+        raise misuse(error) from None
+    ours = set(held_around(environ))
+    left = [one for one in names if one not in ours]
+    if len(left) < count:
+        raise misuse(
+            RuntimeError(
+                f"{name} would wait for ever: it wants {count} of {', '.join(names)}, and the launch that it is called "
+                f"in holds {', '.join(one for one in names if one in ours)} until this rank has returned. Launch it "
+                f"without a lease, or on other devices"
+            )
+        )
+    return Request(options, environ, Wish(left, count, name), numbers)
+
+
+def _wanted(
+    options: Options, server: ForkServer, environ: Mapping[str, str]
+) -> tuple[Mapping[str, int] | None, Sequence[str], int]:
+    """Returns the devices' numbers by name, what will do, and how much of that."""
+    kind = device_choice.choose_type(options.device_type, server.ready())
+    names = server.name_devices(environ) if kind != "cpu" else ()
+    if kind == "cpu" or (options.device_type == "auto" and not names):
+        size = device_choice.place_on_cpus(options.n_gpus, options.devices).local_world_size
+        places = options.concurrent or max(1, device.usable_cpus() // size)
+        return None, [f"{_PLACE} {number}" for number in range(places)], 1
+    if options.concurrent is not None:
+        raise ValueError(
+            f"concurrent={options.concurrent} on {kind} devices: their leases say how many launches run at a time; "
+            f"allowed: None, or device_type='cpu'"
+        )
+    numbers = options.devices or range(len(names))
+    count = options.n_gpus or len(numbers)
+    runtime = server.ready().runtime or kind
+    accelerator = device_choice.Accelerator(kind, runtime, len(names))
+    device_choice.place_on_accelerators(accelerator, None, numbers, environ)
+    if count > len(numbers):  # not of those that were given, so of all
+        device_choice.place_on_accelerators(accelerator, count, None, environ)
+    by_name = {names[number]: number for number in numbers}
+    return by_name, list(by_name), count
+
+
+class leased:
+    """Holds what a launch wants of devices, for a block in which that is started.
+
+    ``tell`` is told of a wait. No context manager of contextlib's; see ``interrupts``.
+    """
+
+    def __init__(self, options: Options, server: ForkServer, environ: Mapping[str, str], name: str,
+                 tell: Callable[[str], None]) -> None:  # fmt: skip
+        self._wants = options, server, environ, name
+        self._tell = tell
+        self._lease: DeviceLease | None = None
+
+    def take(self) -> Grant:
+        """Returns what the launch may use: at once, or after a wait for its lease. Can be interrupted."""
+        options, _, environ, _ = self._wants
+        if not wants_lease(options):
+            return Grant(options, environ)
+        request = request_of(*self._wants)
+        acquisition = request.begin()
+        try:
+            told = ""
+            while (lease := acquisition.step()) is None:
+                if (text := request.waits_for(acquisition)) != told:
+                    self._tell(text)
+                    told = text
+                interrupts.wait_readable(acquisition.fds())
+        finally:
+            acquisition.close()
+        self._lease = lease
+        return request.granted(lease)
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """What the launch's processes are to hold."""
+        return self._lease.fds if self._lease is not None else ()
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.close()

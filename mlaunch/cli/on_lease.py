@@ -1,0 +1,65 @@
+"""``mlaunch run --lease``: a command waits for devices, and ``mlaunch ps`` tells of those who do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlaunch.base.text import in_two_units
+from mlaunch.caller.leasing import leased
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.cli.checks import UsageError, at_least
+from mlaunch.cli.job import Job
+from mlaunch.leases.site import place
+from mlaunch.leases.standing import standing
+
+
+def check(args: argparse.Namespace, job: Job) -> Job:
+    """Returns the job with what the flag says. UsageError for what does not fit together."""
+    if args.lease is None:
+        return job
+    at_least(1, "--lease", args.lease)
+    if job.nodes > 1 or args.engine:
+        raise UsageError(f"--lease {args.lease} with --nnodes or --engine: leases are of one machine's devices")
+    if job.devices is not None and args.lease > len(job.devices):
+        raise UsageError(f"--lease {args.lease} with --devices {args.devices}: allowed: up to {len(job.devices)}")
+    return dataclasses.replace(job, lease=args.lease, size=args.lease if args.nproc_per_node is None else job.size)
+
+
+def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[str], None]) -> tuple[
+    Job, dict[str, str], leased
+]:  # fmt: skip
+    """Returns the job on what it has got, its environment, and what holds that; at once for one without a lease."""
+    options = Options(n_gpus=job.lease, devices=job.devices if job.lease else None, lease=job.lease is not None)
+    lease = leased(options, server, environ, job.name, tell)
+    try:
+        grant = lease.take()
+    except ValueError as error:
+        raise UsageError(f"--lease {job.lease}: {error}") from None
+    if grant.options.devices is not None:
+        job = dataclasses.replace(job, devices=tuple(grant.options.devices))
+    return job, dict(grant.environ), lease
+
+
+def rows(environ: Mapping[str, str]) -> list[str]:
+    """Says who has which device, and who waits for which; nothing if nobody has any."""
+    held, waiting = standing(place(environ))
+    found = ["leases"] if held or waiting else []
+    found += [f"  {one['device']}  {_who(one)}" for one in held]
+    return found + [f"  {_who(one, ', waits')} for {_wanted(one.get('count', 1), one['names'])}" for one in waiting]
+
+
+def _who(one: Mapping[str, Any], does: str = ", for") -> str:
+    return f"{one.get('who') or '?'} of pid {one.get('pid', '?')}{does} {_age(one)}".rstrip()
+
+
+def _age(one: Mapping[str, Any]) -> str:
+    return in_two_units(max(0.0, time.time() - one["since"])) if "since" in one else ""
+
+
+def _wanted(count: int, names: Sequence[str]) -> str:
+    return names[0] if count == len(names) == 1 else f"{count} of {', '.join(names)}"

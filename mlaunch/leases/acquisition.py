@@ -1,0 +1,176 @@
+"""Waits for devices, in order of arrival, and takes all that a launch wants or none.
+
+    ticket --all tickets before it that want some of the same are gone--> first --enough are free--> lease
+
+A waiter watches one ticket, the last before its own that wants some of the same devices; only the first watches
+devices. So an end wakes one process and not all. Strictly in order: a launch that wants many keeps later ones from
+overtaking it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlaunch.base.fds import close_all
+from mlaunch.leases.site import LeaseSite
+
+DEVICE, TICKET = "device.", "ticket."
+_open: set[int] = set()  # what a fork of this process must not hold: it would keep devices from others
+
+
+@dataclass(frozen=True)
+class Wish:
+    """``count`` of the devices with these names, the first that are free. ``who``: for people, "train()"."""
+
+    names: Sequence[str]
+    count: int
+    who: str = ""
+
+
+@dataclass
+class DeviceLease:
+    """Devices that are this launch's while one process holds the descriptors."""
+
+    names: tuple[str, ...]
+    fds: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Lets go of it in this process; others may hold it."""
+        fds, self.fds = self.fds, []
+        _open.difference_update(fds)
+        close_all(fds)
+
+
+class Acquisition:
+    """A place in the queue. Wait until one of ``fds()`` is ready, then ``step()``, until that returns the lease."""
+
+    def __init__(self, directory: Path, wish: Wish) -> None:
+        """Takes a ticket. OSError where there can be no leases."""
+        self._wish = wish
+        self._site = LeaseSite(directory)
+        self._said = {"pid": os.getpid(), "who": wish.who, "since": time.time()}
+        self._watched: dict[int, str] = {}
+        self._ticket = -1
+        _open.update(self._site.fds())
+        try:
+            with self._site:
+                last = max((int(name.removeprefix(TICKET)) for name in self._site.names(TICKET)), default=0)
+                self.number = max(last + 1, time.time_ns())
+                wanted = {**self._said, "names": list(wish.names), "count": wish.count}
+                self._ticket = self._site.take(self._name, wanted)
+                _open.add(self._ticket)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _name(self) -> str:
+        return f"{TICKET}{self.number:020}"
+
+    def fds(self) -> list[int]:
+        """Returns what hangs up when ``step`` has something to do."""
+        return list(self._watched)
+
+    def waits_for(self) -> str:
+        """Says for whom: "search() (pid 7)", and others."""
+        with self._site:
+            holders = [self._site.said(name) for name in self._watched.values()]
+        return ", ".join(dict.fromkeys(f"{said.get('who') or '?'} (pid {said.get('pid')})" for said in holders))
+
+    def step(self) -> DeviceLease | None:
+        """Looks again; None: it is not our turn, or too few are free."""
+        self._unwatch()
+        with self._site:
+            before = self._before()
+            if before is not None:
+                self._watch(*before)
+                return None
+            return self._take()
+
+    def close(self) -> None:
+        """Leaves the queue. Whoever comes next finds that by itself, as with one that was killed."""
+        self._unwatch()
+        if self._ticket >= 0:
+            with self._site:
+                self._leave()
+        _open.difference_update(self._site.fds())
+        self._site.close()
+
+    def _leave(self) -> None:
+        self._site.remove(self._name)
+        _open.discard(self._ticket)
+        os.close(self._ticket)
+        self._ticket = -1
+
+    def _before(self) -> tuple[int, str] | None:
+        """Returns the last ticket before ours whose owner lives and wants some of the same, with what watches it."""
+        for name in reversed(self._site.names(TICKET)):
+            if name >= self._name:
+                continue
+            watched = self._site.watch(name)
+            if watched is None:
+                self._site.remove(name)
+            elif set(self._wish.names) & set(self._site.said(name).get("names", ())):
+                return watched, name
+            else:
+                os.close(watched)
+        return None
+
+    def _take(self) -> DeviceLease | None:
+        """Takes the first that are free, if they are enough."""
+        free = []
+        for device in self._wish.names:
+            name = file_of(device)
+            watched = self._site.watch(name)
+            if watched is None:
+                free.append(device)
+            else:
+                self._watch(watched, name)
+        if len(free) < self._wish.count:
+            return None
+        lease = DeviceLease(tuple(free[: self._wish.count]), [os.dup(self._site.fd)])
+        _open.update(lease.fds)
+        try:
+            for device in lease.names:
+                lease.fds.append(self._site.take(file_of(device), self._said))
+                _open.add(lease.fds[-1])
+        except BaseException:
+            lease.close()
+            raise
+        self._leave()
+        return lease
+
+    def _watch(self, fd: int, name: str) -> None:
+        self._watched[fd] = name
+        _open.add(fd)
+
+    def _unwatch(self) -> None:
+        fds, self._watched = list(self._watched), {}
+        _open.difference_update(fds)
+        close_all(fds)
+
+
+def file_of(device: str) -> str:
+    """Returns the name of a device's FIFO."""
+    return DEVICE + urllib.parse.quote(device, safe="")
+
+
+def device_of(name: str) -> str:
+    return urllib.parse.unquote(name.removeprefix(DEVICE))
+
+
+def _let_go() -> None:
+    """Closes what belongs to the parent, in a fork of it."""
+    for fd in _open:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

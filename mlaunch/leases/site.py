@@ -1,0 +1,134 @@
+"""The directory of a user's leases: fixed, on this machine, the same for notebooks, shells, cron and jobs.
+
+A lease and a ticket are each a FIFO with a ``flock``, and a file beside it that says whose they are. Who has one holds
+the FIFO's writing end, which the kernel closes when the last process that has it is gone, however that came; who waits
+has the reading end, which hangs up then. (inotify tells the same, but before the lock is free, and a user may have 128
+of those.) All changes are made under one lock, which is held for moments only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "MLAUNCH_LEASE_DIR"
+_LOCK = "lock"
+
+
+def place(environ: Mapping[str, str]) -> Path:
+    """Says where the leases of this user are, whatever TMPDIR and XDG_RUNTIME_DIR say: those differ between jobs."""
+    return Path(environ.get(VARIABLE) or f"/tmp/mlaunch-{os.getuid()}-leases")
+
+
+class LeaseSite:
+    """The opened directory. ``fd`` has a shared lock, which keeps systemd-tmpfiles from cleaning it up."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens it, and makes it if it is not there.
+
+        Raises:
+            OSError: There can be none.
+            PermissionError: It is somebody else's, or open to others.
+        """
+        self.path = path
+        try:
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"device leases need the directory {path}, or another that {VARIABLE} names: "
+                f"{error.strerror}"
+            ) from None  # fmt: skip
+        try:
+            _check_owner(path, os.fstat(self.fd))
+            with contextlib.suppress(OSError):  # some file systems cannot
+                fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def __enter__(self) -> None:
+        """Keeps all others from changing anything, until the block ends."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._lock)
+        os.close(self.fd)
+
+    def fds(self) -> list[int]:
+        return [self._lock, self.fd]
+
+    def names(self, start: str) -> list[str]:
+        """Returns the FIFOs whose names begin so, in order."""
+        return sorted(name for name in os.listdir(self.fd) if name.startswith(start) and not name.endswith(".json"))
+
+    def take(self, name: str, said: Mapping[str, Any]) -> int:
+        """Takes a FIFO that nobody has; returns the descriptor that holds it. Called under the lock."""
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(name, 0o600, dir_fd=self.fd)
+        fd = os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(name + ".json", "w", encoding="utf-8", opener=self._open) as file:
+                json.dump(said, file)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def watch(self, name: str) -> int | None:
+        """Returns a descriptor that hangs up when who has this FIFO is gone; None: nobody has it. Under the lock."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return fd
+        os.close(fd)
+        return None
+
+    def said(self, name: str) -> dict[str, Any]:
+        """Returns what who has it, or had it last, says of itself; nothing of who was killed while saying so."""
+        with contextlib.suppress(OSError, ValueError):
+            with open(name + ".json", encoding="utf-8", opener=self._open) as file:
+                found = json.load(file)
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def remove(self, name: str) -> None:
+        for path in (name, name + ".json"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path, dir_fd=self.fd)
+
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags, 0o600, dir_fd=self.fd)
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(
+            f"{path} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; remove it, or set {VARIABLE} to a directory of yours"
+        )
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[LeaseSite]:
+    site = LeaseSite(path)
+    try:
+        yield site
+    finally:
+        site.close()

@@ -1,0 +1,98 @@
+"""Launches that wait for devices, or for a place on the CPUs, until those are theirs alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlaunch import launcher
+from mlaunch.leases.site import place
+from mlaunch.leases.standing import standing
+from tests.processes import wait_gone, wait_until
+
+
+def held(pid: int | str = "self") -> list[str]:
+    """Returns the devices that a process holds."""
+    links = [Path(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    return [os.path.basename(os.readlink(link)) for link in links if link.exists() and "device." in os.readlink(link)]
+
+
+def one_at_a_time(folder: Path) -> str:
+    """Fails if another launch is doing this, too."""
+    mark = os.open(folder / f"only-{os.environ['RANK']}", os.O_CREAT | os.O_EXCL)
+    os.close(mark)
+    signal.sigtimedwait([], 0.05)
+    os.unlink(folder / f"only-{os.environ['RANK']}")
+    return os.environ["MLAUNCH_LEASED"]
+
+
+def test_calls_of_several_threads_take_turns(tmp_path: Path) -> None:
+    train = launcher(one_at_a_time, n_gpus=2, concurrent=1)
+    values: list[list[str]] = []
+    threads = [threading.Thread(target=lambda: values.append(train(tmp_path))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values == [["place on the CPUs 0"] * 2] * 4
+
+
+def fds_of_leases() -> list[tuple[list[str], list[str], bool]]:
+    fds = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    ours = [fd for fd in fds if "device." in os.readlink(f"/proc/self/fd/{fd}")]
+    closed = all(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for fd in ours)
+    return [(held(), held(os.getppid()), closed)]
+
+
+def test_agent_and_ranks_hold_it_and_what_they_execute_does_not() -> None:
+    ((of_rank, of_agent, closed),) = launcher(fds_of_leases, n_gpus=1, lease=True, concurrent=3)()[0]
+    assert of_rank == of_agent == ["device.place%20on%20the%20CPUs%200"]
+    assert closed
+    assert held() == []
+
+
+def nested() -> list[int]:
+    return launcher(os.getpid, n_gpus=1, concurrent=1, join=False)()
+
+
+def test_a_launch_inside_the_one_that_holds_its_devices_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"getpid\(\) would wait for ever: it wants 1 of place on the CPUs 0, and"):
+        launcher(nested, n_gpus=1, concurrent=1)()
+
+
+def forever(folder: Path) -> None:
+    (folder / f"{os.getppid()}.pid").touch()
+    signal.pause()
+
+
+def test_the_end_of_a_killed_agents_ranks_ends_the_lease(tmp_path: Path) -> None:
+    """Whoever waits is told, though nobody was left to say so; standing tells who it was."""
+    caller = threading.Thread(target=lambda: _fails(tmp_path))
+    caller.start()
+    wait_until(lambda: bool(list(tmp_path.glob("*.pid"))))
+    agent = int(next(tmp_path.glob("*.pid")).stem)
+    waiter = threading.Thread(target=launcher(os.getpid, n_gpus=1, concurrent=1))
+    waiter.start()
+    wait_until(lambda: bool(standing(place(os.environ))[1]))
+    ((found,), _) = standing(place(os.environ))
+    assert (found["device"], found["who"]) == ("place on the CPUs 0", "forever()")
+    os.kill(agent, signal.SIGKILL)
+    caller.join()
+    waiter.join()
+    wait_gone([agent])
+
+
+def _fails(folder: Path) -> None:
+    with pytest.raises(Exception, match="was ended"):
+        launcher(forever, n_gpus=1, concurrent=1)(folder)
+
+
+def test_what_there_is_not_is_refused_before_anything_waits() -> None:
+    with pytest.raises(ValueError, match="ranks on CPUs have no device numbers"):
+        launcher(os.getpid, device_type="cpu", devices=[0, 1], n_gpus=1)()
+    assert standing(place(os.environ)) == ([], [])

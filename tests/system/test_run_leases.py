@@ -1,0 +1,80 @@
+"""``mlaunch run --lease``, and what ``mlaunch ps`` tells of leases."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from mlaunch.cli import on_lease
+from mlaunch.cli.job import Job, job_of
+from mlaunch.leases.acquisition import Acquisition, Wish
+from mlaunch.leases.site import place
+from tests.processes import wait_until
+from tests.system.commands import run, start, write
+from tests.unit.test_flags import parse
+
+SCRIPT = """
+import os, time
+print(os.environ["WORLD_SIZE"], os.environ["MLAUNCH_LEASED"], flush=True)
+"""
+
+
+def test_a_command_waits_for_its_turn(tmp_path: Path) -> None:
+    cpus = [f"place on the CPUs {number}" for number in range(len(os.sched_getaffinity(0)))]
+    before = Acquisition(place(os.environ), Wish(cpus, len(cpus), "before()"))
+    lease = before.step()
+    assert lease is not None
+    command = start(tmp_path, "--lease", "2", write(tmp_path, SCRIPT))
+    wait_until(lambda: len(on_lease.rows(os.environ)) > len(cpus) + 1)
+    shown = on_lease.rows(os.environ)
+    pid = os.getpid()
+    assert re.fullmatch(rf"  place on the CPUs 0  before\(\) of pid {pid}, for \d+ .+", shown[1])
+    assert re.fullmatch(rf"  train.py of pid {command.pid}, waits .+ for (1 of )?place on the CPUs 0.*", shown[-1])
+    assert command.poll() is None
+    lease.close()
+    before.close()
+    out, err = command.communicate(timeout=120)
+    assert re.fullmatch(r"(2 place on the CPUs \d\n){2}", out)
+    assert re.search(rf"mlaunch: train.py waits for a place on the CPUs, after before\(\) \(pid {pid}\)", err)
+    assert on_lease.rows(os.environ) == []
+
+
+def test_a_command_that_waits_can_be_ended(tmp_path: Path) -> None:
+    cpus = [f"place on the CPUs {number}" for number in range(len(os.sched_getaffinity(0)))]
+    before = Acquisition(place(os.environ), Wish(cpus, len(cpus)))
+    lease = before.step()
+    command = start(tmp_path, "--lease", "1", write(tmp_path, SCRIPT))
+    wait_until(lambda: len(on_lease.rows(os.environ)) > len(cpus) + 1)
+    command.send_signal(signal.SIGTERM)
+    command.communicate(timeout=120)
+    assert command.returncode == 128 + signal.SIGTERM
+    assert len(on_lease.rows(os.environ)) == len(cpus) + 1
+    before.close()
+    assert lease is not None
+    lease.close()
+
+
+def checked(*words: str) -> Job:
+    args = parse(*words, __file__)
+    return on_lease.check(args, job_of(args, {}))
+
+
+def test_flags_that_do_not_go_together() -> None:
+    assert (checked("--lease", "2").size, checked("--lease", "2", "--nproc-per-node", "4").size) == (2, 4)
+    for words, text in (
+        (["--lease", "0"], "--lease 0: allowed: 1 or more"),
+        (["--lease", "2", "--devices", "1"], "--lease 2 with --devices 1: allowed: up to 1"),
+        (["--lease", "2", "--nnodes", "2"], "--lease 2 with --nnodes or --engine: leases are of one machine's"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            checked(*words)
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    done = run(tmp_path, "--lease", "1", "--devices", "0,1", write(tmp_path, SCRIPT))
+    assert done.returncode == 2
+    assert "--lease 1: devices=[0, 1]: ranks on CPUs have no device numbers" in done.stderr
