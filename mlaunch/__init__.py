@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost
     from mlaunch.caller.detectron2 import launch
     from mlaunch.caller.launcher import launcher
+    from mlaunch.caller.many.run_future import Run
     from mlaunch.caller.ranks.held import Held, scatter
     from mlaunch.caller.ranks.ranks import Ranks
     from mlaunch.caller.report.launch_report import LaunchReport
@@ -58,6 +59,7 @@ _NAMES = {
     "mlaunch.caller.ranks.held": "Held scatter",
     "mlaunch.caller.ranks.ranks": "Ranks",
     "mlaunch.caller.detectron2": "launch",
+    "mlaunch.caller.many.run_future": "Run",
     "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
@@ -88,6 +90,7 @@ __all__ = [
     "RankZeroFilter",
     "Ranks",
     "RanksLost",
+    "Run",
     "Server",
     "Span",
     "__version__",

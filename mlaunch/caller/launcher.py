@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import multiprocessing
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import arguments, interrupts, nesting, ways
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.many.run_future import Run
     from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
 
 P = ParamSpec("P")
@@ -130,9 +130,18 @@ class launcher(Generic[P, R]):
                 raise
             raise error.with_traceback(None) from error.__cause__
 
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
+        """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
+        __tracebackhide__ = True
+        from mlaunch.caller.many.submit import submit
+        from mlaunch.protocol.calls import Call
+
+        call = Call(self._function, (*self._bound, *args), kwargs)
+        return submit(self._options, call, self._name, self._reports.append)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
         __tracebackhide__ = True
-        _refuse_in_bootstrap(self._name)
+        nesting.refuse_in_bootstrap(self._name)
         place = nesting.place_to_join(self._options, self._name)
         arguments.check(self._function, args, kwargs)
         if place is not None:
@@ -245,14 +254,3 @@ def _attributes(function: Callable[..., Any]) -> dict[str, Any]:
     if not isinstance(function, types.FunctionType):
         return {}
     return {name: value for name, value in vars(function).items() if name not in _OWN_NAMES}
-
-
-def _refuse_in_bootstrap(name: str) -> None:
-    # multiprocessing imports the main script anew in each process that it spawns, and sets this while it does.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise misuse(
-            RuntimeError(
-                f"{name}() is called while multiprocessing imports this script into a process of its own; "
-                f"put the call under if __name__ == '__main__':"
-            )
-        )

@@ -6,6 +6,7 @@ mlaunch's own refuses: it would start as many ranks again in each rank, which is
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
@@ -74,3 +75,15 @@ def run_joined(
         seeding.apply(seeding.of_rank(options.seed, place.rank))
     value = function(*args, **kwargs)
     return [value if options.results == "all" or place.rank == 0 else None]
+
+
+def refuse_in_bootstrap(name: str) -> None:
+    """Raises RuntimeError in a process that multiprocessing spawns, while it imports the script."""
+    # multiprocessing imports the main script anew in each process that it spawns, and sets this while it does.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise misuse(
+            RuntimeError(
+                f"{name}() is called while multiprocessing imports this script into a process of its own; "
+                f"put the call under if __name__ == '__main__':"
+            )
+        )

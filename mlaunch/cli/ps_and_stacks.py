@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import socket
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,8 @@ from mlaunch.caller.why_text import sentence
 from mlaunch.cli import on_lease
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
+from mlaunch.protocol import registry, visitors
+from mlaunch.protocol.visitors import ALL_STACKS, STACKS, STATUS, STOP
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -117,21 +117,8 @@ def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str
     answers, timeout = [], None if patient else _ANSWER_TIMEOUT
     for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
         with connection:
-            answers.append(_answer(connection, word, timeout) if launch_id.startswith(start) else None)
+            answers.append(visitors.ask(connection, word, timeout) if launch_id.startswith(start) else None)
     return [answer for answer in answers if answer is not None]
-
-
-def _answer(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
-    connection.settimeout(timeout)
-    with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
-        connection.send(word)
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
-        if fds:
-            with open(fds[0], encoding="utf-8") as file:
-                file.seek(0)
-                status: dict[str, Any] = json.load(file)
-                return status
-    return None  # it ended while we asked
 
 
 def _nothing() -> str:

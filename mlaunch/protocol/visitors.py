@@ -123,3 +123,17 @@ def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
             json.dump(status, file)
             file.flush()
             socket.send_fds(visitor, [b"."], [memfd])
+
+
+def ask(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
+    """Asks a launch, as who has come; None: it has ended meanwhile, or does not answer within these seconds."""
+    connection.settimeout(timeout)
+    with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
+        connection.send(word)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        if fds:
+            with open(fds[0], encoding="utf-8") as file:
+                file.seek(0)
+                status: dict[str, Any] = json.load(file)
+                return status
+    return None  # it ended while we asked

@@ -42,6 +42,7 @@ def test_the_digits_example() -> None:
     ("script", "said"),
     [
         ("examples/first.py", r"\[30\.0, 30\.0\]\n"),
+        ("docs/listings/submitting.py", r"([123] \[\d, \d\]\n){3}"),
         ("docs/listings/staying.py", r"\d\.\d+, then 0\.000; 5 weights\n"),
     ],
 )

@@ -34,7 +34,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 
 # A warm server that is killed just before the call still looks alive, and so does a prepared launch.
-_TRIES = 3
+TRIES = 3
 
 
 def call_on_ranks(
@@ -64,7 +64,7 @@ def call_on_ranks(
 
 
 def _attempt(options: Options, call: Call, name: str, number: Attempt, order: StopOrder) -> Ended:
-    left = _TRIES
+    left = TRIES
     while True:
         left -= 1
         try:
@@ -74,7 +74,7 @@ def _attempt(options: Options, call: Call, name: str, number: Attempt, order: St
                 raise
             if not left:
                 raise LaunchError(
-                    f"{error}; {_TRIES - 1} others before it met the same end. Look for what kills them: the kernel, "
+                    f"{error}; {TRIES - 1} others before it met the same end. Look for what kills them: the kernel, "
                     f"for want of memory (dmesg), or a limit of this machine"
                 ) from error
 
@@ -93,8 +93,8 @@ def _try(options: Options, call: Call, name: str, number: Attempt, order: StopOr
         with lease:  # until the launch's processes have it
             spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
             history.ready = time.monotonic()
-            sent, output = _as_sent(options, call), output_plan(options, spec, place)
-            handle = _start(grant, server, spec, sent, output, history)
+            sent, output = sent_as(options, call), output_plan(options, spec, place)
+            handle = start(grant, server, spec, sent, output, history)
         try:
             order.attach(handle.ask_to_stop)
             return handle.wait()
@@ -105,9 +105,10 @@ def _try(options: Options, call: Call, name: str, number: Attempt, order: StopOr
             server.close()
 
 
-def _start(
+def start(
     grant: Grant, server: ForkServer, spec: LaunchSpec, sent: Call | None, output: OutputPlan, history: History
 ) -> LaunchHandle:
+    """Starts an attempt. ServerGoneError: nothing was started."""
     if grant.options.start_method == "forkserver" and sent is not None and not grant.fds:
         return start_or_take(server, spec, sent, output, history)
     return start_launch(server, spec, sent, output, history, grant.fds)
@@ -129,7 +130,8 @@ def planned(
         raise misuse(error) from None
 
 
-def _as_sent(options: Options, call: Call) -> Call | None:
+def sent_as(options: Options, call: Call) -> Call | None:
+    """Returns the call as it is sent; None: the ranks have it in memory."""
     if options.start_method == "fork":
         return None
     return Call(calls.portable(call.function), call.args, call.kwargs)

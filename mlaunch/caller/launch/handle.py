@@ -135,11 +135,26 @@ class LaunchHandle:
                 doing = "; ".join(self.outcome.doing())
                 add_note(interrupt, f"{self.spec.name} was ended by this; {doing}")
             self.outcome.interrupt = interrupt
+        return self.end()
+
+    def end(self) -> Ended:
+        """Says how it ended, after its last word, and shows what ranks printed last; raises as ``wait``."""
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
             raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")
         with interrupts.allowed():  # values are unpickled by code of the user's
             return settle(self.outcome, self.report())
+
+    @property
+    def answered(self) -> bool:
+        """Tells whether all ranks have returned, so that it is too late to end it."""
+        return len(self.outcome.values) + len(self.outcome.silent) >= self.spec.local_world_size
+
+    def ask_to_end(self) -> None:
+        """Asks for its end without waiting for it, which ``step`` hears of."""
+        self.ending = True
+        self._limits.begin_cancel(force=False)
+        self.agent.try_send(Cancel())
 
     def report(self) -> Callable[[], LaunchReport]:
         """Notes what has happened so far; what it returns reports it."""

@@ -25,16 +25,22 @@ def with_restarts(
     start, left = time.monotonic(), deadline
     for restart_count in range(max_restarts):
         ended = attempt(left, restart_count)
-        if is_to_stop() or not _may_be_repeated(ended.error):
+        if is_to_stop() or not may_be_repeated(ended.error):
             return ended
-        why = str(report_of(ended.error) if ended.error is not None else "").partition("\n")[0]
-        tell(f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}")
+        tell(again(name, restart_count, max_restarts, ended.error))
         if deadline is not None:
             left = max(0.0, deadline - (time.monotonic() - start))
     return attempt(left, max_restarts)
 
 
-def _may_be_repeated(error: BaseException | None) -> bool:
+def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:
+    """Says that it is started again, and why."""
+    why = str(report_of(error) if error is not None else "").partition("\n")[0]
+    return f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}"
+
+
+def may_be_repeated(error: BaseException | None) -> bool:
+    """Tells whether it is a failure that may not come again."""
     report = report_of(error) if isinstance(error, Exception) else None
     if report is None or not report.failures or isinstance(report, LaunchTimeout):
         return False

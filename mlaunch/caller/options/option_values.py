@@ -198,7 +198,7 @@ class Staying:
         return "Ranks, or None"
 
     def check(self, name: str, value: object) -> None:
-        if value is not None and not callable(getattr(value, "submit", None)):
+        if value is not None and not (callable(getattr(value, "submit", None)) and hasattr(value, "run")):
             raise TypeError(f"{name}={value!r}: allowed: {self}")
 
 

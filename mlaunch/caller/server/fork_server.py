@@ -68,6 +68,12 @@ class ForkServer:
                     self._waiting = False
             return self._ready
 
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """What can be read when ``ready`` need not wait; nothing, if it need not now."""
+        told = self._ready is not None or linux.wait_readable([self._control.fileno()], 0.0)
+        return () if told else (self._control.fileno(),)
+
     def _hear(self, deadline: float | None, on_wait: Callable[[], None] | None) -> Ready:
         try:
             quiet = _QUIET_TIME if deadline is None else min(deadline, _QUIET_TIME)

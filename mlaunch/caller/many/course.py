@@ -1,0 +1,139 @@
+"""The course of a submitted call, in steps: a generator that yields what it waits for, so that one thread drives many.
+
+It does what ``caller/launch/call.py`` does in a loop of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+
+from mlaunch.caller.launch.call import TRIES, flush_streams, planned, sent_as, start
+from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
+from mlaunch.caller.launch.restarts import again, may_be_repeated
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.leasing import Grant, request_of, wants_lease
+from mlaunch.caller.many.run_future import RunCourse
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_options import new_directory, output_plan
+from mlaunch.caller.report.history import History
+from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.leases.acquisition import DeviceLease
+from mlaunch.protocol.calls import Call
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a course waits for: one of the descriptors, the seconds, or that somebody wakes it."""
+
+    fds: tuple[int, ...] = ()
+    timeout: float | None = None
+
+
+_log = logging.getLogger("mlaunch")
+Steps = Generator[Need, None, Ended]
+
+# Who waits for which devices: the first of each row has a ticket in the queue of all processes. So a sweep has one
+# place in it at a time, and lets others in between, and a thousand trials need no thousand tickets.
+_rows: dict[tuple[str, ...], deque[RunCourse]] = {}
+
+
+def steps_of(options: Options, call: Call, name: str, course: RunCourse) -> Steps:
+    """Runs a call to its end, restarts included. CancelledError: it was cancelled before it began."""
+    _go_on(course)
+    course.log_dir = new_directory(options.log_dir, name)
+    if course.log_dir is not None:
+        options = options.replaced({"log_dir": course.log_dir})
+    flush_streams()
+    begun, left = time.monotonic(), options.deadline
+    for restart_count in range(options.max_restarts):
+        ended = yield from _attempt(options, call, name, Attempt(restart_count, left), course)
+        if course.cancelling or not may_be_repeated(ended.error):
+            return ended
+        _log.warning(again(name, restart_count, options.max_restarts, ended.error))
+        left = None if options.deadline is None else max(0.0, options.deadline - (time.monotonic() - begun))
+    return (yield from _attempt(options, call, name, Attempt(options.max_restarts, left), course))
+
+
+def _attempt(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+    for _ in range(TRIES - 1):
+        try:
+            return (yield from _try(options, call, name, number, course))
+        except ServerGoneError:
+            continue
+    return (yield from _try(options, call, name, number, course))
+
+
+def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+    history = History()
+    environ = {**os.environ, **(options.env or {})}
+    server = warm_server.get(environ)
+    while server.waits_for:
+        yield Need(server.waits_for)
+        _go_on(course)
+    ready = server.ready()
+    lease = None
+    try:
+        grant = Grant(options, environ)
+        if wants_lease(options):
+            lease, grant = yield from _leased(options, server, grant, name, course)
+        _go_on(course)
+        spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
+        history.ready = time.monotonic()
+        handle = start(grant, server, spec, sent_as(options, call), output_plan(options, spec), history)
+    finally:
+        if lease is not None:
+            lease.close()
+    return (yield from _driven(handle, course))
+
+
+def _go_on(course: RunCourse) -> None:
+    if course.cancelling:
+        course.cancelled = True
+        raise CancelledError
+
+
+def _leased(
+    options: Options, server: ForkServer, grant: Grant, name: str, course: RunCourse
+) -> Generator[Need, None, tuple[DeviceLease, Grant]]:
+    request = request_of(options, server, grant.environ, name)
+    row = _rows.setdefault(tuple(request.wish.names), deque())
+    row.append(course)
+    try:
+        while row[0] is not course:
+            yield Need()
+            _go_on(course)
+        acquisition = request.begin()
+        try:
+            while (lease := acquisition.step()) is None:
+                yield Need(tuple(acquisition.fds()))
+                _go_on(course)
+        finally:
+            acquisition.close()
+        return lease, request.granted(lease)
+    finally:
+        row.remove(course)
+        if row:
+            row[0].notify()
+
+
+def _driven(handle: LaunchHandle, course: RunCourse) -> Steps:
+    course.handle, asked = handle, False
+    try:
+        while handle.step():
+            if course.cancelling and not asked:
+                asked = not handle.outcome.failed and not handle.answered
+                handle.ask_to_end()
+            yield Need((handle.fileno(),), handle.timeout())
+        course.cancelled = asked and not handle.answered
+        return handle.end()
+    finally:
+        course.handle = None
+        handle.close()

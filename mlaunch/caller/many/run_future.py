@@ -1,0 +1,113 @@
+"""``train.submit(...)``: the future of a launch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlaunch.caller import interrupts
+from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol import registry
+from mlaunch.protocol.visitors import STACKS, ask
+
+_STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
+
+
+class Run(Future[list[Any]]):
+    """A launch that was submitted; its result is the list of its ranks' values, in their order.
+
+    A ``concurrent.futures.Future``: ``wait`` and ``as_completed`` of that module, ``asyncio.wrap_future`` and callbacks
+    (in the thread that drives the launches) take it. It goes on if nobody keeps it, and ends with this process.
+
+    Attributes:
+        name: The function's, "train()".
+        arguments: What the function was given, by name.
+        report: The LaunchReport; None before it is over.
+        log_dir: Its directory in ``log_dir=``; None before it has begun.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], course: RunCourse) -> None:
+        super().__init__()
+        # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
+        self._condition = interrupts.Condition()  # type: ignore[assignment]
+        self.name, self.arguments = name, dict(arguments)
+        self._course = course
+
+    @property
+    def report(self) -> LaunchReport | None:
+        make = self._course.make_report
+        return None if make is None else make()
+
+    @property
+    def log_dir(self) -> str | None:
+        return self._course.log_dir
+
+    def running(self) -> bool:
+        """Tells whether ranks were started for it and it is not over."""
+        return self._course.handle is not None and not self.done()
+
+    def cancel(self) -> bool:
+        """Ends it, and returns when its processes are gone; one that waits starts none. Can be interrupted.
+
+        True only if it ended by that: not if it was over, or all ranks had returned, or one had failed.
+        """
+        self._course.cancelling = True
+        self._course.notify()
+        if threading.current_thread().name != self._course.driver:  # in a callback there, nobody would end it
+            with interrupts.allowed():
+                self._course.over.wait()
+        return self.cancelled()
+
+    def stacks(self) -> dict[int, str]:
+        """Returns the Python stacks of its ranks as they are now, by rank; none of one that has not begun or is over.
+
+        The ranks go on meanwhile.
+        """
+        handle = self._course.handle
+        if handle is None or self.done():
+            return {}
+        spec = handle.outcome.spec
+        connection = registry.connect(os.environ, registry.name_of(spec.launch_id, spec.rank_start))
+        if connection is None:
+            return {}
+        with connection:
+            status = ask(connection, STACKS, _STACKS_TIMEOUT)
+        return {rank["rank"]: rank["stacks"] for rank in (status or {}).get("ranks", ())}
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+        state = "over" if self.done() else "running" if self.running() else "waiting"
+        return f"<Run of {self.name.removesuffix('()')}({given}): {'cancelled' if self.cancelled() else state}>"
+
+    def _end(self, how: Ended | BaseException) -> None:
+        """Tells how it ended, or why it did not begin. It was pending before: ``Future`` cancels nothing that runs."""
+        error = how.error if isinstance(how, Ended) else how
+        if isinstance(how, Ended):
+            self._course.make_report = how.report
+        if self._course.cancelled:
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif error is not None or not isinstance(how, Ended):
+            self.set_exception(error)
+        else:
+            self.set_result(how.values)
+
+
+@dataclass(eq=False)
+class RunCourse:
+    """What is known of a run while it is driven."""
+
+    driver: str  # the name of its thread
+    notify: Callable[[], None]
+    cancelling: bool = False  # somebody wants it to end
+    cancelled: bool = False  # it ended by that
+    handle: LaunchHandle | None = None
+    log_dir: str | None = None
+    make_report: Callable[[], LaunchReport] | None = None
+    over: threading.Event = field(default_factory=threading.Event)

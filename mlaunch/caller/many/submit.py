@@ -1,0 +1,66 @@
+"""Submits a call: checks it in the caller's frame, and leaves the rest to the thread that drives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import arguments, nesting
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.many.course import steps_of
+from mlaunch.caller.many.loop import THREAD, loop
+from mlaunch.caller.many.run_future import Run, RunCourse
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol.calls import Call
+
+_ELSEWHERE = {"engine": None, "ranks": None, "keep": None, "start_method": "forkserver"}
+
+
+def submit(options: Options, call: Call, name: str, keep_report: Callable[[LaunchReport], None]) -> Run:
+    """Begins a call; returns its future. What is wrong with it is raised here, before anything starts.
+
+    Raises:
+        RuntimeError: This process is a rank already.
+        TypeError: The function does not take these arguments.
+        ValueError: An option that goes with blocking calls alone.
+    """
+    nesting.refuse_in_bootstrap(name)
+    if nesting.place_to_join(options, name) is not None:
+        raise misuse(
+            RuntimeError(
+                f"{name}.submit() in {nesting.rank_of_process()}, which would join the other ranks and run the "
+                f"function itself; allowed: a blocking call, or join=False"
+            )
+        )
+    function = cast("Callable[..., Any]", call.function)
+    arguments.check(function, call.args, call.kwargs)
+    for option, usual in _ELSEWHERE.items():
+        if getattr(options, option) != usual:
+            raise misuse(ValueError(f"{option}={getattr(options, option)!r} with submit(): allowed: {usual!r}, or a "
+                                    f"blocking call in a thread"))  # fmt: skip
+    course = RunCourse(THREAD, loop.notify)
+    run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
+
+    def tell(how: Ended | BaseException) -> None:
+        if isinstance(how, Ended):
+            keep_report(how.report())
+        try:
+            run._end(how)
+        finally:
+            course.over.set()
+
+    loop.add(steps_of(options, call, f"{name}()", course), tell)
+    return run
+
+
+def named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments by name, with the defaults filled in; by number where the function does not say."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+    bound.apply_defaults()
+    return dict(bound.arguments)

@@ -1,0 +1,104 @@
+"""Launches that are submitted: futures, all driven by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, launcher
+from mlaunch.caller.many.loop import THREAD
+from mlaunch.leases.site import place
+from mlaunch.leases.standing import standing
+from tests.processes import alive, wait_until
+
+
+@launcher(n_gpus=2)
+def double(x: int, plus: int = 1) -> int:
+    return 2 * x + plus + dist.get_rank()
+
+
+def hold(folder: Path, name: str = "begun") -> str:
+    """Runs until its file is removed."""
+    mark = folder / f"{name}-{os.getpid()}"
+    mark.touch()
+    while mark.exists():
+        signal.sigtimedwait([], 0.01)
+    return name
+
+
+def holding(folder: Path, name: str) -> list[int]:
+    """Waits until both ranks hold; returns their pids."""
+    wait_until(lambda: len(list(folder.glob(f"{name}-*"))) == 2)
+    return [int(mark.name.partition("-")[2]) for mark in folder.glob(f"{name}-*")]
+
+
+def test_futures_of_launches(tmp_path: Path) -> None:
+    runs = [double.options(log_dir=tmp_path).submit(number) for number in range(4)]
+    done, waiting = concurrent.futures.wait(runs, 120)
+    assert (done, waiting) == ({*runs}, set())
+    assert [run.result() for run in runs] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [run.arguments for run in runs] == [{"x": number, "plus": 1} for number in range(4)]
+    assert len({run.log_dir for run in runs}) == 4
+    assert all(run.report is not None and len(run.report.ranks) == 2 for run in runs)
+    assert double.last in [run.report for run in runs]
+    assert "double(x=3, plus=1): over" in repr(runs[3])
+    assert not runs[0].cancel()  # it is over
+
+    async def awaited() -> list[int]:
+        return await asyncio.wrap_future(double.submit(1))
+
+    assert asyncio.run(awaited()) == [3, 4]
+
+
+def fail(with_what: object) -> None:
+    raise ValueError(with_what)
+
+
+def test_failures_are_the_futures() -> None:
+    run = launcher(fail, n_gpus=1).submit("this")
+    told: list[str] = []
+    run.add_done_callback(lambda _: told.append(threading.current_thread().name))
+    error = run.exception(120)
+    assert isinstance(error, ValueError)
+    assert isinstance(error.__cause__, LaunchError)
+    unpicklable = launcher(fail, n_gpus=1).submit(threading.Lock())
+    with pytest.raises(TypeError, match=r"argument 0 of fail\(\) .* cannot be pickled"):
+        unpicklable.result(120)
+    assert unpicklable.report is None
+    wait_until(lambda: told != [])
+
+
+def test_cancel_of_one_that_runs_and_of_one_that_waits(tmp_path: Path) -> None:
+    held = launcher(hold, n_gpus=2, concurrent=1)
+    first, second, third = (held.submit(tmp_path, name) for name in ("first", "second", "third"))
+    pids = holding(tmp_path, "first")
+    wait_until(lambda: len(standing(place(os.environ))[1]) == 1)  # the third has no ticket of its own
+    assert (first.running(), second.running()) == (True, False)
+    wait_until(lambda: len(first.stacks()) == 2)  # it listens a moment after it has begun
+    assert all("hold" in stack for stack in first.stacks().values())
+    assert second.stacks() == {}
+    assert second.cancel()
+    assert first.cancel()
+    assert not any(map(alive, pids))
+    assert first.cancelled()
+    for pid in holding(tmp_path, "third"):
+        (tmp_path / f"third-{pid}").unlink()
+    assert not list(tmp_path.glob("second*"))
+    assert third.result(120) == ["third", "third"]
+
+
+def test_misuse_is_raised_where_it_is_submitted() -> None:
+    with pytest.raises(TypeError, match=r"double\(\) missing 1 required positional argument: 'x'"):
+        double.submit()  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="start_method='spawn' with submit"):
+        double.options(start_method="spawn").submit(1)
+    with pytest.raises(ValueError, match=r"n_gpus=1: .*|devices=\[7\]: ranks on CPUs have no device numbers"):
+        double.options(n_gpus=None, devices=[7], device_type="cpu").submit(1).result(120)
+    assert THREAD not in [thread.name for thread in threading.enumerate()]
