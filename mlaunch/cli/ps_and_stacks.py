@@ -12,10 +12,8 @@ from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
 from mlaunch.caller.why_text import sentence
 from mlaunch.cli import on_lease
-from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 from mlaunch.protocol import registry, visitors
-from mlaunch.protocol.visitors import ALL_STACKS, STACKS, STATUS, STOP
+from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -27,7 +27,6 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.stop_order import StopOrder
-from mlaunch.cli import flags
 from mlaunch.cli import flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
