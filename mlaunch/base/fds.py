@@ -105,3 +105,12 @@ _lost: list[select.epoll] = []  # one that is collected closes its number, which
 def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def ready(readers: Iterable[int], writers: Iterable[int], milliseconds: float | None) -> set[int]:
+    """Waits until one can be read, or written to, and returns all that can. In both, writing counts."""
+    poll = select.poll()
+    for fds, event in ((readers, select.POLLIN), (writers, select.POLLOUT)):
+        for fd in fds:
+            poll.register(fd, event)
+    return {fd for fd, _ in poll.poll(milliseconds)}

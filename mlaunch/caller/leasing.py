@@ -32,7 +32,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Request:
+class LeaseRequest:
     """What a launch waits for. ``numbers``: of the devices, by name; None: it is a place on the CPUs."""
 
     options: Options
@@ -71,7 +71,7 @@ def held_around(environ: Mapping[str, str]) -> list[str]:
     return [name for name in environ.get(VARIABLE, "").split(",") if name]
 
 
-def request_of(options: Options, server: ForkServer, environ: Mapping[str, str], name: str) -> Request:
+def request_of(options: Options, server: ForkServer, environ: Mapping[str, str], name: str) -> LeaseRequest:
     """Says what the launch wants of this machine; errors are raised as if from the line that called.
 
     Raises:
@@ -92,7 +92,7 @@ def request_of(options: Options, server: ForkServer, environ: Mapping[str, str],
                 f"without a lease, or on other devices"
             )
         )
-    return Request(options, environ, Wish(left, count, name), numbers)
+    return LeaseRequest(options, environ, Wish(left, count, name), numbers)
 
 
 def _wanted(

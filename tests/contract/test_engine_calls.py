@@ -274,7 +274,7 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
     spec = cast(
         Any,
         SimpleNamespace(
-            launch_id="f" * 12, name="f()", world_size=1, restart_count=0, context=SimpleNamespace(argv=[])
+            launch_id="f" * 12, name="f()", world_size=1, restart_count=0, context=SimpleNamespace(argv=[], source="")
         ),
     )
     lookout = Lookout(spec, [machine])
@@ -290,7 +290,7 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
 
 def test_the_host_is_named_from_which_nothing_more_came() -> None:
     """Others say that a machine is lost, without its name, and it says nothing itself, not even by its end."""
-    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[])))
+    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
     pairs = [socket.socketpair() for _ in range(2)]
     machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
     members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]

@@ -18,7 +18,7 @@ _log = logging.getLogger("mlaunch")
 Tell = Callable[[Ended | BaseException], None]
 
 
-class Loop:
+class LaunchLoop:
     """``add`` has a course driven to its end, and told of that in the thread."""
 
     def __init__(self) -> None:
@@ -114,5 +114,5 @@ def _tell(ended: list[tuple[Tell, Ended | BaseException]]) -> None:
             _log.exception("a callback of a submitted launch raised")
 
 
-loop = Loop()
+loop = LaunchLoop()
 os.register_at_fork(after_in_child=loop.forget)

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+from mlaunch.caller.options import peer_names
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
     About,
@@ -246,16 +247,5 @@ class Options:
         names = [given.name for given in fields(self)]
         for name in changes:
             if name not in names:
-                raise TypeError(f"launcher has no option {name!r}{_perhaps(name, names)}")
+                raise TypeError(f"launcher has no option {name!r}{peer_names.advice(name, names)}")
         return Options(**{**{name: getattr(self, name) for name in names}, **changes})
-
-
-def _perhaps(name: str, names: Sequence[str]) -> str:
-    import difflib  # for this alone
-
-    from mlaunch.caller.options import peer_names
-
-    if found := peer_names.answer(name):
-        return found
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "; help(launcher) lists what there is"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _OPTIONS = {
     "n_gpus": "nproc_per_node nproc nprocs num_processes num_procs num_gpus num_gpus_per_machine num_gpus_per_node "
     "gpus_per_node workers_per_host workers_per_node num_ranks",
@@ -33,3 +35,13 @@ def answer(name: str) -> str:
         if name in names.split():
             return f"; here that is {option}="
     return next((f"; {said}" for said, names in _OTHERWISE.items() if name in names.split()), "")
+
+
+def advice(name: str, names: Sequence[str]) -> str:
+    """Returns what to add to "no option of that name": ours for a peer's name, the nearest one, or where all are."""
+    import difflib  # for this alone
+
+    if found := answer(name):
+        return found
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "; help(launcher) lists what there is"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,16 +12,15 @@ from typing import Protocol
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import Backing, LaunchHandle
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.launch.settle import Ended, add_note, settle
+from mlaunch.caller.launch.settle import Ended, settle
 from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.direct_channels import DirectWays
 from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.ranks.settle_call import settle_call, settle_values
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
-from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
@@ -92,7 +90,7 @@ class KeptHandle(LaunchHandle):
         if found is None:
             self._turn_to_present()
             self._finish_output()
-            found = functools.partial(_settle, self.outcome, self.report()), self.outcome.stale
+            found = functools.partial(settle_call, self.outcome, self.report()), self.outcome.stale
             self.outcome = Outcome(self.spec)  # that one has its values still to read
             self.relay.output.stand_aside()  # else other calls would be numbered beside ranks that do nothing
         self._is_settled = True
@@ -125,7 +123,7 @@ class KeptHandle(LaunchHandle):
         spec, values = self._call.spec, [self._told[rank][3] for rank in range(self.spec.world_size)]
         report = self.history.report_of_values(spec, list(map(len, values)), self._begun, self.relay.output.tails())
         self.ahead, self._call = False, None
-        return functools.partial(_settle_values, spec, values, report), self._told[0][2]
+        return functools.partial(settle_values, spec, values, report), self._told[0][2]
 
     def _turn_to_present(self) -> None:
         """Begins in full what was begun ahead."""
@@ -254,19 +252,3 @@ class KeptHandle(LaunchHandle):
 
     def _end_output(self, until: float) -> None:
         self.relay.finish_call(until)
-
-
-def _settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
-    if outcome.interrupt is not None and outcome.stacks:
-        add_note(outcome.interrupt, f"{outcome.spec.name} was ended by this; {'; '.join(outcome.doing())}")
-    try:
-        return settle(outcome, report)
-    finally:
-        outcome.close()
-
-
-def _settle_values(spec: LaunchSpec, values: Sequence[bytes], report: Callable[[], LaunchReport]) -> Ended:
-    try:
-        return Ended(report, [pickle.loads(value) for value in values], None)
-    except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
-        return settle(Outcome(spec, values={rank: Payload(value) for rank, value in enumerate(values)}), report)

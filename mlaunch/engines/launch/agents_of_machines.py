@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
-from mlaunch.base.fds import close_all
+from mlaunch.base.fds import close_all, ready
 from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.launch.output_pipes import Backlog
 from mlaunch.engines.launch.patience import Patience
@@ -64,9 +63,8 @@ class MergedAgent:
         self._board = Board.create(world_size)
         self._backlog = Backlog()
         self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
-        self._started = self._refused = False
+        self._started = self._refused = self._lost = False  # _lost: some machine, or a process there
         self._hopeless = False  # the launch's handle has let go of it
-        self._lost = False  # some machine, or a process there
         self._hearsay: RankFailure | None = None  # what others say of a machine, which may be about to say more itself
         self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
 
@@ -108,7 +106,7 @@ class MergedAgent:
         self._backlog.close()
 
     def _step(self) -> None:
-        ready = self._wait()
+        events = self._wait()
         gives_up, passed = self._times.take_due()
         if gives_up:
             self._give_up()
@@ -116,33 +114,25 @@ class MergedAgent:
             self._backlog.limit = None
         self._backlog.flush()
         for machine in self._machines:
-            if machine.stderr in ready:
+            if machine.stderr in events:
                 machine.hear_stderr()
-            if machine.stream.outgoing in ready:
+            if machine.stream.outgoing in events:
                 machine.stream.flush()
-        for fd in ready & self._open.keys():
+        for fd in events & self._open.keys():
             self._hear(fd, self._open[fd])
-        self._lookout.serve(ready, list(self._open.values()))
+        self._lookout.serve(events, list(self._open.values()))
         if (ended_by := self._stop.serve()) is not None and not self._lost:
             self._fail(failures.from_stop(ended_by))
             self._cancel()
-        if self._theirs.fileno() in ready:
+        if self._theirs.fileno() in events:
             self._hear_handle()
 
     def _wait(self) -> set[int]:
-        poll = select.poll()
-        for fd in [self._theirs.fileno(), *self._lookout.fds()]:
-            poll.register(fd, select.POLLIN)
-        for fd in self._open if not self._backlog.full else ():
-            poll.register(fd, select.POLLIN)
-        for machine in self._machines:
-            if machine.stderr >= 0:
-                poll.register(machine.stderr, select.POLLIN)
-            if machine.stream.unsent:
-                poll.register(machine.stream.outgoing, select.POLLOUT)
-        for fd in self._backlog.blocked():
-            poll.register(fd, select.POLLOUT)
-        return {fd for fd, _ in poll.poll(self._times.milliseconds(min(self._lookout.due, self._stop.due)))}
+        readers = [self._theirs.fileno(), *self._lookout.fds(), *(() if self._backlog.full else self._open)]
+        readers += [machine.stderr for machine in self._machines if machine.stderr >= 0]
+        writers = [machine.stream.outgoing for machine in self._machines if machine.stream.unsent]
+        writers += self._backlog.blocked()
+        return ready(readers, writers, self._times.milliseconds(min(self._lookout.due, self._stop.due)))
 
     def _hear_handle(self) -> None:
         """Passes on what it wants: that the launch ends. What ranks print holds up nothing any more then."""
@@ -261,10 +251,9 @@ class MergedAgent:
 
     def _begin(self, record: RanksStarting) -> None:
         """Tells of the start once, as that of all ranks."""
-        if self._started:
-            return
-        self._started = True
-        self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
+        if not self._started:
+            self._started = True
+            self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
 
     def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)

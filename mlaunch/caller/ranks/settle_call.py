@@ -1,0 +1,30 @@
+"""How one call of ranks that stay has ended. Values are unpickled here, which may run code of the user's."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.launch.settle import Ended, add_note, settle
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import LaunchSpec
+
+
+def settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
+    """Settles a call by all that was heard of it."""
+    if outcome.interrupt is not None and outcome.stacks:
+        add_note(outcome.interrupt, f"{outcome.spec.name} was ended by this; {'; '.join(outcome.doing())}")
+    try:
+        return settle(outcome, report)
+    finally:
+        outcome.close()
+
+
+def settle_values(spec: LaunchSpec, values: Sequence[bytes], report: Callable[[], LaunchReport]) -> Ended:
+    """Settles a call of which nothing was noted but its values, in the order of ranks."""
+    try:
+        return Ended(report, [pickle.loads(value) for value in values], None)
+    except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
+        return settle(Outcome(spec, values={rank: Payload(value) for rank, value in enumerate(values)}), report)
