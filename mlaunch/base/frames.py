@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Iterable
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
@@ -11,6 +12,7 @@ _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main"
 _BOTTOM += (os.path.join(_PACKAGE, "pytest", "body.py"),)  # what runs a test
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))
+_CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"
 
 
@@ -32,6 +34,11 @@ def is_bottom(file: str) -> bool:
 def mentions_bottom(text: str) -> bool:
     """Tells whether a written stack has come to its bottom."""
     return any(file in text for file in _BOTTOM)
+
+
+def is_control_thread(lines: Iterable[str]) -> bool:
+    """Tells whether this is the written stack of the thread in which a rank answers its agent."""
+    return any(_CONTROL in line for line in lines)
 
 
 def is_library(file: str) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from mlaunch.agent.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
 from mlaunch.agent.stop_text import why_not
 from mlaunch.base import signals
-from mlaunch.caller.kept.stop_call import ask_to_stop
+from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.engines.machines_stop import MachinesStop
 from mlaunch.protocol.stop_messages import FreezeRanks, RanksFrozen, StopRanks
 from mlaunch.rank.stop_point import StopPoint, stopping

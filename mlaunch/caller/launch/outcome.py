@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
-from mlaunch.base.frames import mentions_bottom
+from mlaunch.base.frames import is_control_thread, mentions_bottom
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.report.failure_text import summarise
 from mlaunch.protocol import error_file, failures
@@ -177,10 +177,12 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
 
 
 def _without_ours(crash: str) -> str:
-    """Returns the stacks that faulthandler wrote as a rank died, less the launcher's frames."""
-    kept: list[str] = []
+    """Returns the stacks that faulthandler wrote as a rank died, less the launcher's frames and its own thread."""
+    threads: list[list[str]] = [[]]
     ours = False
     for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), crash.splitlines()):
+        if line.startswith(("Thread ", "Current thread ")):
+            threads.append([])
         ours = line.startswith("  File") and (ours or mentions_bottom(line))
-        kept += [] if ours else [line]
-    return "\n".join(kept).strip()
+        threads[-1] += [] if ours else [line]
+    return "\n".join(line for lines in threads if not is_control_thread(lines) for line in lines).strip()

@@ -18,7 +18,6 @@ from typing import Any
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, interrupts
-from mlaunch.caller.kept.stop_call import ask_to_stop
 from mlaunch.caller.launch.call import flush_streams
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
@@ -28,6 +27,7 @@ from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture, pickle_call
 from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.session_words import older_code
+from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller

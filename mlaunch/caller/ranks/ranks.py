@@ -8,12 +8,12 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import hides_our_frames, misuse
-from mlaunch.caller.kept.stop_call import ask_to_stop
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.rank_set import RankSet
+from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
