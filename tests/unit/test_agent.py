@@ -335,7 +335,7 @@ def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
             may_end.append(launch_messages.Release() in list(world.received(0)))
             act(rank)
 
-        return in_step
+        return step
 
     world.run(then(world.answer, 0), then(world.end, 2), then(world.answer, 1), then(world.end, 0), then(world.end, 1))
     assert may_end == [False, False, False, True, True]

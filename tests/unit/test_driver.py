@@ -102,9 +102,10 @@ class Shared(Driven):
         super().__init__()
         self.stepped = threading.Event()
 
-    def watch(self, fd: int) -> None:
+    def watch(self, fd: int) -> Callable[[], bool]:
         os.close(self.come)
         self.come = os.dup(fd)
+        return lambda: True
 
     def hear_values(self, call: Any) -> None:
         call.over = True
