@@ -18,6 +18,8 @@ from mlaunch.base import linux
 from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
 
+_LOOK_AGAIN = 1.0  # seconds after which whoever drives looks again whether its call is over
+
 
 class Awaited(Protocol):
     """What is waited for. ``wait`` is for those who do not drive."""
@@ -107,7 +109,7 @@ class Driver(Generic[Call]):
             while not over() and not self._driven.ended.is_set():
                 if not self._takes_lead(me):  # somebody else has, while this one told
                     return False
-                interrupts.wait_readable([self._driven.fileno()], self._driven.timeout())
+                interrupts.wait_readable([self._driven.fileno()], self._patience())
                 self._read_wake()
                 self._driven.step()
                 self._driven.tell()
@@ -118,6 +120,11 @@ class Driver(Generic[Call]):
                 if before == me or not self._driven.idle:  # it may wait for what others have taken in meanwhile
                     self.notify()
         return True
+
+    def _patience(self) -> float:
+        """Returns how long to wait. Whoever told meanwhile may have ended what is waited for, without a word to us."""
+        due = self._driven.timeout()
+        return _LOOK_AGAIN if due is None else min(due, _LOOK_AGAIN)
 
     def _takes_lead(self, me: int) -> bool:
         """Has this thread drive; False if another one does, or all has ended."""
