@@ -46,7 +46,7 @@ class Noted(Acquisition):
     def _take(self) -> DeviceLease | None:
         lease = super()._take()
         if lease is not None:
-            os.write(self.log, f"took {self.number}\n".encode())
+            os.write(self.log, f"took {self.number} {' '.join(self._wish.names)}\n".encode())
         return lease
 
 
@@ -73,9 +73,12 @@ def storm(folder: Path, acquisitions: int, processes: int, seed: int = 1) -> Fou
         os.waitpid(pid, 0)
     os.close(log)
     lines = (folder / "log").read_text(encoding="utf-8").splitlines()
-    numbers = [int(line.split()[1]) for line in lines if line.startswith("took")]
-    late = sum(one > other for one, other in itertools.pairwise(numbers))
-    return Found(len(numbers), killed, sum(line == "double" for line in lines), late)
+    taken = [(int(number), {*names}) for word, number, *names in map(str.split, lines) if word == "took"]
+    # Who wants none of the same is in nobody's way, and may be first.
+    late = sum(
+        one > other and bool(of_one & of_other) for (one, of_one), (other, of_other) in itertools.combinations(taken, 2)
+    )
+    return Found(len(taken), killed, sum(line == "double" for line in lines), late)
 
 
 def _count(path: Path, word: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlaunch.agent.questions import Questions
-from mlaunch.protocol.control_messages import TellEntered
+from mlaunch.protocol.messages.control_messages import TellEntered
 from mlaunch.protocol.messages.launch_messages import EnteredGroups
 
 

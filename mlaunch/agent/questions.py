@@ -8,7 +8,7 @@ from typing import Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import About, Question, StopAtLook, ThawLooks
+from mlaunch.protocol.messages.control_messages import About, Question, StopAtLook, ThawLooks
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 

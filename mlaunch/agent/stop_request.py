@@ -20,8 +20,8 @@ from mlaunch.agent.stop_text import why_not
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol import failures
-from mlaunch.protocol.control_messages import FreezeLooks, StopAtLook, TellLooks, ThawLooks
-from mlaunch.protocol.stop_messages import (
+from mlaunch.protocol.messages.control_messages import FreezeLooks, StopAtLook, TellLooks, ThawLooks
+from mlaunch.protocol.messages.stop_messages import (
     AskToStop,
     FreezeRanks,
     RanksFrozen,

@@ -36,9 +36,9 @@ from mlaunch.protocol.messages.launch_messages import (
     Reaped,
 )
 from mlaunch.protocol.messages.member_messages import FromAgent, Lease, Look, MachineDone, Printed, Rows, ServerEnded
+from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stop_messages import FreezeRanks, StopRanks, ThawRanks
 
 _READ = 32768  # bytes of what a rank prints
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait

@@ -18,7 +18,7 @@ from typing import Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import (
+from mlaunch.protocol.messages.control_messages import (
     FreezeLooks,
     Question,
     StopAtLook,

@@ -37,8 +37,8 @@ from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
-from mlaunch.protocol.control_messages import Told
 from mlaunch.protocol.messages import launch_messages
+from mlaunch.protocol.messages.control_messages import Told
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Phase
 from mlaunch.protocol.result_queue import Results

@@ -15,8 +15,8 @@ from mlaunch.agent.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
 from mlaunch.agent.stop_text import why_not
 from mlaunch.base import signals
 from mlaunch.caller.ranks.stop_call import ask_to_stop
-from mlaunch.engines.machines_stop import MachinesStop
-from mlaunch.protocol.stop_messages import FreezeRanks, RanksFrozen, StopRanks
+from mlaunch.engines.launch.machines_stop import MachinesStop
+from mlaunch.protocol.messages.stop_messages import FreezeRanks, RanksFrozen, StopRanks
 from mlaunch.rank.stop_point import StopPoint, stopping
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.base import linux
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.control_messages import TellNumbers, Told
+from mlaunch.protocol.messages.control_messages import TellNumbers, Told
 from mlaunch.rank import control
+from tests.conftest import TORCH
 from tests.processes import said_in_fork
 
 LIMIT = 60.0  # seconds
@@ -25,6 +28,7 @@ def ask(questions: Questions) -> list[object]:
     return told
 
 
+@pytest.mark.skipif(not TORCH, reason="the numbers are those of torch's groups")
 def test_the_control_thread_takes_no_signal_that_the_main_thread_waits_for() -> None:
     """And it ends with its agent."""
 

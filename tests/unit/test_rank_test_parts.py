@@ -11,6 +11,7 @@ from mlaunch.caller.server.warm import warm_server
 from mlaunch.pytest import early, rank_fixtures, station
 from mlaunch.pytest.crossing import Findings, Verdict
 from mlaunch.pytest.judgement import judge
+from tests.conftest import TORCH
 
 
 def test_a_failure_wins_over_a_skip_and_the_earliest_is_the_cause() -> None:
@@ -44,6 +45,7 @@ def test_verdicts_come_through_the_log_once() -> None:
     os.close(log)
 
 
+@pytest.mark.skipif(not TORCH, reason="a fork server imports torch")
 def test_a_fork_server_that_is_there_stays() -> None:
     server, preload = warm_server.get(os.environ), warm_server.preload
     early.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlaunch.agent.questions import Questions
-from mlaunch.protocol.control_messages import TellNumbers
+from mlaunch.protocol.messages.control_messages import TellNumbers
 from mlaunch.rank.in_step import Numbers
 
 

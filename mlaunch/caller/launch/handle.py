@@ -25,8 +25,8 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.prepared_messages import CallBegun
+from mlaunch.protocol.messages.stop_messages import AskToStop, StopOverdue
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stop_messages import AskToStop, StopOverdue
 
 
 class StopSignal(BaseException):

@@ -28,10 +28,10 @@ from mlaunch.protocol.messages.launch_messages import (
     ServerGone,
 )
 from mlaunch.protocol.messages.machine_messages import Refused, Value
+from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import in_letters
-from mlaunch.protocol.stop_messages import StopAgreed
 
 
 @dataclass

@@ -9,7 +9,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output.bars import loops
 from mlaunch.caller.report.history import History
 from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.protocol.stop_messages import StopOverdue
+from mlaunch.protocol.messages.stop_messages import StopOverdue
 
 _RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
 _RUNNING |= {Phase.IDLE}  # a rank that stays has come back, or is about to begin

@@ -112,7 +112,7 @@ class Driver(Generic[Call]):
                 interrupts.wait_readable([self._driven.fileno()], self._patience())
                 self._read_wake()
                 self._driven.step()
-                self._driven.tell()
+                self._tell()
         finally:
             with self._driven.lock:
                 if self._leader in {None, me}:
@@ -120,6 +120,13 @@ class Driver(Generic[Call]):
                 if before == me or not self._driven.idle:  # it may wait for what others have taken in meanwhile
                     self.notify()
         return True
+
+    def _tell(self) -> None:
+        """Tells what a step has brought. Whoever drives by then may wait for just that, and looks again."""
+        self._driven.tell()
+        with self._driven.lock:
+            if self._leader not in {None, threading.get_ident()}:
+                self.notify()
 
     def _patience(self) -> float:
         """Returns how long to wait. Whoever told meanwhile may have ended what is waited for, without a word to us."""
@@ -213,10 +220,7 @@ class Driver(Generic[Call]):
                 self._read_wake()
                 self._driven.step()
         if drives:
-            self._driven.tell()
-            with self._driven.lock:
-                if self._leader is not None:  # it came meanwhile, and may wait for what this step has done
-                    self.notify()
+            self._tell()
 
     def _timeout(self) -> float | None:
         """Returns the seconds until the thread is to look again.

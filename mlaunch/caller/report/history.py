@@ -16,8 +16,8 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span, Stopped
 from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stop_messages import StopAgreed
 
 # What begins with each phase of a rank, in the words of a report.
 _NAMES = {

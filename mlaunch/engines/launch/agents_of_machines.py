@@ -17,10 +17,10 @@ from typing import Any
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
 from mlaunch.engines.launch.machine import Machine, last_lines
+from mlaunch.engines.launch.machines_stop import MachinesStop
 from mlaunch.engines.launch.output_pipes import Backlog
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.engines.machines_stop import MachinesStop
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
@@ -36,7 +36,7 @@ from mlaunch.protocol.messages.launch_messages import (
 )
 from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
 from mlaunch.protocol.messages.member_messages import FromAgent, MachineDone, Printed, Rows, Seen, ServerEnded
-from mlaunch.protocol.stop_messages import AskToStop, RanksFrozen
+from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
 
 _STREAMS = (1, 2)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from mlaunch.agent.agreed_stop import AgreedStop
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.protocol.stop_messages import FreezeRanks, RanksFrozen, StopAgreed, StopRanks, ThawRanks
+from mlaunch.protocol.messages.stop_messages import FreezeRanks, RanksFrozen, StopAgreed, StopRanks, ThawRanks
 
 
 class MachinesStop:
