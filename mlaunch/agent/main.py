@@ -1,4 +1,9 @@
-"""The entry of a forked agent: from a launch's order to its ranks and their supervisor."""
+"""The entry of a forked agent: from a launch's order to its ranks and their supervisor.
+
+order --> spec --> meet the other machines, if any --> host the store --> fork the ranks --> supervise --> Finished
+  ^                                                                                                          |
+  +--------------------------- rest: another launch within 20 ms of this one's end --------------------------+
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""One call of a decorated function, in the caller's process: plan it, start it, and again if it fails and may."""
+"""One call of a decorated function, in the caller's process: plan it, start it, and again if it fails and may.
+
+call_on_ranks
+  +-> attempt: server ready -> devices leased -> planned -> started -> LaunchHandle.wait -> Ended
+         ^         |                                            |
+         +---------+  the server was gone before anything ran   |  (TRIES times)
+         +------------------------------------------------------+  a rank failed (max_restarts times)
+"""
 
 from __future__ import annotations
 
