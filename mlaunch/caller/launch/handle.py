@@ -1,11 +1,4 @@
-"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it.
-
-    fork server --AgentStarted-------------------+
-    agent ------RankStarted, RankAnswered, ...---+--> _hear --> history, outcome --Finished or Reaped--> settle
-    ranks ------what they print------------------+--> relay --> console, files, notebook
-
-Each turn waits on one descriptor (the relay's epoll, which holds the agent's channel, too) until the next time limit.
-"""
+"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """One machine's end of the connection to the other machines of a launch, in a process beside the agent.
 
-    connecting --> joined --> planned: carries the store's traffic and heartbeats --> the end of all, or a failure
-       ^  |          |
-       |  +----------+-- refused, or join_timeout is over: told to the agent
-       +-------------+-- any other trouble: connect again
-
 It joins at the gate, retrying until it may not any more; passes on what agent and gate have to tell each other; sends
 heartbeats, however busy the ranks keep the machine; and listens on loopback for the machine's ranks, whose traffic with
 the store it carries to the gate on one connection.
