@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from mlaunch.caller.options import peer_names
+from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
     About,
@@ -212,13 +213,13 @@ class Options:
         "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too; "
         "the latest call says how long. None: each call starts its own.",
     )
-    ranks: Any = option(
+    ranks: TakesCalls | None = option(
         None,
         Staying(),
         "``Ranks`` that the function is to run on, instead of ranks of its own. Theirs are then the options, but for "
         "``deadline``, ``log_dir`` and ``progress``.",
     )
-    engine: Any = option(
+    engine: PlacesRanks | None = option(
         None,
         AnEngine(),
         "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or an allocation that one holds. "

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import TypedDict
+
+from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 
 
 class KeywordOptions(TypedDict, total=False):
@@ -37,8 +39,8 @@ class KeywordOptions(TypedDict, total=False):
     output: str
     log_dir: str | os.PathLike[str] | None
     keep: float | None
-    ranks: Any
-    engine: Any
+    ranks: TakesCalls | None
+    engine: PlacesRanks | None
     machines: int | None
     progress: bool
 

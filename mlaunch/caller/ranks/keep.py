@@ -57,8 +57,7 @@ def call_on_kept(
 ) -> Ended:
     """Runs the function on the ranks that the options name, or that they share; returns how the call ended."""
     if options.ranks is not None:
-        ended: Ended = options.ranks.call(options, Call(function, args, kwargs))
-        return ended
+        return options.ranks.call(options, Call(function, args, kwargs))
 
     def attempt(time_left: float | None, _restart_count: int) -> Ended:
         call = Call(function, args, kwargs, seed=options.seed)
