@@ -47,16 +47,20 @@ class Driven:
         return None
 
 
-def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
-    driven = Driven()
-    driver = driven.driver = Driver[Any](driven)
-    driver.drive(SimpleNamespace(over=False))
-    assert driven.polled == [[]]
+def end(driven: Driven, driver: Driver[Any]) -> None:
     driven.ended.set()
     driver.end()
     driver.drive_to_end()
     driver.join()
     os.close(driven.come)
+
+
+def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
+    driven = Driven()
+    driver = driven.driver = Driver[Any](driven)
+    driver.drive(SimpleNamespace(over=False))
+    assert driven.polled == [[]]
+    end(driven, driver)
 
 
 class Submitted(Driven):
@@ -86,11 +90,7 @@ def test_the_thread_looks_whether_ranks_idle_though_it_began_to_wait_before_a_ca
     assert driven.asked.wait(30)
     driver.drive(SimpleNamespace(over=False))
     assert driven.over.wait(30)
-    driven.ended.set()
-    driver.end()
-    driver.drive_to_end()
-    driver.join()
-    os.close(driven.come)
+    end(driven, driver)
 
 
 class Shared(Driven):
@@ -119,8 +119,85 @@ def test_the_thread_is_told_when_somebody_ceases_to_drive_and_calls_of_others_re
     driver = Driver[Any](driven)
     driver.drive(SimpleNamespace(over=False))
     assert driven.stepped.wait(30)
-    driven.ended.set()
-    driver.end()
-    driver.drive_to_end()
-    driver.join()
-    os.close(driven.come)
+    end(driven, driver)
+
+
+class Told(Driven):
+    """Is left, as by one who runs a callback, by whoever has heard something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stepped = threading.Event()
+
+    def watch(self, fd: int) -> Callable[[], bool]:
+        os.close(self.come)
+        self.come = os.dup(fd)
+        return lambda: True
+
+    def hear_values(self, call: Any) -> None:
+        assert self.driver is not None
+        if isinstance(call, Left):
+            self.driver.step_aside()
+
+    def step(self) -> None:
+        self.stepped.set()
+
+
+class Left:
+    """A call that another thread ends just after its caller has found that it is not over."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.is_over, self._end = False, end
+
+    @property
+    def over(self) -> bool:
+        found = self.is_over
+        if not found:
+            self.is_over = True
+            other = threading.Thread(target=self._end)
+            other.start()
+            other.join(30)
+        return found
+
+
+class WaitedFor:
+    """A call whose caller has looked twice, and then waits."""
+
+    def __init__(self) -> None:
+        self.is_over, self.looks, self.is_awaited = False, 0, threading.Event()
+
+    @property
+    def over(self) -> bool:
+        found, self.looks = self.is_over, self.looks + 1
+        if self.looks == 2:
+            self.is_awaited.set()
+        return found
+
+
+def test_a_call_that_is_told_while_nobody_drives_is_not_waited_for() -> None:
+    driven = Told()
+    driver = driven.driver = Driver[Any](driven)
+    driver.drive(Left(driver._tell))
+    assert not driven.stepped.is_set()
+    end(driven, driver)
+
+
+def test_who_tells_a_call_that_another_thread_drives_by_then_wakes_that() -> None:
+    driven, awaited = Told(), WaitedFor()
+    driver = driven.driver = Driver[Any](driven)
+    other = threading.Thread(target=driver.drive, args=(awaited,))
+    first = Left(lambda: None)
+
+    def tell() -> None:
+        """Is of the first caller, who has stepped aside for it."""
+        if threading.current_thread() is threading.main_thread() and not first.is_over:
+            first.is_over = True
+            other.start()
+            assert awaited.is_awaited.wait(30)
+            awaited.is_over = True
+
+    driven.tell = tell  # type: ignore[method-assign]
+    driver.drive(first)
+    assert driven.stepped.wait(30)
+    other.join(30)
+    end(driven, driver)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import select
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.protocol.payload import Payload
 
 
@@ -41,3 +45,54 @@ def test_interrupts_of_a_call_that_moves_to_fresh_ranks() -> None:
         call.drive().result()
     assert lost.asked == [False]
     assert fresh.asked == [False, True]
+
+
+class Handle:
+    """What ranks have sent: the values of each call at once."""
+
+    ahead, over, ending = True, True, False
+
+    def __init__(self) -> None:
+        self.spec = SimpleNamespace(launch_id="some")
+        self.heard = 0
+        self.relay = self
+        self._poll = select.epoll()
+
+    def watch(self, fd: int) -> Callable[[], bool]:
+        self._poll.register(fd, select.EPOLLIN)
+        return lambda: True
+
+    def fileno(self) -> int:
+        return self._poll.fileno()
+
+    def report(self) -> None:
+        """Reports nothing."""
+
+    def begin(self, call: KeptCall) -> None:
+        """Sends nothing."""
+
+    def wait_ahead(self) -> list[int]:
+        self.heard += 1
+        return []
+
+    def hear_ahead(self, _: list[int]) -> bool:
+        return True
+
+    def finish(self) -> tuple[Callable[[], Ended], str]:
+        return lambda: Ended(cast(Any, None), [], None), ""
+
+
+def test_who_has_heard_one_call_does_not_wait_for_the_next_before_it_drives_again() -> None:
+    """It is told first, by code that may have others drive: what these take in wakes nobody else."""
+    handle, nothing = Handle(), cast(Any, None)
+    session = RanksLaunch(cast(Any, handle), None, own_server=False)
+    calls = [KeptCall(nothing, Payload(), nothing, nothing, True, (), nothing) for _ in range(2)]
+    for call in calls:
+        session.submit(call)
+    session.hear_values(calls[1])
+    assert (handle.heard, session.present) == (1, calls[1])
+    assert not calls[0].over
+    session.ended.set()
+    session._driver.end()
+    session._driver.join()
+    handle._poll.close()

@@ -33,9 +33,10 @@ Call = TypeVar("Call", bound=Awaited, contravariant=True)
 
 
 class Driven(Protocol[Call]):
-    """What is driven. ``step`` takes in what has come, ``hear_values`` too while that is all; they take the lock.
+    """What is driven. ``step`` takes in what has come, ``hear_values`` too until a call is over; they take the lock.
 
-    ``tell`` tells what came of that, without the lock, since it runs code of the user's.
+    ``tell`` tells what came of that, without the lock, since it runs code of the user's. It tells whatever is over: by
+    whom it is told may be any thread that tells just then.
     """
 
     lock: threading.RLock
@@ -106,9 +107,12 @@ class Driver(Generic[Call]):
         try:
             if call is not None:
                 self._driven.hear_values(call)
+                self._tell()
             while not over() and not self._driven.ended.is_set():
                 if not self._takes_lead(me):  # somebody else has, while this one told
                     return False
+                if over():  # since it was asked: who tells while nobody leads wakes nobody
+                    break
                 interrupts.wait_readable([self._driven.fileno()], self._patience())
                 self._read_wake()
                 self._driven.step()

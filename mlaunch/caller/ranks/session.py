@@ -143,7 +143,7 @@ class RanksLaunch:
                     self._break(error)
 
     def hear_values(self, call: KeptCall) -> None:
-        """Takes in the values of this call and those before it, as long as nothing else comes; it waits for them."""
+        """Takes in the values of the present call, as long as nothing else comes; it waits for them."""
         while self.handle.ahead and not call.over:
             ready = self.handle.wait_ahead()
             with self.lock:
@@ -152,7 +152,7 @@ class RanksLaunch:
                 if self.handle.over:
                     self._finish_present()
                     self._advance()
-            self.tell()
+                    return  # who tells of it drives no more, and must not wait as who does
 
     def tell(self) -> None:
         """Tells those who wait, and has others run what is left; without the lock, since it runs code of theirs."""
