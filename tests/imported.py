@@ -25,8 +25,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaunch.caller.server.warm import _import_settings
+from mlaunch.caller.server.warm import _import_settings, warm_server
 from mlaunch.caller.standard_streams import is_open
+from tests.processes import descendants
 
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
 _USUAL = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
@@ -34,6 +35,7 @@ _FORK_SERVER = "mlaunch-fork-server"
 _HUGE_HEAP = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of the fork servers
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _PR_SET_CHILD_SUBREAPER = 36
+_END_TIMEOUT = 30.0  # seconds for the interpreter, once it is asked for no more
 NAMESPACES = "MLAUNCH_TESTS_NAMESPACES"  # in a script's environment: a process on whose (simulated) host it is to run
 libc = ctypes.CDLL(None, use_errno=True)
 Asked = dict[str, Any]  # what Popen is asked for
@@ -100,9 +102,26 @@ def lend_forks() -> Iterator[None]:
         stdin=subprocess.DEVNULL,
     )
     theirs.close()
-    with ours, lent(Forks(ours, before)):
-        yield
-    interpreter.wait()
+    try:
+        with lent(Forks(ours, before)):
+            yield
+    finally:
+        ours.shutdown(socket.SHUT_RDWR)  # also for what a failed test has left: its forks of this process share it
+        ours.close()
+        _end(interpreter)
+
+
+def _end(interpreter: subprocess.Popen[bytes]) -> None:
+    """Ends it, and what tests have left, by which the session could not end."""
+    try:
+        interpreter.wait(_END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        interpreter.kill()
+        interpreter.wait()
+    warm_server.close()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
