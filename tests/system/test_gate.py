@@ -34,7 +34,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
-from mlaunch.protocol.messages.machine_messages import Beat, Planned, Waiting
+from mlaunch.protocol.messages.machine_messages import Beat, Done, Planned, Waiting
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
@@ -811,7 +811,8 @@ def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
             link = asyncio.ensure_future(machine.run(listen()))
             while not isinstance(record := await asyncio.wait_for(heard.get(), 60), RankFailure):
                 pass
-            await asyncio.wait([link], timeout=60)
+            ours.try_send(Done())  # as an agent whose ranks have ended: else the link goes on
+            await asyncio.wait_for(link, 60)
         for end in (ours, theirs):
             loop.remove_reader(end.fileno())
             end.close()
