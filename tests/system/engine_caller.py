@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from mlaunch import Ranks, engines, launcher
 from mlaunch.base.exceptions import report_of
-from mlaunch.engines import Cluster
+from mlaunch.engines import Cluster, slurm_allocation
 
 SIZE = 2  # ranks on a machine that says nothing else
 
@@ -314,6 +314,7 @@ def main() -> None:
     made = eval(sys.argv[1], vars(engines).copy())
     machines = int(sys.argv[2])
     made.lease = float(os.environ.get("SCENE_LEASE", made.lease))
+    slurm_allocation._END_TIMEOUT = float(os.environ.get("SCENE_END_TIMEOUT", slurm_allocation._END_TIMEOUT))
     held: Cluster | None = None
     print("ready", flush=True)
     for line in sys.stdin:

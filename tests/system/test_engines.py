@@ -178,17 +178,22 @@ def test_a_job_whose_guard_was_killed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
-def test_a_controller_that_is_away_when_a_job_is_given_back(rig: Rig) -> None:
-    rig.ask("hold")
-    controller = int((Path(rig.environ["SLURM_CONF"]).parent / "slurmctld.pid").read_text())
+def test_a_controller_that_is_away_when_a_job_is_given_back(rig: Rig, tmp_path: Path) -> None:
+    """Slurm's commands wait for it for two seconds in place of ten, and ``close()`` for them."""
+    usual = Path(rig.environ["SLURM_CONF"])
+    (tmp_path / "slurm.conf").write_text(f"{usual.read_text()}MessageTimeout=2\n")
+    caller = Rig(rig.engine, {**rig.environ, "SLURM_CONF": str(tmp_path / "slurm.conf"), "SCENE_END_TIMEOUT": "1"})
+    caller.ask("hold")
+    controller = int((usual.parent / "slurmctld.pid").read_text())
     os.kill(controller, signal.SIGSTOP)
     try:
-        rig.ask("close")
+        caller.ask("close")
     finally:
         os.kill(controller, signal.SIGCONT)
     wait_for_jobs(rig, 0)
-    assert rig.ask("hold")
-    rig.ask("close")
+    assert caller.ask("hold")
+    caller.ask("close")
+    caller.close()
     wait_for_jobs(rig, 0)
 
 
