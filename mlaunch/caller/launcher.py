@@ -139,6 +139,12 @@ class launcher(Generic[P, R]):
         call = Call(self._function, (*self._bound, *args), kwargs)
         return submit(self._options, call, self._name, self._reports.append)
 
+    def why(self) -> str:
+        """Says which rank the others wait for, of a call that another thread has made; "" if none runs."""
+        from mlaunch.caller.running_launches import why_call
+
+        return why_call(self._name)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
         __tracebackhide__ = True
         nesting.refuse_in_bootstrap(self._name)
@@ -235,10 +241,7 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
 
 
 def _make(
-    function: Callable[P, R],
-    options: Options,
-    bound: tuple[Any, ...] = (),
-    reports: deque[LaunchReport] | None = None,
+    function: Callable[P, R], options: Options, bound: tuple[Any, ...] = (), reports: deque[LaunchReport] | None = None
 ) -> launcher[P, R]:
     made: launcher[P, R] = object.__new__(launcher)
     wrapped = types.MethodType(function, bound[0]) if bound else function

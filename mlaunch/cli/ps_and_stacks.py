@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
+from mlaunch.caller.running_launches import ask
 from mlaunch.caller.why_text import sentence
 from mlaunch.cli import on_lease
-from mlaunch.protocol import registry, visitors
+from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_QUEUE_TIMEOUT = 5  # seconds for a launch to take a visitor in
-_ANSWER_TIMEOUT = 5.0  # seconds for it to answer
 _ID_SHOWN = 8
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
@@ -105,18 +104,6 @@ def _stop(args: argparse.Namespace) -> int:
     print(f"{'ending' if args.now else 'stopping'} {_title(launch)}", flush=True)
     ask(END if args.now else STOP, launch["id"], patient=True)
     return 0
-
-
-def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str, Any]]:
-    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out.
-
-    ``patient``: waits for each as long as it takes.
-    """
-    answers, timeout = [], None if patient else _ANSWER_TIMEOUT
-    for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
-        with connection:
-            answers.append(visitors.ask(connection, word, timeout) if launch_id.startswith(start) else None)
-    return [answer for answer in answers if answer is not None]
 
 
 def _nothing() -> str:

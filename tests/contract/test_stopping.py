@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from mlaunch.cli import main
 from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 LIMIT = 10**7  # steps
@@ -181,6 +183,33 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
         assert first == second
     thread.join()
     assert f"{'ending' if now else 'stopping'} " in capsys.readouterr().out
+
+
+def work(caller: int, at: int, in_step: bool, path: str) -> tuple[int, str]:
+    """As ``train``, and opens the path first on rank 0, for reading: the others wait for it in a barrier."""
+    if dist.get_rank() == 0:
+        Path(path).read_text()
+    dist.barrier()
+    return train(caller, at, in_step)
+
+
+def test_a_call_in_another_thread_is_asked_why_and_a_submitted_one_is_stopped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    ours = launcher(work, 2, max_restarts=1)
+    assert ours.why() == ""
+    run = ours.submit(os.getpid(), 0, True, str(tmp_path / "go"))
+    said = (
+        r"rank 0 has not entered barrier #\d+ of the default group \(rank 1 waits for it, in barrier at test_stopping"
+    )
+    wait_until(lambda: re.match(said, ours.why()) is not None)
+    wait_until(lambda: re.match(said, run.why()) is not None)
+    assert run.stop()
+    (tmp_path / "go").write_text("x")
+    first, second = run.result(60)
+    assert first == second
+    assert first[1] == "asked"
+    assert not run.stop()
+    assert run.why() == ours.why() == ""
 
 
 @pytest.mark.slow  # torch.distributed.checkpoint alone takes a second to import

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, Ranks, RanksLost, launcher
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
+from mlaunch.caller import running_launches
 from mlaunch.caller.report import notebook
 from mlaunch.cli import main, ps_and_stacks
 from mlaunch.protocol import registry
@@ -457,9 +458,9 @@ def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with registry.listen(environ, "slow") as agent:
         silent = list(iter(lambda: registry.connect(environ, "slow"), None))
-        monkeypatch.setattr(ps_and_stacks, "_QUEUE_TIMEOUT", 1)
+        monkeypatch.setattr(running_launches, "_QUEUE_TIMEOUT", 1)
         assert ps_and_stacks.ask(STATUS) == []
-        monkeypatch.setattr(ps_and_stacks, "_QUEUE_TIMEOUT", int(LIMIT))
+        monkeypatch.setattr(running_launches, "_QUEUE_TIMEOUT", int(LIMIT))
         with ThreadPoolExecutor(1) as asking:
             asked = asking.submit(ps_and_stacks.ask, STATUS)
             for _ in silent:
@@ -477,7 +478,7 @@ def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_launch_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One whose agent somebody has stopped: the kernel takes connections for it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(ps_and_stacks, "_ANSWER_TIMEOUT", 0.01)
+    monkeypatch.setattr(running_launches, "_ANSWER_TIMEOUT", 0.01)
     with registry.listen(os.environ, "deaf"):
         assert ps_and_stacks.ask(b"status") == []
 

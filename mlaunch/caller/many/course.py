@@ -55,7 +55,7 @@ def steps_of(options: Options, call: Call, name: str, course: RunCourse) -> Step
     begun, left = time.monotonic(), options.deadline
     for restart_count in range(options.max_restarts):
         ended = yield from _attempt(options, call, name, Attempt(restart_count, left), course)
-        if course.cancelling or not may_be_repeated(ended.error):
+        if course.cancelling or course.stop_reason or not may_be_repeated(ended.error):
             return ended
         _log.warning(again(name, restart_count, options.max_restarts, ended.error))
         left = None if options.deadline is None else max(0.0, options.deadline - (time.monotonic() - begun))
@@ -128,6 +128,8 @@ def _driven(handle: LaunchHandle, course: RunCourse) -> Steps:
     course.handle, asked = handle, False
     try:
         while handle.step():
+            if course.stop_reason:
+                handle.ask_to_stop(course.stop_reason)
             if course.cancelling and not asked:
                 asked = not handle.outcome.failed and not handle.answered
                 handle.ask_to_end()

@@ -80,6 +80,26 @@ class Run(Future[list[Any]]):
             status = ask(connection, STACKS, _STACKS_TIMEOUT)
         return {rank["rank"]: rank["stacks"] for rank in (status or {}).get("ranks", ())}
 
+    def why(self) -> str:
+        """Says which rank the others wait for, and what it does instead; "" if no ranks run."""
+        from mlaunch.caller.running_launches import why_launch
+
+        handle = self._course.handle
+        return "" if handle is None or self.done() else why_launch(handle.outcome.spec.launch_id)
+
+    def stop(self) -> bool:
+        """Asks the ranks to stop at a step that they agree on: see ``mlaunch.stopping``. Does not wait.
+
+        The values become the result, as ever; ranks that do not look are ended after ``stop_grace``. One that has not
+        begun hears of it at its first look, and it is not started again.
+
+        Returns:
+            Whether it is not over.
+        """
+        self._course.stop_reason = "asked"
+        self._course.notify()
+        return not self.done()
+
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
         state = "over" if self.done() else "running" if self.running() else "waiting"
@@ -107,6 +127,7 @@ class RunCourse:
     notify: Callable[[], None]
     cancelling: bool = False  # somebody wants it to end
     cancelled: bool = False  # it ended by that
+    stop_reason: str = ""  # why its ranks are to stop; "": they are not
     handle: LaunchHandle | None = None
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None

@@ -1,0 +1,37 @@
+"""What this user's running launches say of themselves, each by the socket on which its agent or caller listens."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mlaunch.caller.why_text import sentence
+from mlaunch.protocol import registry, visitors
+from mlaunch.protocol.visitors import STATUS, WHY
+
+_QUEUE_TIMEOUT = 5  # seconds for a launch to take a visitor in
+_ANSWER_TIMEOUT = 5.0  # seconds for it to answer
+
+
+def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str, Any]]:
+    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out.
+
+    ``patient``: waits for each as long as it takes.
+    """
+    answers, timeout = [], None if patient else _ANSWER_TIMEOUT
+    for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
+        with connection:
+            answers.append(visitors.ask(connection, word, timeout) if launch_id.startswith(start) else None)
+    return [answer for answer in answers if answer is not None]
+
+
+def why_launch(launch_id: str) -> str:
+    """Says which rank of it the others wait for; "" if it does not run."""
+    return "\n".join(sentence(launch["ranks"]) for launch in ask(WHY, launch_id))
+
+
+def why_call(name: str) -> str:
+    """Says it of the calls of the function of that name which this process has made and which run, a line each."""
+    ours = [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
+    named = [launch["id"] for launch in ours if f"{name}()" in {launch["function"], launch.get("call")}]
+    return "\n".join(said for launch_id in named if (said := why_launch(launch_id)))
