@@ -15,6 +15,7 @@ from mlaunch.caller import arguments, interrupts, nesting, ways
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import hide_ours, without_ours
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,7 +129,7 @@ class launcher(Generic[P, R]):
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
-            raise error.with_traceback(None) from error.__cause__
+            raise without_ours(error) from error.__cause__
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
         """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
@@ -215,7 +216,7 @@ def _checked(options: Options, args: tuple[Any, ...], changes: Mapping[str, Any]
     try:
         return options.replaced(_by_name(args, changes))
     except (TypeError, ValueError) as error:
-        raise error.with_traceback(None) from None
+        raise without_ours(error) from None
 
 
 def _by_name(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,9 +235,11 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
     if isinstance(func, classmethod | staticmethod) or not callable(func):
         hint = "; put @launcher below @classmethod or @staticmethod" if hasattr(func, "__func__") else ""
         hint = f"; for {func} ranks: @launcher(n_gpus={func})" if isinstance(func, int) else hint
-        raise TypeError(f"launcher decorates a function, not {func!r}{hint}")
+        raise hide_ours(TypeError(f"launcher decorates a function, not {func!r}{hint}"))
     if inspect.iscoroutinefunction(func):
-        raise TypeError(f"launcher decorates a function, not the coroutine function {func!r}; call asyncio.run in it")
+        raise hide_ours(
+            TypeError(f"launcher decorates a function, not the coroutine function {func!r}; call asyncio.run in it")
+        )
     return _make(func, options)
 
 

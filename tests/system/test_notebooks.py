@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from mlaunch.caller.report.user_frames import _READ_ON
+from tests.conftest import OURS, ROOT
 from tests.processes import wait_gone
 from tests.system.engine_rigs import MPIRUN
 
@@ -110,6 +111,8 @@ def test_the_tour(tmp_path: Path) -> None:
     assert re.search(r"ranks 0-1, 3 were in barrier at In\[\d+\]:\d+\n", plain(failed) + "\n"), plain(failed)
     shown = r'Cell In\[\d+\], line 5, in fail\n +raise ValueError\("rank 2 has no data"\)\n'
     assert re.search(shown, plain(failed)), plain(failed)
+    assert OURS not in plain(failed)
+    assert plain(failed).endswith(_READ_ON)
     stopped = outputs(tour, "wait_for_ever()")
     assert stopped[-1]["ename"] == "KeyboardInterrupt"
     said_at_the_end = plain(stopped[-1]) + text(stopped, "stderr")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 import sys
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
-from mlaunch.caller.report import notebook
+import mlaunch
+from mlaunch import LaunchError, launcher
+from mlaunch.caller.report import notebook, user_frames
+from tests.conftest import OURS
 
 IPython = pytest.importorskip("IPython")
 
@@ -63,3 +69,53 @@ def test_what_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_tracebacks(cell: str, given: str, shown: str) -> None:
     assert notebook.complete(given.replace("{}", f'"{cell}"')) == shown
+
+
+def shown(raiser: object, monkeypatch: pytest.MonkeyPatch, mode: str = "Context") -> str:
+    """What IPython shows of what a call raises, without colours."""
+    from IPython.core.ultratb import AutoFormattedTB
+
+    table = AutoFormattedTB(mode=mode, tb_offset=1)
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(InteractiveTB=table))
+    with pytest.raises((TypeError, ValueError), match=r"\w") as caught:
+        raiser()  # type: ignore[operator]
+    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    lines = caught.value._render_traceback_()  # type: ignore[attr-defined]
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(lines))
+
+
+def fail() -> None:
+    raise user_frames.without_ours(ValueError("no data")) from LaunchError("rank 1 of train() raised")
+
+
+@pytest.mark.parametrize(
+    "misused",
+    [lambda: launcher(3), lambda: launcher(fail, nodes=2), lambda: launcher(fail)(2), lambda: mlaunch.Ranks(seed="x")],
+)
+def test_ipython_shows_the_line_of_a_misuse_last(misused: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = shown(misused, monkeypatch)
+    assert OURS not in told
+    assert "test_cells.py" in told
+
+
+def test_ipython_shows_the_report_and_where_to_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = shown(fail, monkeypatch).splitlines()
+    assert told[1].startswith("LaunchError")
+    assert told[-2:] == ["ValueError: no data", user_frames._READ_ON]
+    assert "ValueError: no data" in shown(fail, monkeypatch, "Minimal").splitlines()[-1]  # nothing stands above
+
+
+def test_ipython_shows_the_line_that_asks_a_future_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    future: Future[None] = Future()
+    monkeypatch.setattr(IPython, "get_ipython", SimpleNamespace)
+    future.set_exception(user_frames.hide_ours(ValueError("no data")))
+    told = shown(future.result, monkeypatch)
+    assert "raiser()" in told
+    assert "concurrent" not in told
+
+
+def test_an_error_is_hidden_in_ipython_alone_and_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IPython, "get_ipython", lambda: None)
+    assert not vars(user_frames.hide_ours(ValueError()))
+    monkeypatch.setattr(IPython, "get_ipython", SimpleNamespace)
+    assert type(pickle.loads(pickle.dumps(user_frames.hide_ours(ValueError())))) is ValueError

@@ -17,6 +17,7 @@ from mlaunch.caller.output import files
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.failure_text import FailureText, in_order, meanwhile
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.caller.warn import warn_caller
 
 
@@ -43,7 +44,7 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
     try:
         return Ended(report, _values_or_raise(outcome), None)
     except BaseException as error:
-        return Ended(report, [], error)
+        return Ended(report, [], hide_ours(error))
 
 
 def _values_or_raise(outcome: Outcome) -> list[Any]:

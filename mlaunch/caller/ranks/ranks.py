@@ -15,6 +15,7 @@ from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.rank_set import RankSet
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
 from mlaunch.rank import reload
@@ -62,7 +63,7 @@ class Ranks:
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
-            raise error.with_traceback(None) from error.__cause__
+            raise without_ours(error) from error.__cause__
         weakref.finalize(self, self._set.abandon).atexit = False
 
     # Calls
@@ -82,7 +83,7 @@ class Ranks:
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
-            raise error.with_traceback(None) from error.__cause__
+            raise without_ours(error) from error.__cause__
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RanksFuture:
         """Queues the call and returns the future of the list that ``run`` returns; ``future.report`` reports on it."""
@@ -94,7 +95,7 @@ class Ranks:
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
-            raise error.with_traceback(None) from error.__cause__
+            raise without_ours(error) from error.__cause__
         future.add_done_callback(ours.note)  # not the call: it holds the future
         return future
 
@@ -113,7 +114,7 @@ class Ranks:
             self._set.free_later(self.owner, number)  # some ranks may have it
             if not hides_our_frames(error):
                 raise
-            raise error.with_traceback(None) from error.__cause__
+            raise without_ours(error) from error.__cause__
 
     def reload(self) -> list[str]:
         """Reloads the user's modules whose files have changed, on all ranks or, if that fails on one, on none.

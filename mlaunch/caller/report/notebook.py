@@ -19,11 +19,11 @@ def short_name(file: str) -> str:
 
 def source() -> str:
     """Says what calls, for people: "In[3] of tour.ipynb", "train.py", "python -m pkg.train", "a prompt"."""
-    shell = _shell()
-    if shell is not None:
-        variables = getattr(shell, "user_ns", {})
+    running = shell()
+    if running is not None:
+        variables = getattr(running, "user_ns", {})
         file = os.environ.get("JPY_SESSION_NAME") or variables.get("__vsc_ipynb_file__") or "IPython"
-        return f"In[{getattr(shell, 'execution_count', '')}] of {os.path.basename(str(file))}"
+        return f"In[{getattr(running, 'execution_count', '')}] of {os.path.basename(str(file))}"
     main = sys.modules.get("__main__")
     module, file = getattr(getattr(main, "__spec__", None), "name", None), getattr(main, "__file__", None)
     if module is not None or file is not None:
@@ -50,12 +50,12 @@ def complete(traceback: str) -> str:
 
 def _cell(file: str) -> str:
     """Says "In[3]" if the file stands for a cell that this process has run, else ""."""
-    shell = _shell()
-    describe = getattr(getattr(shell, "compile", None), "format_code_name", lambda _file: None)
+    running = shell()
+    describe = getattr(getattr(running, "compile", None), "format_code_name", lambda _file: None)
     _, name = describe(file) or ("", "")
     return str(name)
 
 
-def _shell() -> Any:
+def shell() -> Any:
     """Returns IPython's shell, if this process has one."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
