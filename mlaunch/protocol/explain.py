@@ -23,6 +23,11 @@ def unpicklable(value: object, name: str) -> str:
 
     What a function brings along: "train() uses the global 'loss', which uses the global 'lock', a _thread.lock".
     """
+    return culprit(value, name)[0]
+
+
+def culprit(value: object, name: str) -> tuple[str, object]:
+    """Says it, and returns the part that it is."""
     seen = {id(value)}
     users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):
@@ -35,9 +40,9 @@ def unpicklable(value: object, name: str) -> str:
         users += user
         seen.add(id(value))
     if not users:
-        return f"{name} is a {type_name(value)}"
+        return f"{name} is a {type_name(value)}", value
     first, *others = *users, name
-    return f"{first} uses {', which uses '.join(others)}, a {type_name(value)}"
+    return f"{first} uses {', which uses '.join(others)}, a {type_name(value)}", value
 
 
 def type_name(value: object) -> str:

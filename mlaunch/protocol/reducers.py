@@ -122,9 +122,17 @@ def _script_again(original: Any, compiled: bytes) -> Any:
     return torch.jit.load(io.BytesIO(compiled))  # type: ignore[no-untyped-call]
 
 
+def _reduce_text_file(file: io.TextIOWrapper) -> Reduced:
+    """Refuses an open file, of which cloudpickle would make a StringIO of its content, without a name."""
+    if file in {sys.stdout, sys.stderr}:
+        return cast(Reduced, cloudpickle.cloudpickle._file_reduce(file))  # type: ignore[attr-defined]
+    raise TypeError("cannot pickle an open file")
+
+
 def table() -> dict[type, Callable[[Any], Reduced]]:
     """Returns the reducers by type; torch's only where it is loaded, without which there is no such object."""
     found: dict[type, Callable[[Any], Reduced]] = {_CACHED: _reduce_cached, typing.ParamSpec: _reduce_parameter}
+    found[io.TextIOWrapper] = _reduce_text_file
     if hasattr(typing, "TypeVarTuple"):
         found[typing.TypeVarTuple] = _reduce_parameter
     torch = sys.modules.get("torch")

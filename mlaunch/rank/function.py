@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import cores, rlimits, seeding
-from mlaunch.protocol import calls, explain, late_imports, originals, receiving, settings, this_rank
+from mlaunch.protocol import calls, explain, instead, late_imports, originals, receiving, settings, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Phase
 from mlaunch.protocol.messages.prepared_messages import Details
@@ -209,8 +209,9 @@ class FunctionRank(Rank):
             if rlimits.is_limit(error):  # of what has room, not of what can be pickled
                 rlimits.name_limit(error)
                 raise
-            found = explain.unpicklable(value, "value")
-            raise UnpicklableValueError(f"{found} ({type(error).__name__}: {error})") from error
+            found, culprit = explain.culprit(value, "value")
+            told = f"{found} ({type(error).__name__}: {error}){instead.to_return(culprit)}"
+            raise UnpicklableValueError(told) from error
 
     # Leaving
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import io
 import linecache
+import os
 import re
 import sys
 import threading
@@ -428,7 +430,7 @@ def test_a_value_that_cannot_be_pickled() -> None:
 
 
 def test_a_generator_is_an_error() -> None:
-    with pytest.raises(LaunchError, match="value is a generator"):
+    with pytest.raises(LaunchError, match=r"value is a generator \(.*\): return a list of its items\n"):
         launcher(lambda: (x for x in ()), 1)()
 
 
@@ -465,6 +467,30 @@ def test_a_value_that_cannot_be_unpickled_names_its_rank() -> None:
 def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         launcher(lambda x: x, 1)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        (lambda: (x for x in ()), "a generator, which .*: pass a list of its items, or make it in the function"),
+        (functools.partial(open, __file__), "_io.TextIOWrapper, which .*: pass its path, and open it in the function"),
+        (functools.partial(open, __file__, "rb"), "a _io.BufferedReader, which .*: pass its path"),
+        (threading.Lock, "a _thread.lock, which .*: make it in the function"),
+    ],
+)  # fmt: skip
+def test_what_to_pass_instead_is_said(argument: Callable[[], Any], advice: str) -> None:
+    unfit = argument()
+    take = launcher(lambda x: x, 1)
+    with pytest.raises(TypeError, match=advice):
+        take({"x": [unfit]})
+    getattr(unfit, "close", lambda: None)()
+    assert take.last is None  # no rank was started
+
+
+def test_a_standard_stream_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        assert round_trip(stream, to_caller=False) is stream
 
 
 def test_a_closure_that_cannot_be_pickled() -> None:

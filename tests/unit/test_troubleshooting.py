@@ -37,6 +37,7 @@ INTERNAL = (
     "module 'mlaunch' has no attribute",
     "__signature__",
     "a rehearsal",
+    "cannot pickle an open file",
 )
 
 

@@ -14,7 +14,7 @@ from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError, in_memfds
 from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.protocol import explain, payload
+from mlaunch.protocol import explain, instead, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
@@ -123,16 +123,18 @@ class naming_culprits:
 
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
     """Returns the TypeError that says which part of a call cannot be pickled."""
-    return misuse(TypeError(f"{_culprit(call, name)} cannot be pickled ({error})"))
+    found, culprit = _culprit(call, name)
+    return misuse(TypeError(f"{found} cannot be pickled ({error}){instead.to_pass(culprit)}"))
 
 
-def _culprit(call: Call, name: str) -> str:
-    """Says which part of a call cannot be pickled."""
+def _culprit(call: Call, name: str) -> tuple[str, object]:
+    """Says which part of a call cannot be pickled, and returns it."""
     parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
     for where, value in [*parts, (f"{name}", call.function)]:
         try:
             payload.check(value)
         except Exception:  # whatever a __reduce__ may raise
-            return explain.unpicklable(value, where) + ", which"
-    return f"the call of {name}"
+            found, culprit = explain.culprit(value, where)
+            return f"{found}, which", culprit
+    return f"the call of {name}", call
