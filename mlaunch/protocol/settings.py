@@ -26,6 +26,7 @@ _UMASK = re.compile(r"^Umask:\s+(\d+)$", re.MULTILINE)
 _LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 _SCORE = Path("/proc/self/oom_score_adj")
 _MOST_FILTERS = 200
+_OF_THE_MACHINE = {"nice", "affinity", "limits", "score", "slack"}
 _NUMPY = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 # By name: the settings of torch with what they are at first.
 _TORCH: Mapping[str, object] = {
@@ -65,6 +66,11 @@ def of_this_process() -> Settings:
     if "torch" in sys.modules:
         found |= _of_torch()
     return tuple(found.items())
+
+
+def of_the_program() -> Settings:
+    """Returns those that hold on any machine: not what the system of this one gives to a process."""
+    return tuple(one for one in of_this_process() if one[0] not in _OF_THE_MACHINE)
 
 
 def apply(settings: Settings) -> None:

@@ -39,7 +39,7 @@ from mlaunch.member import member
 from mlaunch.member.looks import Looks
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
-from mlaunch.protocol import registry
+from mlaunch.protocol import registry, settings
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import Finished, RanksStarting
 from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, MachineDone, Seen, Start
@@ -128,6 +128,24 @@ def test_values_output_and_report(engine: Threads, capfd: pytest.CaptureFixture[
     ]  # fmt: skip
     assert report.title.startswith("test_values_output_and_report.<locals>.work()  3 ranks on m0, m1, ")
     assert "host" in str(report).splitlines()[1]
+
+
+def test_settings_of_the_caller_travel_less_those_of_its_machine(engine: Threads) -> None:
+    def told() -> dict[str, object]:
+        return dict(settings.of_this_process())
+
+    before, affinity = os.umask(0o027), os.sched_getaffinity(0)
+    try:
+        torch.set_default_dtype(torch.float64)
+        os.sched_setaffinity(0, {min(affinity)})
+        found = launcher(told, 1, engine=engine)()
+    finally:
+        os.umask(before)
+        torch.set_default_dtype(torch.float32)
+        os.sched_setaffinity(0, affinity)
+    assert [(one["umask"], one["dtype"], one["affinity"]) for one in found] == [
+        (0o027, "float64", tuple(sorted(affinity)))
+    ] * 2
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from mlaunch.engines.launch.machines import Machines, say
 from mlaunch.engines.launch.meeting_address import address_for_all
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.member_messages import AskOffer, Offer, Start
@@ -158,6 +159,11 @@ class MachinesLaunch:
             stays=spec.launch_id if spec.stays else "",
         )
 
+    def _context(self) -> Context:
+        """Returns what of this process's surroundings machines need to know."""
+        known = () if self.work.command is not None else settings.of_the_program()
+        return Context({}, "", (), self.work.argv, None, None, os.getpid(), known, _source(self.work))
+
     def _master_ip(self, head: Offer) -> str:
         """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
         if self.options.master_ip != "localhost":
@@ -187,7 +193,7 @@ class MachinesLaunch:
             port=0,
             torch_version=prepared[0].torch_version,
             secret=tokens.draw(),
-            context=Context({}, "", (), self.work.argv, None, None, os.getpid(), source=_source(self.work)),
+            context=self._context(),
             rank0_only=self.options.results == "rank0",
             stops=self.options.stop_on is not None,
             stop_grace=self.options.stop_grace,
