@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import signal
@@ -526,6 +527,67 @@ def test_other_calls_run_while_a_value_is_unpickled(ranks: Ranks) -> None:
             assert len(slow.result(LIMIT)) == 2
         begun.clear()
         go_on.clear()
+
+
+class Error(ValueError):
+    def __reduce__(self) -> Any:
+        return wait_for_error, ()
+
+
+def wait_for_error() -> Error:
+    if not dist.is_initialized():  # a rank tries whether it comes back
+        wait_here()
+    return Error()
+
+
+def fail_alone() -> None:
+    if dist.get_rank() == 1:
+        raise Error
+    dist.barrier()
+
+
+def test_fresh_ranks_run_while_an_error_of_lost_ones_is_unpickled(ranks: Ranks) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(ranks.run, fail_alone)
+        assert begun.wait(LIMIT)
+        assert ranks.submit(total).result(LIMIT) == [2.0, 2.0]
+        assert not failed.done()
+        go_on.set()
+        error = failed.exception(LIMIT)
+        assert isinstance(error, Error)
+        assert "what they held is lost" in notes(error)
+    begun.clear()
+    go_on.clear()
+
+
+class SlowStream(io.StringIO):
+    """Is where the caller prints, and takes its time."""
+
+    could_go_on = False
+
+    def write(self, text: str) -> int:
+        if "slow" in text:
+            begun.set()
+            self.could_go_on = go_on.wait(LIMIT)
+        return len(text)
+
+
+def test_who_is_slow_to_take_what_ranks_print_holds_up_nobody_who_submits(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = SlowStream()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with ThreadPoolExecutor(1) as pool:
+        printed = pool.submit(ranks.run, print, "slow")
+        assert begun.wait(LIMIT)
+        later = ranks.submit(total)
+        assert ranks.stop()
+        go_on.set()
+        assert printed.result(LIMIT) == [None, None]
+        assert later.result(LIMIT) == [2.0, 2.0]
+    assert stream.could_go_on
+    begun.clear()
+    go_on.clear()
 
 
 # A deadline

@@ -234,8 +234,8 @@ def test_a_launch_on_machines_that_does_not_look_is_ended(looks: int, unused: bo
 def test_a_call_that_waits_for_its_ranks_is_asked_as_it_begins() -> None:
     asked: list[str] = []
     present, waits = SimpleNamespace(stop_reason=""), SimpleNamespace(stop_reason="")
-    handle = SimpleNamespace(ask_to_stop=asked.append)
-    session: Any = SimpleNamespace(lock=threading.RLock(), present=present, handle=handle)
+    session: Any = SimpleNamespace(present=present)
+    session.ask_to_stop = lambda: session.present.stop_reason and asked.append(session.present.stop_reason)
     assert ask_to_stop(session, "TERM", cast(Any, waits))
     assert (waits.stop_reason, asked) == ("TERM", [])
     assert ask_to_stop(session, "asked")

@@ -50,13 +50,14 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
 def _values_or_raise(outcome: Outcome) -> list[Any]:
     if outcome.interrupt is not None:
         raise outcome.interrupt
+    reason = reason_of(outcome)
     if outcome.refused is not None:
         kind = LaunchTimeout if outcome.refused.late else LaunchError
-        raise kind(f"{outcome.spec.name} was not started: {outcome.refused.text}")
+        raise kind(reason)
     if outcome.late and (outcome.stopped or outcome.broken):
-        _raise_timeout(outcome)
-    if outcome.broken and not outcome.failures:
-        raise _error(outcome, LaunchError, f"{outcome.spec.name} was ended: {outcome.broken}")
+        _raise_timeout(outcome, reason)
+    if reason:
+        raise _error(outcome, LaunchError, reason)
     if outcome.failures:
         _raise_failure(outcome)
     return _values(outcome)
@@ -85,16 +86,28 @@ def _value(outcome: Outcome, rank: int) -> Any:
         ) from error
 
 
-def _raise_timeout(outcome: Outcome) -> None:
+def reason_of(outcome: Outcome) -> str:
+    """Says what ended it other than an interrupt or a rank; "": nothing did. Reads no value."""
+    name = outcome.spec.name
+    if outcome.refused is not None:
+        return f"{name} was not started: {outcome.refused.text}"
+    if outcome.late and (outcome.stopped or outcome.broken):
+        return f"{name} did not finish within its deadline of {outcome.spec.deadline:g} s; {_who_is_late(outcome)}"
+    return f"{name} was ended: {outcome.broken}" if outcome.broken and not outcome.failures else ""
+
+
+def _who_is_late(outcome: Outcome) -> str:
+    silent = list(outcome.stopped - outcome.values.keys())
+    if silent:
+        return f"{name_ranks(silent)} had not returned"
+    return f"{name_ranks(list(outcome.stopped))} had returned but not ended" if outcome.stopped else outcome.broken
+
+
+def _raise_timeout(outcome: Outcome, reason: str) -> None:
     from mlaunch.caller import why_text  # not needed by most calls
 
-    spec = outcome.spec
-    silent = list(outcome.stopped - outcome.values.keys())
-    who = f"{name_ranks(silent)} had not returned" if silent else outcome.broken
-    if not silent and outcome.stopped:
-        who = f"{name_ranks(list(outcome.stopped))} had returned but not ended"
     lines = [
-        f"{spec.name} did not finish within its deadline of {spec.deadline:g} s; {who}",
+        reason,
         *why_text.of_stacks(list(outcome.stacks.values()), outcome.values),
         *meanwhile(outcome.doing()),
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -14,9 +16,12 @@ from mlaunch.caller.report.launch_report import LaunchReport
 
 
 class Queue:
-    """Under the lock of whoever has it, save ``tell``, which runs code of the user's."""
+    """Under the lock of whoever has it, save ``tell``, which runs code of the user's, and ``add``."""
 
     def __init__(self) -> None:
+        self._entry = threading.Lock()  # held by nobody who waits
+        self._numbers = itertools.count(1)
+        self._are_lost = False  # the ranks
         self._waiting: deque[KeptCall] = deque()
         self._left: deque[KeptCall] = deque()  # that other ranks may run, since these are lost
         self._settled: deque[KeptCall] = deque()
@@ -29,8 +34,13 @@ class Queue:
         """The one that will begin last."""
         return self._waiting[-1] if self._waiting else None
 
-    def add(self, call: KeptCall) -> None:
-        self._waiting.append(call)
+    def add(self, call: KeptCall) -> bool:
+        """Takes one in, and gives it its number; False if the ranks are lost."""
+        with self._entry:
+            if not self._are_lost:
+                call.number = next(self._numbers)
+                self._waiting.append(call)
+            return not self._are_lost
 
     def begin_next(self) -> KeptCall | None:
         """Returns the next one, which begins; None if there is none, now that cancelled ones are left out."""
@@ -43,20 +53,24 @@ class Queue:
 
     def remove(self, call: KeptCall) -> bool:
         """Takes one out that has not begun; False if it has."""
-        found = next((calls for calls in (self._waiting, self._left) if call in calls), None)
-        if found is not None:
-            found.remove(call)
-        return found is not None
+        with self._entry:
+            found = next((calls for calls in (self._waiting, self._left) if call in calls), None)
+            if found is not None:
+                found.remove(call)
+            return found is not None
 
     def clear(self) -> deque[KeptCall]:
         """Takes out those that wait."""
-        waiting, self._waiting = self._waiting, deque()
-        return waiting
+        with self._entry:
+            waiting, self._waiting = self._waiting, deque()
+            return waiting
 
     # The ranks are lost
 
     def lose(self, report: Callable[[], LaunchReport], why: str, *, others_follow: bool) -> None:
         """Leaves to others what these ranks will not run, and settles what was meant for these alone."""
+        with self._entry:
+            self._are_lost = True
         for call in self.clear():
             if others_follow and call.moves:
                 self._left.append(call)

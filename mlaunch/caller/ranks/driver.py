@@ -12,51 +12,15 @@ import select
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
+from mlaunch.caller.ranks.driven import Call, Driven
 
 _LOOK_AGAIN = 1.0  # seconds after which whoever drives looks again whether its call is over
-
-
-class Awaited(Protocol):
-    """What is waited for. ``wait`` is for those who do not drive."""
-
-    over: bool
-
-    def wait(self) -> None: ...
-
-
-Call = TypeVar("Call", bound=Awaited, contravariant=True)
-
-
-class Driven(Protocol[Call]):
-    """What is driven. ``step`` takes in what has come, ``hear_values`` too until a call is over; they take the lock.
-
-    ``tell`` tells what came of that, without the lock, since it runs code of the user's. It tells whatever is over: by
-    whom it is told may be any thread that tells just then.
-    """
-
-    lock: threading.RLock
-    ended: threading.Event
-    idle_timeout: float | None
-
-    @property
-    def idle(self) -> bool: ...
-
-    def watch(self, fd: int) -> Callable[[], bool]: ...
-
-    def step(self) -> None: ...
-
-    def tell(self) -> None: ...
-
-    def hear_values(self, call: Call) -> None: ...
-
-    def fileno(self) -> int: ...
-
-    def timeout(self) -> float | None: ...
+_SHORT_STEP = 0.01  # seconds that a step takes at most, unless it waits for somebody to read what ranks print
 
 
 class Driver(Generic[Call]):
@@ -139,12 +103,28 @@ class Driver(Generic[Call]):
 
     def _takes_lead(self, me: int) -> bool:
         """Has this thread drive; False if another one does, or all has ended."""
-        with self._driven.lock:
+        lock = self._driven.lock
+        while not lock.acquire(timeout=_LOOK_AGAIN):  # whoever has it may wait for somebody to read what ranks print
+            with interrupts.allowed():
+                pass
+        try:
             if self._leader not in {None, me} or self._driven.ended.is_set():
                 return False
             if self._leader is None:
                 self._lead(me)
-        return True
+            return True
+        finally:
+            lock.release()
+
+    def now_or_next(self, do: Callable[[], None]) -> None:
+        """Does under the lock what each step does, too; leaves it to the next one if the present one takes long."""
+        if self._driven.lock.acquire(timeout=_SHORT_STEP):
+            try:
+                do()
+            finally:
+                self._driven.lock.release()
+        else:
+            self.notify()
 
     def step_aside(self) -> None:
         """Has others drive while this thread, if it does, runs code of the user's, which may wait for them."""

@@ -12,13 +12,14 @@ from typing import Protocol
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import Backing, LaunchHandle
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.launch.settle import Ended, settle
+from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.direct_channels import DirectWays
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.settle_call import settle_call, settle_values
+from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
@@ -164,11 +165,13 @@ class KeptHandle(LaunchHandle):
         self._limits.begin_cancel(force=force)
         self.agent.try_send(Cancel(force))
 
-    def settle_launch(self) -> Ended:
-        """Settles how the launch itself has ended."""
+    def finish_launch(self) -> tuple[Outcome, Callable[[], LaunchReport]]:
+        """Returns what was heard of the launch, which is over; to be settled without a lock, and closed."""
         self._read_answers()
         self.relay.finish(0.0)
-        return settle(self.outcome, self.report())
+        found = self.outcome, self.report()
+        self.outcome = Outcome(self.spec)
+        return found
 
     def dressed(self, plan: OutputPlan) -> OutputPlan:
         """Returns what becomes of a call's output, as these ranks have it."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable
 
 from mlaunch.base.exceptions import RanksLost
-from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.ranks.call_queue import Queue
 from mlaunch.caller.ranks.driver import Driver
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session_words import CLOSED, add_loss, how_lost, staying
+from mlaunch.caller.ranks.settle_call import settle_lost
 
 
 class RanksLaunch:
@@ -38,7 +38,6 @@ class RanksLaunch:
         self._idle_since = time.monotonic()
         self._queue = Queue()
         self.present: KeptCall | None = None
-        self._numbers = itertools.count(1)
         self.report = handle.report()  # of the ranks themselves
         with self.lock:  # the driver's thread takes it first
             self._driver = Driver(self)
@@ -59,12 +58,18 @@ class RanksLaunch:
 
     def submit(self, call: KeptCall) -> None:
         """Queues the call, which ``run`` or ``leave_to_thread`` is to drive. RanksLost if the ranks are gone."""
-        with self.lock:
-            if self.over:
-                raise RanksLost(self.why_lost or "the ranks were ended")
-            call.session, call.number = self, next(self._numbers)
-            self._queue.add(call)
-            self._advance()
+        call.session = self
+        if self.over or not self._queue.add(call):
+            raise RanksLost(self.why_lost or "the ranks were ended")
+        self._driver.now_or_next(self._advance)
+
+    def ask_to_stop(self) -> None:
+        """Asks the ranks to stop in the present call, if that is to stop."""
+        self._driver.now_or_next(self._pass_stop_on)
+
+    def _pass_stop_on(self) -> None:
+        if self.present is not None and self.present.stop_reason:
+            self.handle.ask_to_stop(self.present.stop_reason)
 
     def drive(self, call: KeptCall) -> None:
         """Drives a submitted call until it is over, or these ranks are gone. Can be interrupted."""
@@ -117,8 +122,6 @@ class RanksLaunch:
             self._abandoned = True
             self._driver.notify()
 
-    # Steps
-
     def watch(self, fd: int) -> Callable[[], bool]:
         """Has ``fileno`` tell of another descriptor, too; returns what asks whether that is still the same."""
         return self.handle.relay.watch(fd)
@@ -138,6 +141,7 @@ class RanksLaunch:
         with self.lock:
             if not self.ended.is_set():
                 try:
+                    self._pass_stop_on()
                     self._take_step()
                 except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
                     self._break(error)
@@ -196,8 +200,6 @@ class RanksLaunch:
             self.expired = True
             self.handle.end_ranks()
 
-    # Calls
-
     def _advance(self) -> None:
         """Begins the next call if none runs."""
         while self.present is None and not self.ended.is_set() and not self.handle.ending:
@@ -221,20 +223,19 @@ class RanksLaunch:
 
     def _end(self) -> None:
         """Takes in that the launch is over, and what that means for the calls."""
-        ended = self.handle.settle_launch()
+        outcome, self.report = self.handle.finish_launch()
         server = self.handle.server
         fate = server.describe_end() if server.ended() else ""
-        why = "they were closed" if self._closing else how_lost(ended.error, fate)
+        why = "they were closed" if self._closing else how_lost(outcome, fate)
         self.why_lost = "" if self.expired else why
         if self.present is not None:
             self.was_told = True
-            if ended.error is None:
-                ended = Ended(ended.report, [], RanksLost(f"{self.present.spec.name} was ended: {self.why_lost}"))
-            elif not self._closing:
-                add_loss(ended.error, self.why_lost, restart=self.restart, doing=self.handle.outcome.doing())
-            self._queue.settle(self.present, lambda: ended)
-        self.present, self.report = None, ended.report
-        self._queue.lose(ended.report, self.why_lost, others_follow=self.restart and not self._closing)
+            note = None if self._closing else functools.partial(add_loss, restart=self.restart)
+            self._queue.settle(self.present, functools.partial(settle_lost, outcome, self.report, why, note))
+        else:
+            outcome.close()
+        self.present = None
+        self._queue.lose(self.report, self.why_lost, others_follow=self.restart and not self._closing)
         self.handle.close()
         if self._own_server:
             self.handle.server.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlaunch.base.exceptions import RanksLost, report_of
-from mlaunch.caller.launch.settle import Ended, add_note
+from mlaunch.base.exceptions import RanksLost
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.launch.settle import Ended, add_note, reason_of
+from mlaunch.caller.report.failure_text import in_order
 
 _STAYED = "the ranks are in step and stay, with what they hold"
 _GONE = "the ranks were ended ({why}); what they held is lost, and {next}{doing}"
@@ -36,15 +38,16 @@ def older_code(names: Sequence[str], *, shared: bool) -> str:
     )
 
 
-def how_lost(error: BaseException | None, server: str) -> str:
-    """Says why a launch has ended that nobody ended, by its error. ``server``: how its fork server has ended, if so."""
-    if error is not None and str(error).endswith(CLOSED):
-        return CLOSED
-    report = report_of(error) if error is not None else None
-    if report is None or not report.failures:
-        unknown = error is None or isinstance(error, KeyboardInterrupt)
-        return server or (_OUT_OF_STEP if unknown else str(error).partition("\n")[0])
-    cause = report.failures[0]
+def how_lost(outcome: Outcome, server: str) -> str:
+    """Says why a launch has ended that nobody ended; reads no value. ``server``: how its fork server ended, if so."""
+    interrupt = outcome.interrupt
+    if interrupt is not None:
+        raised = "" if isinstance(interrupt, KeyboardInterrupt) else str(interrupt).partition("\n")[0]
+        return server or raised or _OUT_OF_STEP
+    if outcome.refused is not None or not outcome.failures:
+        why = CLOSED if outcome.broken == CLOSED else server or reason_of(outcome)
+        return why.partition("\n")[0] or _OUT_OF_STEP
+    cause = in_order(outcome.failures)[0]
     if server and cause.exitcode == 0:  # the ranks were let go since it was gone
         return server
     ended = cause.exitcode is not None or cause.rank is None  # a rank, or a machine or what serves it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 
+from mlaunch.base.exceptions import RanksLost
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -20,6 +21,21 @@ def settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
         return settle(outcome, report)
     finally:
         outcome.close()
+
+
+def settle_lost(
+    outcome: Outcome, report: Callable[[], LaunchReport], why: str, note: Callable[..., None] | None
+) -> Ended:
+    """Settles the call during which the ranks were lost. ``note``: adds to its error what that means."""
+    try:
+        ended = settle(outcome, report)
+    finally:
+        outcome.close()
+    if ended.error is None:
+        return Ended(report, [], RanksLost(f"{outcome.spec.name} was ended: {why}"))
+    if note is not None:
+        note(ended.error, why, doing=outcome.doing())
+    return ended
 
 
 def settle_values(spec: LaunchSpec, values: Sequence[bytes], report: Callable[[], LaunchReport]) -> Ended:

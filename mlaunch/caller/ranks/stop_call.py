@@ -8,10 +8,8 @@ from mlaunch.caller.ranks.session import RanksLaunch
 
 def ask_to_stop(session: RanksLaunch, reason: str, call: KeptCall | None = None) -> bool:
     """Asks them to stop in this call once it runs (None: in the present one); False: there is none."""
-    with session.lock:
-        wanted = call or session.present
-        if wanted is not None:
-            wanted.stop_reason = reason
-        if wanted is not None and wanted is session.present:
-            session.handle.ask_to_stop(reason)
-        return wanted is not None
+    wanted = call or session.present
+    if wanted is not None:
+        wanted.stop_reason = reason
+        session.ask_to_stop()
+    return wanted is not None

@@ -1,0 +1,45 @@
+"""What a driver of ranks that stay needs of them, and of the calls that are waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+
+class Awaited(Protocol):
+    """What is waited for. ``wait`` is for those who do not drive."""
+
+    over: bool
+
+    def wait(self) -> None: ...
+
+
+Call = TypeVar("Call", bound=Awaited, contravariant=True)
+
+
+class Driven(Protocol[Call]):
+    """What is driven. ``step`` takes in what has come, ``hear_values`` too until a call is over; they take the lock.
+
+    ``tell`` tells what came of that, without the lock, since it runs code of the user's. It tells whatever is over: by
+    whom it is told may be any thread that tells just then.
+    """
+
+    lock: threading.RLock
+    ended: threading.Event
+    idle_timeout: float | None
+
+    @property
+    def idle(self) -> bool: ...
+
+    def watch(self, fd: int) -> Callable[[], bool]: ...
+
+    def step(self) -> None: ...
+
+    def tell(self) -> None: ...
+
+    def hear_values(self, call: Call) -> None: ...
+
+    def fileno(self) -> int: ...
+
+    def timeout(self) -> float | None: ...
