@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain
-from mlaunch.pytest import isolation, twins
+from mlaunch.pytest import group_names, isolation, twins
 from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
 from mlaunch.pytest.explanation import Explanation
 from mlaunch.pytest.station import Station
+from mlaunch.rank import in_step
 from mlaunch.rank.function import leave_groups
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
@@ -62,16 +63,16 @@ def regroup() -> None:
 def run_test(test: RankTest) -> Verdict:
     """Runs a test here, and says how it was."""
     station, explanation, baseline = _here[0]
-    verdict = _verdict(test, explanation, baseline)
+    verdict = _verdict(test, station, explanation, baseline)
     if not station.finish(test.number, verdict):
         raise EndedAloneError(verdict.reason)
     return verdict
 
 
-def _verdict(test: RankTest, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
+def _verdict(test: RankTest, station: Station, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
     watch = isolation.Watch(explanation.config, test.marks)
     made = twins.Twins(test, explanation.config)
-    with isolation.surrounded(baseline, test.surroundings), watch, made:
+    with isolation.surrounded(baseline, test.surroundings), watch, group_names.for_test(test.number), made:
         try:
             function = explanation.function_of(test.definition)
             _call(_bound(function, test), {**test.values, **made.make()})
@@ -79,7 +80,9 @@ def _verdict(test: RankTest, explanation: Explanation, baseline: isolation.Basel
         except KeyboardInterrupt:  # the call is ended
             raise
         except BaseException as error:
+            station.leave(test.number)
             found = _of_error(error, test, explanation)
+    station.leave(test.number)
     return _completed(found, watch, made)
 
 
@@ -118,5 +121,6 @@ def _completed(found: Verdict, watch: isolation.Watch, made: twins.Twins) -> Ver
         "logged": made.logged if found.outcome == "failed" else "",
         "left": watch.left,
         "resident": isolation.resident(),
+        "entered": in_step.since_the_call(),
     }
     return Verdict(**{**vars(found), **seen})

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlaunch.rank.in_step import Numbers
+
 
 @dataclass(frozen=True)
 class Definition:
@@ -61,7 +63,7 @@ class Verdict:
     """How one rank has found a test. ``outcome``: passed, failed, skipped, xfailed or exit.
 
     ``at``: by the machine's monotonic clock; ``error``: the exception, pickled; ``crash``: file and line;
-    ``left``: what the test has left behind; ``resident``: MiB.
+    ``left``: what the test has left behind; ``resident``: MiB; ``entered``: how many operations, in each group.
     """
 
     outcome: str
@@ -75,6 +77,7 @@ class Verdict:
     logged: str = ""
     left: tuple[str, ...] = ()
     resident: int = 0
+    entered: Numbers = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,22 +100,19 @@ class Watch:
         self._before = [(get, put, get()) for get, put in states.all_of()]
         self._threads = set(threading.enumerate())
         self._children = _children()
-        self._groups = set(_groups())
         self._recorder = warnings.catch_warnings(record=True)
         log = self._recorder.__enter__()
         self._log = [] if log is None else log
         _set_filters(self._config, self._marks)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._recorder.__exit__(None, None, None)
         self.warnings = tuple(dict.fromkeys(map(_plain, self._log)))
         for get, put, value in self._before:
             with contextlib.suppress(Exception):  # what this torch does not take back
                 if get() != value:
                     put(value)
-        if kind is None:  # else ranks are being called back, and may not be in step
-            _destroy(self._groups)
         self.left = (*self._left_threads(), *self._left_children())
 
     def _left_threads(self) -> list[str]:
@@ -161,19 +157,3 @@ def _set_filters(config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
     for mark in reversed([mark for mark in marks if mark.name == "filterwarnings"]):
         for text in mark.args:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
-
-
-def _groups() -> list[Any]:
-    import torch.distributed as dist
-
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-
-
-def _destroy(known: set[Any]) -> None:
-    """Destroys the groups that the test has made, in the order in which all ranks have made them."""
-    import torch.distributed as dist
-
-    for group in _groups():
-        if group not in known and group is not dist.group.WORLD:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)

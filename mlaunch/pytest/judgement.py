@@ -12,6 +12,7 @@ import pytest
 
 from mlaunch.base.text import name_ranks
 from mlaunch.pytest.crossing import Findings, Verdict
+from mlaunch.rank import in_step
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _WORDS = {"passed": "passed", "failed": "failed", "skipped": "skipped", "xfailed": "called pytest.xfail()"}
@@ -45,6 +46,23 @@ def judge(findings: Findings) -> Judgement:
         return _agreed(verdicts[min(verdicts)])
     text = _disagreement(findings)
     return Judgement(pytest.fail.Exception(text, pytrace=False), text, _sections(findings, None))
+
+
+def is_out_of_step(findings: Findings) -> bool:
+    """Tells whether ranks that are all done would not meet in the next test: they have not entered the same.
+
+    Of a call that the launcher has ended, the launcher knows.
+    """
+    verdicts = findings.verdicts
+    if findings.told or len(verdicts) < findings.size:
+        return False
+    passed = all(verdict.outcome == "passed" for verdict in verdicts.values())
+    ignored = {in_step.GROUPS, *((in_step.MESSAGES,) if passed else ())}  # each test names its groups by itself
+    told = [
+        {name: found for name, found in verdicts[rank].entered.items() if name not in ignored}
+        for rank in sorted(verdicts)
+    ]
+    return not in_step.agree(told)
 
 
 def _agreed(verdict: Verdict) -> Judgement:

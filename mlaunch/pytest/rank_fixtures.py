@@ -124,15 +124,17 @@ class RankFixture:
 
 def set_up(number: int, where: Definition, values: dict[str, Any], param: tuple[Any, ...]) -> Any:
     """Sets a fixture up on this rank, and returns its value."""
+    from mlaunch.pytest import group_names
     from mlaunch.pytest.body import import_definition
 
     import_definition(where)
     request = {"request": _Param(param[0])} if param else {}
-    made = _functions[where.module, where.qualname](**request, **values)
-    if not inspect.isgenerator(made):
-        return made
-    _begun[number] = made
-    return next(made)
+    with group_names.for_fixture(number):
+        made = _functions[where.module, where.qualname](**request, **values)
+        if not inspect.isgenerator(made):
+            return made
+        _begun[number] = made
+        return next(made)
 
 
 def tear_down(number: int) -> None:

@@ -17,12 +17,16 @@ from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import name_ranks
 from mlaunch.pytest import body, travel
 from mlaunch.pytest.crossing import Findings, RankTest
-from mlaunch.pytest.judgement import Judgement, judge
+from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge
 from mlaunch.pytest.mark import WANTED, Wanted
 from mlaunch.pytest.pool import POOL, RankPool, SharedRanks, only_devices_lack
 
 _JUDGED = pytest.StashKey[Judgement]()
 _SMALL = (int, float, bool, str, bytes, type(None))
+_OUT_OF_STEP = (
+    "the test left its ranks out of step: not all have entered the same collectives, or some have destroyed a group; "
+    "new ranks replace them"
+)
 _EARLIER = 0.9  # of the limit of pytest-timeout, which would end pytest's own call
 
 
@@ -153,7 +157,12 @@ class Runner:
         return min(limits)
 
     def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
-        """Replaces ranks whose memory has grown too much."""
+        """Replaces ranks that are out of step, or whose memory has grown too much."""
+        if is_out_of_step(findings):
+            self.pool.drop(shared.shape)
+            if all(verdict.outcome == "passed" for verdict in findings.verdicts.values()):
+                warnings.warn(pytest.PytestWarning(_OUT_OF_STEP), stacklevel=1)
+            return
         limit = int(self._config.getini("ranks_memory"))
         if grown := shared.grown(findings.verdicts, limit):
             self.pool.drop(shared.shape)

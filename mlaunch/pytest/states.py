@@ -72,6 +72,8 @@ def _put_streams(found: tuple[Any, ...]) -> None:
 def _of_torch() -> Sequence[State]:
     import torch
 
+    from mlaunch.collectives import exchange, local_group
+
     cudnn = torch.backends.cudnn
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
@@ -83,7 +85,16 @@ def _of_torch() -> Sequence[State]:
         (torch.get_num_threads, torch.set_num_threads),
         (lambda: cudnn.deterministic, lambda on: setattr(cudnn, "deterministic", on)),
         (lambda: cudnn.benchmark, lambda on: setattr(cudnn, "benchmark", on)),
+        (lambda: list(local_group._made), lambda made: local_group._made.__setitem__(slice(None), made)),
+        (lambda: dict(exchange._gloo_twins), _put_twins),  # of the default group, for objects
     )
+
+
+def _put_twins(found: dict[Any, Any]) -> None:
+    from mlaunch.collectives import exchange
+
+    exchange._gloo_twins.clear()
+    exchange._gloo_twins.update(found)
 
 
 def _deterministic() -> tuple[bool, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
@@ -12,13 +13,14 @@ from mlaunch.protocol import this_rank
 from mlaunch.pytest.crossing import Beginning, Verdict
 
 _PATIENCE = 0.05  # seconds for the others, once one has not passed
+_MOST_PATIENCE = 2.0  # for those who are not waiting for anything: the machine may be busy
 _PAUSE = 0.001
-_CELL = struct.Struct("=q")
+_CELL = struct.Struct("=qq")  # the number of the test, the rank's pid
 _LENGTH = struct.Struct("=q")
 
 
 class Station:
-    """The board, with the number of the test that each rank has done last, and the log of verdicts."""
+    """The board, with the number of the test whose function each rank has left last, and the log of verdicts."""
 
     def __init__(self, beginning: Beginning) -> None:
         self._size = beginning.size
@@ -30,22 +32,34 @@ class Station:
         finally:
             os.close(fd)
         self._log = os.open(beginning.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self.leave(0)
+
+    def leave(self, number: int) -> None:
+        """Says that this rank has left the test's function."""
+        _CELL.pack_into(self._board, _CELL.size * self._rank, number, os.getpid())
 
     def finish(self, number: int, verdict: Verdict) -> bool:
-        """Says that this rank is done; False if its verdict went into the log, since others are not."""
-        _CELL.pack_into(self._board, _CELL.size * self._rank, number)
-        if verdict.outcome == "passed" or self._all_done(number):
+        """Tells whether all ranks have left the function, as after one that has passed here; else logs the verdict."""
+        if verdict.outcome == "passed" or self._all_left(number):
             return True
         write(self._log, self._rank, verdict)
         return False
 
-    def _all_done(self, number: int) -> bool:
-        end = time.monotonic() + _PATIENCE
-        while any(done < number for (done,) in _CELL.iter_unpack(self._board[:])):
-            if time.monotonic() > end:
+    def _all_left(self, number: int) -> bool:
+        begun = time.monotonic()
+        while missing := [pid for done, pid in _CELL.iter_unpack(self._board[:]) if done < number]:
+            waited = time.monotonic() - begun
+            if waited > _MOST_PATIENCE or (waited > _PATIENCE and not any(map(_runs, missing))):
                 return False
             time.sleep(_PAUSE)
         return True
+
+
+def _runs(pid: int) -> bool:
+    """Tells whether a process runs, or would if there were a core for it."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"R"
+    return False
 
 
 def new_files(size: int) -> tuple[int, int]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # By group and backend: its members, and the operations since the call began; None where nobody can tell.
 Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
 # Among them, as if these were the names of some, and all ranks their members:
-_GROUPS = "groups"  # those of the whole world that were begun
-_MESSAGES = "messages"  # None once one was begun
+GROUPS = "groups"  # those of the whole world that were begun
+MESSAGES = "messages"  # None once one was begun
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _noted(begin: Callable[..., Any]) -> Callable[..., Any]:
 def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
     numbers = {part: number for name, group in _groups().items() for part, number in _numbers(name, group)}
-    _present.beginning = _Beginning(call, {**numbers, _GROUPS: _world().group_count})
+    _present.beginning = _Beginning(call, {**numbers, GROUPS: _world().group_count})
     _present.has_messages = False
 
 
@@ -119,8 +119,8 @@ def since_the_call(call: int | None = None) -> Numbers:
             found[part] = members, None if now is None else now - (beginning.numbers.get(part) or 0)
     if dist.is_initialized():  # the user may have destroyed all groups
         everyone = tuple(range(dist.get_world_size()))
-        found[_GROUPS] = everyone, _world().group_count - (beginning.numbers.get(_GROUPS) or 0)
-        found[_MESSAGES] = everyone, None if _present.has_messages else 0
+        found[GROUPS] = everyone, _world().group_count - (beginning.numbers.get(GROUPS) or 0)
+        found[MESSAGES] = everyone, None if _present.has_messages else 0
     return found
 
 

@@ -154,7 +154,7 @@ def test_next(): dist.barrier()
 
 LEAKS = """
 import logging, os, random, signal, sys, threading, warnings
-import pytest, torch, torch.distributed as dist
+import mlaunch, pytest, torch, torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2)
 held = threading.Event()
@@ -193,6 +193,29 @@ def test_clean(again, record_property):
 
 def test_destroys(): dist.destroy_process_group()
 def test_after_it(): dist.barrier()
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_groups_of_some_ranks(again):
+    # named by their ranks, they would find what the test before has left under this name
+    store = dist.distributed_c10d._get_default_store()
+    assert not store.check([f"mine {dist.get_rank()}"])
+    store.set(f"mine {dist.get_rank()}", "")
+    x = torch.ones(1)
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    assert x.item() == 2 and mlaunch.comm.all_gather(dist.get_rank()) == [0, 1]
+    mlaunch.comm.create_local_process_group()
+    mlaunch.comm.synchronize(timeout=60)
+    assert mlaunch.comm.all_gather(1, mlaunch.comm.get_local_process_group()) == [1, 1]
+    if dist.get_rank() == 1: dist.new_group([1], use_local_synchronization=True)
+
+@pytest.mark.xfail(strict=True, raises=ValueError)
+def test_fails_before_a_group_on_one_rank():
+    if dist.get_rank() == 1: raise ValueError("early")
+    dist.new_group([0])
+def test_a_group_after_it(): dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+def test_enters_alone():
+    if dist.get_rank() == 1: dist.all_reduce(torch.ones(1), async_op=True)
+def test_enters_next(): assert mlaunch.comm.all_gather(dist.get_rank()) == [0, 1]
 """
 
 FIXTURES = """

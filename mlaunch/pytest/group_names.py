@@ -1,0 +1,78 @@
+"""Names of a test's own for its process groups and its keys in the store. Everything here runs in the ranks.
+
+torch names a group by a count, or by its ranks where they alone make it, and keeps where its members can be reached
+under that name. A test that made a group on some ranks, or failed before all had made it, would leave counts that
+differ and addresses that are no longer anybody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from mlaunch.protocol import this_rank
+from mlaunch.rank import in_step
+
+_SPACE = 1000  # groups that one test may make
+_FIXTURES = 10**9  # the first number of their groups
+_left: set[Any] = set()  # of a test that was broken off, when ranks may not have been in step
+
+
+def for_test(number: int) -> contextlib.AbstractContextManager[None]:
+    """Gives a test its names, and destroys its groups. The ranks count their operations from here on."""
+    return _apart(f"test {number}", number * _SPACE)
+
+
+def for_fixture(number: int) -> contextlib.AbstractContextManager[None]:
+    """Gives the setup of a fixture its names; the groups stay until the fixture destroys them."""
+    return _own_names(f"fixture {number}", _FIXTURES + number * _SPACE)
+
+
+@contextlib.contextmanager
+def _apart(prefix: str, first: int) -> Iterator[None]:
+    _destroy(_left)
+    _left.clear()
+    known = set(_groups())
+    with _own_names(prefix, first):
+        in_step.begin_call(this_rank.call)
+        try:
+            yield
+        except BaseException:  # ranks are called back, and some may still be inside an operation
+            _left.update(set(_groups()) - known)
+            raise
+        _destroy(set(_groups()) - known)
+
+
+@contextlib.contextmanager
+def _own_names(prefix: str, first: int) -> Iterator[None]:
+    import torch.distributed as dist
+
+    world, group = dist.distributed_c10d._world, dist.group.WORLD
+    if group is None:
+        yield
+        return
+    backend, store = world.pg_map[group]
+    world.pg_map[group] = backend, dist.PrefixStore(prefix, store)
+    world.group_count = first
+    try:
+        yield
+    finally:
+        if dist.group.WORLD is group:
+            world.pg_map[group] = backend, store
+
+
+def _groups() -> list[Any]:
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def _destroy(groups: Collection[Any]) -> None:
+    """Destroys groups in the order in which all ranks have made them."""
+    import torch.distributed as dist
+
+    for group in _groups():
+        if group in groups and group is not dist.group.WORLD:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
