@@ -15,7 +15,7 @@ import pytest
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import name_ranks
-from mlaunch.pytest import body, travel
+from mlaunch.pytest import body, timeouts, travel
 from mlaunch.pytest.crossing import Findings, RankTest
 from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge
 from mlaunch.pytest.mark import WANTED, Wanted
@@ -27,7 +27,6 @@ _OUT_OF_STEP = (
     "the test left its ranks out of step: not all have entered the same collectives, or some have destroyed a group; "
     "new ranks replace them"
 )
-_EARLIER = 0.9  # of the limit of pytest-timeout, which would end pytest's own call
 
 
 class Runner:
@@ -47,7 +46,8 @@ class Runner:
         if wanted is None:
             return None
         pyfuncitem.stash[_JUDGED] = Judgement()
-        findings = self._found(pyfuncitem, wanted)
+        with timeouts.suspended(pyfuncitem):
+            findings = self._found(pyfuncitem, wanted)
         pyfuncitem.stash[_JUDGED] = judgement = judge(findings)
         _pass_on(pyfuncitem, findings)
         if judgement.error is not None:
@@ -150,11 +150,7 @@ class Runner:
     def _deadline(self, item: pytest.Item, wanted: Wanted) -> float:
         config = self._config
         own = wanted.deadline or config.getoption("ranks_deadline") or config.getini("ranks_deadline")
-        mark = item.get_closest_marker("timeout")
-        given = (mark.args[0] if mark.args else mark.kwargs.get("timeout")) if mark is not None else None
-        given = given or getattr(config.option, "timeout", None)
-        limits = [float(own), *([float(given) * _EARLIER] if given else [])]
-        return min(limits)
+        return min(float(own), timeouts.limit_of(item) or float(own))
 
     def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
         """Replaces ranks that are out of step, or whose memory has grown too much."""

@@ -146,6 +146,10 @@ def test_error(): warnings.warn("is an error")
 def test_hang():
     while dist.get_rank() == 0: signal.pause()
     dist.barrier()
+@pytest.mark.timeout(2)
+def test_hang_of_timeout():
+    while True: signal.pause()
+def test_after_hang(): dist.barrier()
 def test_killed():
     if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()

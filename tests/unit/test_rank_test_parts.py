@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 
 import pytest
 
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.pytest import early, rank_fixtures, station
+from mlaunch.pytest import early, group_names, rank_fixtures, station, timeouts
 from mlaunch.pytest.crossing import Findings, Verdict
-from mlaunch.pytest.judgement import judge
+from mlaunch.pytest.judgement import is_out_of_step, judge
 from tests.conftest import TORCH
 
 
@@ -59,3 +60,34 @@ def test_a_rank_fixture_asks_for_what_its_function_asks_for() -> None:
     stand_in = rank_fixtures._stand_in(mesh, None)
     assert list(inspect.signature(stand_in).parameters) == ["request", "tmp_path", "size"]
     assert (stand_in.__name__, stand_in.__module__) == ("mesh", __name__)
+
+
+def test_ranks_that_have_not_entered_the_same_are_out_of_step() -> None:
+    """Groups that were begun do not count: each test names its own. Messages of a test that passed have arrived."""
+    both = (0, 1)
+
+    def stands(number: int, messages: int | None = 0, outcome: str = "passed") -> Verdict:
+        return Verdict(
+            outcome, entered={"0 cpu": (both, number), "groups": (both, number), "messages": (both, messages)}
+        )
+
+    assert not is_out_of_step(Findings(2, {0: stands(1), 1: stands(1)}))
+    assert is_out_of_step(Findings(2, {0: stands(1), 1: stands(2)}))
+    assert not is_out_of_step(Findings(2, {0: stands(1, None), 1: stands(1, None)}))
+    assert is_out_of_step(Findings(2, {0: stands(1, None, "failed"), 1: stands(1, None)}))
+    assert is_out_of_step(Findings(2, {0: stands(1), 1: Verdict("passed")}))
+    assert not is_out_of_step(Findings(2, {0: stands(1), 1: stands(2)}, told="the launcher has looked"))
+
+
+def test_the_limit_of_pytest_timeout(request: pytest.FixtureRequest) -> None:
+    """This suite has one; while ranks run its timer is off, and on again afterwards."""
+    assert timeouts.limit_of(request.node) == getattr(request.config, "_env_timeout", None)
+    with timeouts.suspended(request.node):
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+@pytest.mark.skipif(not TORCH, reason="asks torch for the groups")
+def test_without_a_group_there_is_nothing_to_name() -> None:
+    with group_names.for_test(3), group_names.for_fixture(3):
+        assert group_names._groups() == []
