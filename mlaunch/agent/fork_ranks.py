@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all
-from mlaunch.protocol import error_file, payload
+from mlaunch.protocol import error_file, payload, rich_output
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import RankStarted
@@ -43,7 +43,7 @@ class _Cradle:
     channel: Channel
     control: Channel
     stacks: int  # the pipe that its stacks come from
-    readers: Sequence[int]  # of its standard streams
+    readers: Sequence[int]  # of its streams
     writers: Mapping[int, int]  # by stream
 
     def leave_to_rank(self) -> None:
@@ -89,6 +89,7 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
         channel=theirs,
         crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
+        display_fd=streams[rich_output.STREAM][1] if rich_output.STREAM in streams else -1,
         control=their_control,
         inherited=nursery.inherited,
     )
@@ -133,8 +134,9 @@ def _fork(cradle: _Cradle, all_of_them: Sequence[_Cradle], owned: OwnedFds) -> i
                     other.leave_to_rank()
                     os.close(other.args.crash_fd)
             for stream, writer in cradle.writers.items():
-                os.dup2(writer, stream)
-                os.close(writer)
+                if stream != rich_output.STREAM:
+                    os.dup2(writer, stream)
+                    os.close(writer)
             cradle.args.results.queue.close_reader()
         except BaseException:
             traceback.print_exc()

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlaunch.protocol import rich_output
 from mlaunch.protocol.settings import Settings
 
 
@@ -112,7 +113,7 @@ class LaunchSpec:
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     stops: bool = False  # its options say that the ranks ask ``mlaunch.stopping()``
     stop_grace: float = 300.0  # seconds in which they stop when they are asked to
-    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
+    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 
     @property
     def seconds(self) -> float | None:
@@ -128,6 +129,11 @@ class LaunchSpec:
 
     def streams(self, local_rank: int) -> tuple[int, ...]:
         return self.piped[local_rank] if self.piped else ()
+
+    @property
+    def displays(self) -> bool:
+        """Whether a notebook has called, which shows what some rank displays."""
+        return any(rich_output.STREAM in streams for streams in self.piped)
 
     def rank(self, local_rank: int) -> int:
         return self.rank_start + local_rank

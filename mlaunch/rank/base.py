@@ -39,6 +39,7 @@ class RankArgs:
     channel: Channel  # on which the agent sends calls
     crash_fd: int  # where faulthandler writes when the rank crashes
     stack_fd: int  # where it writes when the agent asks
+    display_fd: int  # where it writes what it displays; -1: nowhere
     control: Channel  # on which its control thread is asked, whatever the rank does
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
 

@@ -27,7 +27,7 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.rank import rehearsal
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
-from mlaunch.rank.setup import device, environment, group, main_module, process, text_bars
+from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
 from mlaunch.rank.setup.stamped import StampedFile
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class FunctionRank(Rank):
         args, spec = self._args, self._spec
         process.reset_process(open_stream=self._open_stream, own_handlers_alone=args.inherited is None)
         text_bars.install()
+        if spec.displays:
+            rich_display.install(args.display_fd)
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         self._say_who()
         if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice

@@ -15,8 +15,8 @@ import json, sys, nbclient
 from nbformat import v4
 notebook = v4.new_notebook(cells=[v4.new_code_cell(source) for source in sys.argv[1:]])
 nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-print(json.dumps([[{"type": output["output_type"], "text": output.get("text", "")} for output in cell["outputs"]]
-    for cell in notebook.cells]))
+print(json.dumps([[{"type": output["output_type"], "text": output.get("text", ""), "forms": [*output.get("data", {})]}
+    for output in cell["outputs"]] for cell in notebook.cells]))
 """
 PATIENT = "from mlaunch.caller.output import display; display._FIRST_LOOK_DELAY = 60.0"
 CELL = """
@@ -31,5 +31,38 @@ _ = launcher(train, 1, progress={progress})()
 def test_the_place_of_the_lines_that_change(tmp_path: Path, progress: bool) -> None:
     """Above the first line, though they are not due yet. Nowhere without ``progress``."""
     _, outputs = json.loads(run(tmp_path, EXECUTE, PATIENT, CELL.format(progress=progress)))
-    printed = {"type": "stream", "text": "[0] first\n"}
-    assert outputs == [{"type": "display_data", "text": ""}] * progress + [printed]
+    printed = {"type": "stream", "text": "[0] first\n", "forms": []}
+    assert outputs == [{"type": "display_data", "text": "", "forms": ["text/plain"]}] * progress + [printed]
+
+
+DISPLAY = """
+from IPython.display import HTML
+def show():
+    print("before")
+    display(HTML("<b>1</b>"))
+    print("after")
+    import matplotlib.pyplot
+    matplotlib.pyplot.plot([1, 2])
+    matplotlib.pyplot.show()
+_ = launcher(show, 1, progress=False, output={output!r})()
+"""
+RANKS = """
+from mlaunch import Ranks
+with Ranks(n_gpus=2, progress=False, output="rank0") as ranks:
+    for _ in range(2):
+        ranks.run(show)
+"""
+
+
+def test_what_rank_0_displays_stands_in_the_cell(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = [CELL.format(progress=False), DISPLAY.format(output="all"), DISPLAY.format(output="none"), RANKS]
+    _, shown, hidden, kept = json.loads(run(tmp_path, EXECUTE, *cells))
+    printed, figure = {"type": "stream", "forms": []}, {"type": "display_data", "text": ""}
+    wanted = [
+        {**printed, "text": "[0] before\n"},
+        {**figure, "forms": ["text/plain", "text/html"]},
+        {**printed, "text": "[0] after\n"},
+        {**figure, "forms": ["text/plain", "image/png"]},
+    ]
+    assert (shown, hidden, kept) == (wanted, [], wanted * 2)

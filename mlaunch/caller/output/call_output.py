@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mlaunch.caller.output import rich
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
@@ -14,6 +15,7 @@ from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.side_by_side import Number
 from mlaunch.caller.output.tails import Tails
 from mlaunch.caller.output.write_times import WriteTimes
+from mlaunch.protocol import rich_output
 from mlaunch.protocol.board import Board
 
 _FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
@@ -25,11 +27,12 @@ class RankStream:
 
     rank: int
     local_rank: int
-    number: int  # 1 or 2
+    number: int  # 1, 2, or that of what it displays
     policy: Policy
     file: LogFile | None
     times: WriteTimes
     splitter: LineSplitter = field(default_factory=LineSplitter)
+    displays: rich_output.LineCutter = field(default_factory=rich_output.LineCutter)
     held: float | None = None  # since when the splitter holds a line
 
 
@@ -41,7 +44,7 @@ class CallOutput:
         self._attempt = attempt
         self._clock = clock
         self.console = Console()
-        self._merger = Merger(size) if plan.merge and size > 1 else None
+        self._merger = Merger(size) if plan.merge and (size > 1 or plan.rich) else None
         self._tails = Tails(size) if plan.remember else None
         self._display = Display(plan.area, clock())
         self._number = Number()
@@ -86,8 +89,13 @@ class CallOutput:
         if stream.file is not None:
             stream.file.write(data)
         if not self._splits(stream):
+            stream.times.skip(len(data))
             return
         now = self._clock()
+        if stream.number == rich_output.STREAM:
+            for line in stream.displays.feed(data):
+                self._take_lines(stream, [line], rich_output.time_of(line, now))
+            return
         for at, part in stream.times.cut(data, now):
             self._take_lines(stream, stream.splitter.feed(part), at, flood=len(data) >= _FLOOD)
         stream.held = now if stream.splitter.holding else None
@@ -166,12 +174,22 @@ class CallOutput:
             self.console.write(2, self._display.make_room().encode())
             self.console.write(stream, data)
 
+    def _publish(self, line: bytes) -> None:
+        """Shows what a rank displays, below what was printed before."""
+        with self._display.lock:
+            self.console.write(2, self._display.make_room().encode())
+            instead = rich.publish(line)
+            if rich.clears(line):
+                self._display.forget()
+        if instead:
+            self._print(1, instead.encode(errors="backslashreplace"))
+
     def _take_lines(self, stream: RankStream, lines: Sequence[bytes], at: float, *, flood: bool = False) -> None:
         if self._merger is not None and not flood:
             self._fresh += [(at, stream, line) for line in lines]
         elif lines:
             self._show_waiting(everything=stream.policy.shown)
-            self._remember(stream.rank, lines)
+            self._remember(stream, lines)
             prefix = self._prefix([stream.rank]).encode()
             if stream.policy.shown:
                 self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
@@ -179,9 +197,9 @@ class CallOutput:
     def _splits(self, stream: RankStream) -> bool:
         return stream.policy.shown or self._tails is not None
 
-    def _remember(self, rank: int, lines: Sequence[bytes]) -> None:
-        if self._tails is not None:
-            self._tails.add(rank, lines)
+    def _remember(self, stream: RankStream, lines: Sequence[bytes]) -> None:
+        if self._tails is not None and stream.number != rich_output.STREAM:
+            self._tails.add(stream.rank, lines)
 
     def _release_held(self, now: float) -> None:
         for stream in self._streams:
@@ -194,8 +212,11 @@ class CallOutput:
             return
         fresh, self._fresh = self._fresh, []
         for _, stream, text in sorted(fresh, key=lambda found: found[0]):
-            self._remember(stream.rank, [text])
+            self._remember(stream, [text])
             if stream.policy.shown:
                 self._merger.add(stream.rank, stream.number, text, self._clock())
         for line in self._merger.take(self._clock(), everything=everything):
-            self._print(line.stream, self._prefix(line.ranks).encode() + line.text + b"\n")
+            if line.stream == rich_output.STREAM:
+                self._publish(line.text)
+            else:
+                self._print(line.stream, self._prefix(line.ranks).encode() + line.text + b"\n")

@@ -29,6 +29,9 @@ class Area(Protocol):
     def close(self, lines: list[str]) -> str:
         """Leaves of these what should stay."""
 
+    def forget(self) -> None:
+        """Begins anew: what was shown is gone."""
+
 
 class _Paper(io.StringIO):
     """What rich takes for a terminal: nothing waits for the real one, and all that is printed goes one way."""
@@ -79,6 +82,9 @@ class Terminal:
             self._console.print(line, markup=False, highlight=False)
         return shown + self._paper.take()
 
+    def forget(self) -> None:
+        """Does nothing: nobody clears what is drawn here."""
+
 
 class Notebook:
     """An output of the running cell, replaced each time."""
@@ -102,7 +108,10 @@ class Notebook:
         return "" if self._shown is not None else self.show("")
 
     def close(self, lines: list[str]) -> str:
-        return self.show("\n".join(lines)) if self._shown and lines else ""
+        return self.show("\n".join(lines)) if self._shown is not None and lines else ""
+
+    def forget(self) -> None:
+        self._id, self._shown = uuid.uuid4().hex, None
 
 
 def area() -> Area | None:
@@ -143,6 +152,12 @@ class Display:
             self._take_place()
         holder = Display._holder
         return holder._area.hide() if holder is not None and holder._area is not None else ""
+
+    def forget(self) -> None:
+        """Begins anew where somebody has cleared all output."""
+        holder = Display._holder
+        if holder is not None and holder._area is not None:
+            holder._area.forget()
 
     def close(self, lines: list[str]) -> str:
         area, self._area, self.due = self._area, None, None

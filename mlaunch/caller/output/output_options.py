@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from mlaunch.base.text import ranges
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output import files
+from mlaunch.caller.output import files, rich
 from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
+from mlaunch.protocol import rich_output
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -39,6 +40,8 @@ def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None) -
         shown = output == "all" or (output == "rank0" and spec.rank(local_rank) == 0)
         for stream in STREAMS:
             policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
+    if policies and spec.rank_start == 0 and options.engine is None and rich.is_shown_here():
+        policies[0, rich_output.STREAM] = Policy(shown=policies[0, 1].shown)
     name = spec.name.rpartition(".")[2].removesuffix("()")
     bars = place or place_of(options)
     return OutputPlan(policies, _prefix(spec), directory, area=bars, name=name, remember=output != "raw")

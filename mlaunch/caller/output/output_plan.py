@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.caller.output.display import Area
+from mlaunch.protocol import rich_output
 
 STREAMS = (1, 2)
 
@@ -22,7 +23,8 @@ class Policy:
 class OutputPlan:
     """What becomes of the output of a call on this machine.
 
-    ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. ``prefix``: of
+    ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. Of what a rank
+    displays (``rich_output.STREAM``) only the caller's own notebook is shown something. ``prefix``: of
     the ranks that printed a line. ``merge``: equal lines are shown once. ``name``: of the launch, where others may run
     at the same time. ``remember``: the end of what each rank prints is kept for the report.
     """
@@ -41,6 +43,11 @@ class OutputPlan:
         """Whether it asks for neither files nor lines that change."""
         return self.directory is None and self.area is None
 
+    @property
+    def rich(self) -> bool:
+        """Whether what some rank displays is carried."""
+        return any(stream == rich_output.STREAM for _, stream in self.policies)
+
     def like(self, other: OutputPlan) -> bool:
         """Tells whether both are plain, and ask for the same but for names."""
         ours = (self.policies, self.merge, self.remember)
@@ -48,7 +55,8 @@ class OutputPlan:
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """Returns the streams of a rank that are ours to carry."""
-        return tuple(stream for stream in STREAMS if (local_rank, stream) in self.policies)
+        streams = (*STREAMS, rich_output.STREAM)
+        return tuple(stream for stream in streams if (local_rank, stream) in self.policies)
 
     def piped(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Returns the same for all ranks; () where nothing is carried."""

@@ -17,6 +17,10 @@ class WriteTimes:
         self._place = local_rank, stream
         self._read = 0  # bytes, of those that were noted
 
+    def skip(self, size: int) -> None:
+        """Passes over as many bytes, of which nobody asks when they were written."""
+        self._read += size
+
     def cut(self, data: bytes, now: float) -> list[tuple[float, bytes]]:
         """Cuts what was just read where writes begin; returns (when, bytes). ``now``: when nothing is known."""
         starts = self._starts(len(data)) or [(0, now)]

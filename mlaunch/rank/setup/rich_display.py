@@ -1,0 +1,150 @@
+"""Sends what a rank displays to the notebook that called; ranks that it does not hear print text in its place."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
+from mlaunch.protocol import rich_output
+
+_FUNCTIONS = "IPython.core.display_functions"
+_COPIES = ("IPython.display", "IPython.core.display")  # which take names from there
+
+
+def install(fd: int) -> None:
+    """Affects ``IPython.display``, imported before or after. ``fd``: the pipe; -1: this rank prints text."""
+    builtins.display = _display  # type: ignore[attr-defined]  # as in each cell
+    sender = _Sender(linux.aside(fd) if fd >= 0 else -1)
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None:  # this is a fork of the notebook's own process
+        shell.display_pub.publish, shell.display_pub.clear_output = sender.publish, sender.clear_output
+    elif _FUNCTIONS in sys.modules:
+        _replace(sys.modules[_FUNCTIONS], sender)
+    else:
+        sys.meta_path.insert(0, _Finder(sender))
+
+
+def _display(*objects: Any, **options: Any) -> Any:
+    import IPython.display
+
+    show: Any = IPython.display.display  # untyped
+    return show(*objects, **options)
+
+
+class _Sender:
+    """Writes into the pipe, as IPython's publisher would to its frontend; threads take turns."""
+
+    def __init__(self, fd: int) -> None:
+        self._pipe = KeptFd(fd)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._formatter: Any = None
+
+    def publish(self, data: dict[str, Any], metadata: Any = None, **options: Any) -> None:
+        """Sends a bundle; its text alone where that is too large."""
+        if not self._is_heard:
+            print(data.get("text/plain", ""))
+            return
+        options = {name: options[name] for name in ("transient", "update") if options.get(name)}
+        line = rich_output.line_of({"data": data, "metadata": metadata or {}, **options})
+        if line is None:
+            most = f"{rich_output.LIMIT >> 20} MiB"
+            text = f"{str(data.get('text/plain', 'an object'))[:200]} (not shown: it takes more than {most})"
+            line = rich_output.line_of({"data": {"text/plain": text}, "metadata": {}, **options})
+        self._write(line or b"")
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clears the cell's output."""
+        if self._is_heard:
+            self._write(rich_output.line_of({"clear": bool(wait)}) or b"")
+
+    @property
+    def _is_heard(self) -> bool:
+        """Whether the notebook reads the pipe: not of a worker of the rank, nor if other code has closed it."""
+        return os.getpid() == self._pid and self._pipe.intact()
+
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._pipe.fd, rest) :]
+
+    def format(self, thing: Any, include: Any, exclude: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns data and metadata in all forms that the object has; text alone if nothing else is of use."""
+        include = include if self._is_heard else {"text/plain"}
+        if self._formatter is None:
+            from IPython.core.formatters import DisplayFormatter
+
+            self._formatter = DisplayFormatter()
+            images = self._formatter.formatters["image/png"]
+            images.for_type_by_name("matplotlib.figure", "Figure", _png_of)
+        return self._formatter.format(thing, include=include, exclude=exclude)  # type: ignore[no-any-return]
+
+
+def _png_of(figure: Any) -> Any:
+    from IPython.core.pylabtools import print_figure
+
+    return print_figure(figure, fmt="png", base64=True)  # type: ignore[no-untyped-call]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Has IPython's functions replaced as their module is imported, before others take them from there."""
+
+    def __init__(self, sender: _Sender) -> None:
+        self._sender = sender
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _FUNCTIONS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            sender, execute = self._sender, spec.loader.exec_module
+
+            def execute_and_replace(module: ModuleType) -> None:
+                execute(module)
+                _replace(module, sender)
+
+            spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec
+
+
+def _replace(module: ModuleType, sender: _Sender) -> None:
+    """Replaces what looks for a shell, which a rank has not: libraries would take the rank for a notebook."""
+
+    def display(
+        *objects: Any, metadata: Any = None, transient: Any = None, display_id: Any = None, raw: bool = False,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        forms = options.pop("include", None), options.pop("exclude", None)
+        number = uuid.uuid4().hex if display_id is True else display_id
+        sent = {**(transient or {}), **({"display_id": number} if number else {})}
+        if options.get("update") and "display_id" not in sent:
+            raise TypeError("display_id required for update_display")
+        if options.pop("clear", False):
+            sender.clear_output(wait=True)
+        for thing in objects or (({},) if number else ()):
+            data, told = (thing, {}) if raw or not objects else sender.format(thing, *forms)
+            if data or raw or not objects:  # else the object has displayed itself
+                sender.publish(data, {**told, **(metadata or {})}, transient=sent, **options)
+        return module.DisplayHandle(number) if number else None
+
+    def publish_display_data(data: Any, metadata: Any = None, *, transient: Any = None, **options: Any) -> None:
+        sender.publish(data, metadata, transient=transient, **options)
+
+    new = {"display": display, "publish_display_data": publish_display_data, "clear_output": sender.clear_output}
+    for place in (module, *(sys.modules[name] for name in _COPIES if name in sys.modules)):
+        with contextlib.suppress(AttributeError):
+            vars(place).update({name: function for name, function in new.items() if hasattr(place, name)})
