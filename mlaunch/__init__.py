@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.detectron2 import launch
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.many.run_future import Run
+    from mlaunch.caller.many.sweep import Sweep
     from mlaunch.caller.ranks.held import Held, scatter
     from mlaunch.caller.ranks.ranks import Ranks
     from mlaunch.caller.report.launch_report import LaunchReport
@@ -60,6 +61,7 @@ _NAMES = {
     "mlaunch.caller.ranks.ranks": "Ranks",
     "mlaunch.caller.detectron2": "launch",
     "mlaunch.caller.many.run_future": "Run",
+    "mlaunch.caller.many.sweep": "Sweep",
     "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
@@ -93,6 +95,7 @@ __all__ = [
     "Run",
     "Server",
     "Span",
+    "Sweep",
     "__version__",
     "bcast_list_",
     "comm",

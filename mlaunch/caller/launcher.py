@@ -8,10 +8,11 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import arguments, interrupts, nesting, ways
+from mlaunch.caller.many.submitting import Submitting
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.caller.many.run_future import Run
     from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ S = TypeVar("S")
 _KEPT = 20  # reports
 
 
-class launcher(Generic[P, R]):
+class launcher(Submitting[P, R]):
     """Runs the decorated function once per device, each in its own process, inside an initialised process group.
 
     Usable bare (``@launcher``), with options (``@launcher(n_gpus=4)``) and on methods. Nothing starts when a
@@ -65,11 +65,7 @@ class launcher(Generic[P, R]):
     """
 
     __wrapped__: Callable[P, R]
-    _function: Callable[P, R]
-    _options: Options
     __signature__: ClassVar[option_text.SignatureOfClass]
-    _bound: tuple[Any, ...]  # the instance of a method, else empty
-    _reports: deque[LaunchReport]  # the latest last; shared with the copies that ``options`` and methods make
 
     @overload
     def __new__(
@@ -131,15 +127,6 @@ class launcher(Generic[P, R]):
                 raise
             raise without_ours(error) from error.__cause__
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
-        """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
-        __tracebackhide__ = True
-        from mlaunch.caller.many.submit import submit
-        from mlaunch.protocol.calls import Call
-
-        call = Call(self._function, (*self._bound, *args), kwargs)
-        return submit(self._options, call, self._name, self._reports.append)
-
     def why(self) -> str:
         """Says which rank the others wait for, of a call that another thread has made; "" if none runs."""
         from mlaunch.caller.running_launches import why_call
@@ -193,15 +180,11 @@ class launcher(Generic[P, R]):
             return str(self._name)
         return _make, (self._function, self._options, self._bound)
 
-    @property
-    def _name(self) -> str:
-        return str(getattr(self._function, "__qualname__", type(self._function).__qualname__))
-
 
 launcher.__doc__ = option_text.with_options(launcher.__doc__)
 launcher.__signature__ = option_text.SignatureOfClass(option_text.signature_of_launcher())
 vars(launcher)["options"].__signature__ = option_text.signature_of_changes()
-_OWN_NAMES = frozenset({*dir(launcher), *launcher.__annotations__})
+_OWN_NAMES = frozenset({*dir(launcher), *launcher.__annotations__, *Submitting.__annotations__})
 
 
 class _Decorator(Protocol):

@@ -85,6 +85,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
         if wants_lease(options):
             lease, grant = yield from _leased(options, server, grant, name, course)
         _go_on(course)
+        course.begins()
         spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
         history.ready = time.monotonic()
         handle = start(grant, server, spec, sent_as(options, call), output_plan(options, spec), history)

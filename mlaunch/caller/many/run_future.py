@@ -30,6 +30,7 @@ class Run(Future[list[Any]]):
         arguments: What the function was given, by name.
         report: The LaunchReport; None before it is over.
         log_dir: Its directory in ``log_dir=``; None before it has begun.
+        state: "waiting", "running", "returned", "failed" or "cancelled".
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any], course: RunCourse) -> None:
@@ -47,6 +48,13 @@ class Run(Future[list[Any]]):
     @property
     def log_dir(self) -> str | None:
         return self._course.log_dir
+
+    @property
+    def state(self) -> str:
+        """Says where it is: "waiting", "running", "returned", "failed" or "cancelled"."""
+        if not self.done():
+            return "running" if self.running() else "waiting"
+        return "cancelled" if self.cancelled() else "returned" if self.exception() is None else "failed"
 
     def running(self) -> bool:
         """Tells whether ranks were started for it and it is not over."""
@@ -102,8 +110,8 @@ class Run(Future[list[Any]]):
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        state = "over" if self.done() else "running" if self.running() else "waiting"
-        return f"<Run of {self.name.removesuffix('()')}({given}): {'cancelled' if self.cancelled() else state}>"
+        state = "over" if self.state in {"returned", "failed"} else self.state
+        return f"<Run of {self.name.removesuffix('()')}({given}): {state}>"
 
     def _end(self, how: Ended | BaseException) -> None:
         """Tells how it ended, or why it did not begin. It was pending before: ``Future`` cancels nothing that runs."""
@@ -132,3 +140,5 @@ class RunCourse:
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None
     over: threading.Event = field(default_factory=threading.Event)
+    begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
+    trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none

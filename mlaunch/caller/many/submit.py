@@ -27,22 +27,35 @@ def submit(options: Options, call: Call, name: str, keep_report: Callable[[Launc
         TypeError: The function does not take these arguments.
         ValueError: An option that goes with blocking calls alone.
     """
+    check(options, name, "submit")
+    function = cast("Callable[..., Any]", call.function)
+    arguments.check(function, call.args, call.kwargs)
+    course = RunCourse(THREAD, loop.notify)
+    run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
+    drive(run, course, options, call, keep_report)
+    return run
+
+
+def check(options: Options, name: str, method: str) -> None:
+    """Raises what is wrong with a launch that is to go on by itself; see ``submit``. ``method``: of the launcher."""
     nesting.refuse_in_bootstrap(name)
     if nesting.place_to_join(options, name) is not None:
         raise misuse(
             RuntimeError(
-                f"{name}.submit() in {nesting.rank_of_process()}, which would join the other ranks and run the "
+                f"{name}.{method}() in {nesting.rank_of_process()}, which would join the other ranks and run the "
                 f"function itself; allowed: a blocking call, or join=False"
             )
         )
-    function = cast("Callable[..., Any]", call.function)
-    arguments.check(function, call.args, call.kwargs)
     for option, usual in _ELSEWHERE.items():
         if getattr(options, option) != usual:
-            raise misuse(ValueError(f"{option}={getattr(options, option)!r} with submit(): allowed: {usual!r}, or a "
+            raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "
                                     f"blocking call in a thread"))  # fmt: skip
-    course = RunCourse(THREAD, loop.notify)
-    run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
+
+
+def drive(
+    run: Run, course: RunCourse, options: Options, call: Call, keep_report: Callable[[LaunchReport], None]
+) -> None:
+    """Leaves a run to the thread that drives them all."""
 
     def tell(how: Ended | BaseException) -> None:
         if isinstance(how, Ended):
@@ -52,8 +65,7 @@ def submit(options: Options, call: Call, name: str, keep_report: Callable[[Launc
         finally:
             course.over.set()
 
-    loop.add(steps_of(options, call, f"{name}()", course), tell)
-    return run
+    loop.add(steps_of(options, call, run.name, course), tell)
 
 
 def named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,13 @@
+import torch.distributed as dist
+
+from mlaunch import launcher
+
+
+@launcher(n_gpus=2, device_type="cpu", concurrent=2)  # two ranks each; on CPUs, two launches at a time
+def train(lr, width=64):
+    return lr * width * (dist.get_rank() + 1)
+
+
+runs = train.grid(lr=[0.1, 0.01], width=[64, 128])
+for run in runs.as_completed():
+    print(run.arguments["lr"], run.arguments["width"], run.result())

@@ -1,0 +1,97 @@
+"""What a decorated function does besides blocking calls: launches that go on by themselves, and many of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from mlaunch.caller.options.launch_options import Options
+
+if TYPE_CHECKING:
+    from mlaunch.caller.many.run_future import Run
+    from mlaunch.caller.many.sweep import Sweep, SweepPlan
+    from mlaunch.caller.report.launch_report import LaunchReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Submitting(Generic[P, R]):
+    """The part of ``launcher`` that returns before the ranks do."""
+
+    _function: Callable[P, R]
+    _options: Options
+    _bound: tuple[Any, ...]  # the instance of a method, else empty
+    _reports: deque[LaunchReport]  # the latest last; shared with the copies that ``options`` and methods make
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._function, "__qualname__", type(self._function).__qualname__))
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
+        """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
+        __tracebackhide__ = True
+        from mlaunch.caller.many.submit import submit
+        from mlaunch.protocol.calls import Call
+
+        call = Call(self._function, (*self._bound, *args), kwargs)
+        return submit(self._options, call, self._name, self._reports.append)
+
+    def map(
+        self,
+        *iterables: Iterable[Any],
+        devices: Sequence[int] | None = None,
+        retries: int | None = None,
+        return_exceptions: bool = False,
+    ) -> Sweep:
+        """Begins a call for each value, or for each tuple of values of several iterables, as the builtin does.
+
+        The calls wait for devices of their own (``lease``), so as many run at a time as there are devices for.
+
+        Args:
+            *iterables: The values of the first argument, of the second, and so on.
+            devices: The option of that name: ``n_gpus`` of these for each call. None: as the options say, or any.
+            retries: How often a call is started again that has failed; the option ``max_restarts``.
+            return_exceptions: Goes on after a failure, and gives exceptions in the place of values. Otherwise the first
+                failure ends all calls.
+
+        Raises:
+            TypeError: The function does not take such arguments.
+            ValueError: An option that goes with blocking calls alone.
+        """
+        __tracebackhide__ = True
+        if not iterables:
+            raise TypeError(f"{self._name}.map() of nothing; allowed: an iterable of values for each argument")
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(values, {}) for values in zip(*iterables)]  # noqa: B905 - as the builtin, up to the shortest
+        return self._plan("map", devices, retries, return_exceptions).begin(calls)
+
+    def grid(
+        self,
+        *,
+        devices: Sequence[int] | None = None,
+        retries: int | None = None,
+        return_exceptions: bool = False,
+        **values: Iterable[Any],
+    ) -> Sweep:
+        """Begins a call for each combination of the arguments' values: ``train.grid(lr=[0.1, 0.01], seed=range(3))``.
+
+        The last argument changes fastest. Else as ``map``, to which belongs a function whose parameters have the names
+        of what stands here before ``values``.
+
+        Raises:
+            TypeError: The function does not take such arguments, or a value is no list of values.
+            ValueError: There is no combination, or an option goes with blocking calls alone.
+        """
+        __tracebackhide__ = True
+        from mlaunch.caller.many import trial_arguments
+
+        trial_arguments.check_names(self._function, self.grid)
+        calls = [((), chosen) for chosen in trial_arguments.combinations(values)]
+        return self._plan("grid", devices, retries, return_exceptions).begin(calls)
+
+    def _plan(self, method: str, devices: Sequence[int] | None, retries: int | None, goes_on: bool) -> SweepPlan:
+        from mlaunch.caller.many.sweep import SweepPlan, options_of_trials
+
+        options = options_of_trials(self._options, self._name, method, devices, retries)
+        return SweepPlan(self._function, self._bound, options, self._name, self._reports.append, goes_on)

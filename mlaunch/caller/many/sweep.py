@@ -1,0 +1,211 @@
+"""``train.map`` and ``train.grid``: a launch for each value, or for each combination of values.
+
+The trials are futures from the beginning. Of those that have no devices yet, one is driven at a time: as soon as it has
+what it waits for, the next one gets in line.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a class of its own
+from dataclasses import dataclass
+from typing import Any, overload
+
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import arguments, interrupts
+from mlaunch.caller.launch.settle import add_note
+from mlaunch.caller.leasing import wants_lease
+from mlaunch.caller.many import sweep_table, trial_arguments
+from mlaunch.caller.many.run_future import Run
+from mlaunch.caller.many.submit import check
+from mlaunch.caller.many.trial import Trial, TrialPlan
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol.calls import Call
+
+
+class Sweep(Sequence[Run]):
+    """The runs of a sweep, in the order of their arguments. Its items are ``Run``; it goes on by itself.
+
+    Printed, a table of arguments and values; in a notebook as well. Ctrl-C in ``results``, ``as_completed`` or a run's
+    ``result`` ends all; what is done stays.
+    """
+
+    def __init__(self, plan: SweepPlan, calls: Sequence[Call]) -> None:
+        self._plan = plan
+        self._trials = plan.trials(calls, self)
+        self._waiting = deque(self._trials)
+        self._ended: list[Trial] = []  # in the order in which they did
+        self._changed = interrupts.Condition()
+        self._failed: Trial | None = None  # the first that did
+        self._lock = threading.Lock()
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Run]: ...
+
+    def __getitem__(self, index: int | slice) -> Run | list[Run]:
+        found: Run | list[Run] = self._trials[index]  # type: ignore[assignment]  # a list of trials is one of runs
+        return found
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def as_completed(self, timeout: float | None = None) -> Iterator[Run]:
+        """Yields the runs as they end. ``timeout``: seconds for all of them.
+
+        Raises:
+            Exception: The first failure, once all others have been ended; not with ``return_exceptions=True``.
+            TimeoutError: Not all have ended in time; they go on.
+        """
+        until, left = _moment(timeout), set(self._trials)
+        while left:
+            self._wait(lambda: not left.isdisjoint(self._ended), until)
+            trial = next(trial for trial in self._ended if trial in left)
+            if trial is self._failed and not self._plan.goes_on:
+                self._raise_failure(until)
+            left.discard(trial)
+            yield trial
+
+    def results(self, timeout: float | None = None) -> list[Any]:
+        """Waits for all, and returns the list of values of each; raises as ``as_completed``.
+
+        With ``return_exceptions=True``, exceptions stand in the list, CancelledError for what somebody has cancelled.
+        """
+        until = _moment(timeout)
+        self._wait(lambda: len(self._ended) == len(self._trials), until)
+        if self._failed is not None and not self._plan.goes_on:
+            self._raise_failure(until)
+        return [_outcome(trial) if self._plan.goes_on else trial.result() for trial in self._trials]
+
+    def cancel(self) -> None:
+        """Ends all that run, starts none that wait, and returns when their processes are gone."""
+        for trial in self._trials:
+            trial.ask_to_cancel()
+        for trial in self._trials:
+            trial.cancel()
+
+    def retry(self) -> Sweep:
+        """Begins again what failed or was cancelled, with new runs in the places of the old; returns itself."""
+        with self._changed:
+            over = {trial for trial in self._ended if trial.state != "returned"}
+            again = [number for number, trial in enumerate(self._trials) if trial in over]
+            for number in again:
+                self._trials[number] = self._trials[number].anew()
+            self._ended = [trial for trial in self._ended if trial not in over]
+            self._failed = None
+        self._waiting += [self._trials[number] for number in again]
+        self.begin_next()
+        return self
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a dict for each run, for pandas: arguments, ``state``, ``seconds``, and ``values`` or ``error``."""
+        return [sweep_table.row(trial) for trial in self._trials]
+
+    def table(self) -> str:
+        """Returns the rows as a table, without the arguments that are the same in all."""
+        return sweep_table.text(self._trials)
+
+    def __repr__(self) -> str:
+        return sweep_table.text(self._trials, sweep_table.SHOWN)
+
+    def _repr_html_(self) -> str:
+        return sweep_table.html(self._trials, sweep_table.SHOWN)
+
+    def begin_next(self) -> None:
+        """Lets the next trial wait for its devices."""
+        begun = False
+        while not begun:
+            with self._lock:
+                trial = self._waiting.popleft() if self._waiting else None
+            begun = trial is None or trial.begin(self.begin_next)
+
+    def ends(self, trial: Trial, error: BaseException | None) -> None:
+        """Takes note of a failure just before its run tells of it: the first one ends all others, unless they go on."""
+        if error is None:
+            return
+        given = ", ".join(f"{name}={trial_arguments.in_words(value)}" for name, value in trial.given.items())
+        add_note(error, f"of the trial {trial.name.removesuffix('()')}({given})")
+        if self._failed is not None:
+            return
+        self._failed = trial
+        for other in [] if self._plan.goes_on else self._trials:
+            other.ask_to_cancel()
+
+    def has_ended(self, trial: Trial) -> None:
+        with self._changed:
+            self._ended.append(trial)
+            self._changed.notify_all()
+
+    def _raise_failure(self, until: float) -> None:
+        """Raises it when the processes of all others are gone."""
+        failed = self._failed
+        self._wait(lambda: len(self._ended) == len(self._trials), until)
+        if failed is not None:
+            failed.result()
+
+    def _wait(self, is_so: Callable[[], bool], until: float) -> None:
+        """Waits. TimeoutError; an interrupt ends all."""
+        try:
+            with self._changed:
+                while not (found := is_so()) and (left := until - time.monotonic()) > 0:
+                    self._changed.wait(None if math.isinf(left) else left)
+        except BaseException:
+            self.cancel()
+            raise
+        if not found:
+            raise TimeoutError(f"{len(self._trials) - len(self._ended)} of {len(self._trials)} trials have not ended")
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What the trials of a sweep share. ``bound``: stands before the arguments: the instance of a method."""
+
+    function: Callable[..., Any]
+    bound: tuple[Any, ...]
+    options: Options
+    name: str
+    keep_report: Callable[[LaunchReport], None]
+    goes_on: bool
+
+    def begin(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Sweep:
+        """Begins a launch for each (arguments, keyword arguments). TypeError for what the function does not take."""
+        for args, kwargs in calls:
+            arguments.check(self.function, (*self.bound, *args), kwargs)
+        sweep = Sweep(self, [Call(self.function, (*self.bound, *args), dict(kwargs)) for args, kwargs in calls])
+        sweep.begin_next()
+        return sweep
+
+    def trials(self, calls: Sequence[Call], sweep: Sweep) -> list[Trial]:
+        given = [trial_arguments.given_names(self.function, len(self.bound), call.args, call.kwargs) for call in calls]
+        plans = zip(calls, given, trial_arguments.labels(given), strict=True)
+        return [Trial(TrialPlan(f"{self.name}()", self.options, *each, self.keep_report), sweep) for each in plans]
+
+
+def options_of_trials(
+    options: Options, name: str, method: str, devices: Sequence[int] | None, retries: int | None
+) -> Options:
+    """Returns them as each trial has them. ValueError, TypeError for what is wrong with them."""
+    changes: dict[str, Any] = {} if devices is None else {"devices": devices}
+    if retries is not None:
+        changes["max_restarts"] = retries
+    check(options, name, method)
+    try:
+        changed = options.replaced(changes)
+        return changed if wants_lease(changed) else changed.replaced({"lease": True})
+    except (TypeError, ValueError) as error:
+        raise misuse(error) from None
+
+
+def _moment(timeout: float | None) -> float:
+    return math.inf if timeout is None else time.monotonic() + timeout
+
+
+def _outcome(trial: Trial) -> Any:
+    return CancelledError() if trial.cancelled() else trial.exception() or trial.result()

@@ -1,0 +1,106 @@
+"""A run of a sweep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.many.loop import THREAD, loop
+from mlaunch.caller.many.run_future import Run, RunCourse
+from mlaunch.caller.many.submit import drive, named
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol.calls import Call
+
+
+class SweepOfTrials(Protocol):
+    """What a trial tells its sweep."""
+
+    def ends(self, trial: Trial, error: BaseException | None) -> None:
+        """Takes note just before its run tells of it."""
+
+    def has_ended(self, trial: Trial) -> None:
+        """Takes note just afterwards."""
+
+    def cancel(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """What a trial is. ``given``: its arguments without defaults; ``label``: tells it from the others."""
+
+    name: str  # the function's, "train()"
+    options: Options
+    call: Call
+    given: Mapping[str, Any]
+    label: str
+    keep_report: Callable[[LaunchReport], None]
+
+
+class Trial(Run):
+    """It is in line for its devices once somebody has begun it, or wants it to end."""
+
+    def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
+        course = RunCourse(THREAD, loop.notify, trial=plan.label)
+        function = cast("Callable[..., Any]", plan.call.function)
+        super().__init__(plan.name, named(function, plan.call.args, plan.call.kwargs), course)
+        course.begins = self._go_on
+        self.given, self.label = plan.given, plan.label
+        self._plan, self._sweep = plan, sweep
+        self._lock = threading.Lock()
+        self._is_driven = False
+        self._then: Callable[[], None] | None = None
+        self._begun: float | None = None  # in monotonic seconds
+        self.seconds: float | None = None  # that it took, once it is over
+
+    def begin(self, then: Callable[[], None] | None = None) -> bool:
+        """Gets in line; False, if it has before. ``then`` is called once it no longer is in line."""
+        with self._lock:
+            if self._is_driven:
+                return False
+            self._is_driven, self._then = True, then
+        drive(self, self._course, self._plan.options, self._plan.call, self._plan.keep_report)
+        return True
+
+    def ask_to_cancel(self) -> None:
+        """Begins what ``cancel`` does, without waiting for it."""
+        self._course.cancelling = True
+        self.begin()
+        self._course.notify()
+
+    def cancel(self) -> bool:
+        self.ask_to_cancel()
+        return super().cancel()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        try:
+            return super().result(timeout)
+        except KeyboardInterrupt:
+            if not self.done():  # so the exception is not the run's
+                self._sweep.cancel()
+            raise
+
+    def anew(self) -> Trial:
+        """Returns another trial of the same."""
+        return Trial(self._plan, self._sweep)
+
+    def _go_on(self) -> None:
+        self._begun = self._begun or time.monotonic()
+        with self._lock:
+            then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def _end(self, how: Ended | BaseException) -> None:
+        self.seconds = None if self._begun is None else time.monotonic() - self._begun
+        self._go_on()
+        cancelled = self._course.cancelled
+        self._sweep.ends(self, None if cancelled else how.error if isinstance(how, Ended) else how)
+        try:
+            super()._end(how)
+        finally:
+            self._sweep.has_ended(self)

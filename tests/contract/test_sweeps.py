@@ -1,0 +1,125 @@
+"""``map`` and ``grid``: launches for many values, driven by one thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import launcher
+from mlaunch.caller.many import sweep_table
+from mlaunch.caller.many.sweep import Sweep
+from mlaunch.leases.site import place
+from mlaunch.leases.standing import standing
+from tests.contract.test_submit import hold, holding
+from tests.processes import alive, wait_until
+
+
+@launcher(n_gpus=2, concurrent=2)
+def times(x: float, y: int = 1, *, folder: Path | None = None) -> float:
+    """Fails where there is a file of the name of ``x``."""
+    if folder is not None and (folder / f"{x}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").exists():
+        raise ValueError(x)
+    return x * y + dist.get_rank()
+
+
+def test_a_map_and_a_grid() -> None:
+    runs = times.map([0.5, 2, 3], [1, 10])  # as the builtin: up to the shortest
+    assert {tuple(run.result()) for run in runs.as_completed(120)} == {(0.5, 1.5), (20, 21)}
+    assert [run.arguments["y"] for run in runs] == [1, 10]
+    assert runs.results() == [[0.5, 1.5], [20, 21]]
+    assert runs.table().splitlines()[0].split() == ["x", "y", "state", "seconds", "values"]
+    grid = times.grid(x=[1, 2], y=range(2))
+    assert grid.results(120) == [[0, 1], [1, 2], [0, 1], [2, 3]]
+    rows = grid.rows()
+    assert [(row["x"], row["y"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert rows[3] == {**rows[3], "folder": None, "state": "returned", "values": [2, 3]}
+    assert sweep_table.text(list(grid), 3).splitlines()[-1] == "and 1 more: table() has all"  # type: ignore[arg-type]
+    assert "<td>2</td><td>1</td><td>returned</td>" in grid._repr_html_()
+    assert len(times.map([])) == 0
+
+
+def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "2-0").touch()
+    runs = times.grid(x=[2, 1, 3], folder=[tmp_path])
+    with pytest.raises(ValueError, match="2") as caught:
+        runs.results(120)
+    assert "of the trial times(x=2, folder=" in str(caught.value.__notes__)
+    assert [run.done() for run in runs] == [True] * 3
+    assert runs[2].cancelled()
+    assert "ValueError: 2" in repr(runs)
+    with pytest.raises(ValueError, match="2"):
+        list(runs.as_completed(120))
+    (tmp_path / "2-0").unlink()
+    assert runs.retry().results(120) == [[2, 3], [1, 2], [3, 4]]
+
+
+def test_one_that_goes_on_after_failures(tmp_path: Path) -> None:
+    for name in ("1-0", "2-0", "2-1"):
+        (tmp_path / name).touch()
+    runs = times.grid(x=[1, 2, 3], folder=[tmp_path], retries=1, return_exceptions=True)
+    first, second, third = runs.results(120)
+    assert (first, third) == ([1, 2], [3, 4])
+    assert isinstance(second, ValueError)
+    assert [run.state for run in runs] == ["returned", "failed", "returned"]
+
+
+def ranks_of(runs: Sweep, folder: Path) -> list[int]:
+    """Waits until the first trial holds and the second waits; returns the ranks of the first."""
+    pids = holding(folder, "first")
+    wait_until(lambda: len(standing(place(os.environ))[1]) == 1)
+    assert [run.state for run in runs] == ["running", "waiting", "waiting"]
+    return pids
+
+
+def test_an_interrupt_ends_all(tmp_path: Path) -> None:
+    runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"])
+    pids: list[int] = []
+
+    def interrupt() -> None:
+        pids.extend(ranks_of(runs, tmp_path))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        runs[2].result(120)
+    sender.join()
+    assert len(pids) == 2
+    assert not any(map(alive, pids))
+    assert [run.state for run in runs] == ["cancelled"] * 3
+
+
+def test_one_that_is_cancelled_lets_the_next_begin(tmp_path: Path) -> None:
+    runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"])
+    ranks_of(runs, tmp_path)
+    assert runs[1].cancel()
+    assert runs[0].cancel()
+    with pytest.raises(TimeoutError, match="1 of 3 trials have not ended"):
+        runs.results(0)
+    for pid in holding(tmp_path, "third"):
+        (tmp_path / f"third-{pid}").unlink()
+    assert runs[2].result(120) == ["third", "third"]
+
+
+def test_what_is_wrong_with_a_sweep_is_raised_where_it_is_begun() -> None:
+    with pytest.raises(ValueError, match=r"grid\(y=\[\]\): a grid of nothing"):
+        times.grid(x=[1], y=[])
+    with pytest.raises(TypeError, match=r"grid\(x='adam'\): allowed: the values to try, x=\['adam'\]"):
+        times.grid(x="adam")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        times.grid(y=[1])
+    with pytest.raises(TypeError, match="of nothing; allowed: an iterable"):
+        times.map()
+    with pytest.raises(TypeError, match="with the parameter 'devices', which is an option of grid"):
+        launcher(lambda devices: devices).grid(devices=[[1]])
+    with pytest.raises(ValueError, match=r"keep=60 with map\(\): allowed: None"):
+        times.options(concurrent=None, keep=60).map([1])
+    with pytest.raises(ValueError, match=r"devices=\[0, 0\]: allowed: at least one device, each once"):
+        times.map([1], devices=[0, 0])
+    with pytest.raises(ValueError, match=r"n_gpus=2 with devices=\[0\]: allowed"):
+        times.map([1], devices=[0])
