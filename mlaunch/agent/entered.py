@@ -1,19 +1,21 @@
-"""Asks all ranks what they have entered in each of their process groups, whatever they wait for."""
+"""Asks all ranks how far they are: what they have entered in each of their process groups, whatever they wait for."""
 
 from __future__ import annotations
 
 from mlaunch.agent.questions import Questions
-from mlaunch.protocol.messages.control_messages import TellEntered
+from mlaunch.protocol.messages.control_messages import TellEntered, TellLooks
 from mlaunch.protocol.messages.launch_messages import EnteredGroups
 
 
 class EnteredRequests:
-    """What ranks tell. ``told``: by global rank, of those that have answered."""
+    """What ranks tell. ``told``: by global rank, of those that have answered; ``looks``: how often they have called
+    ``mlaunch.stopping()`` in their present call."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
         self._asked: set[int] = set()  # numbers of the questions
         self.told: dict[int, EnteredGroups] = {}
+        self.looks: dict[int, int] = {}
 
     @property
     def pending(self) -> bool:
@@ -24,7 +26,7 @@ class EnteredRequests:
         """Asks all, and forgets what was told before."""
         for number in self._asked:
             self._questions.drop(number)
-        self.told = {}
-        self._asked = {
-            self._questions.ask(rank, TellEntered(), self.told.__setitem__) for rank in self._questions.ranks()
-        }
+        self.told, self.looks, self._asked = {}, {}, set()
+        for rank in self._questions.ranks():
+            self._asked.add(self._questions.ask(rank, TellEntered(), self.told.__setitem__))
+            self._asked.add(self._questions.ask(rank, TellLooks(None), self.looks.__setitem__))

@@ -1,27 +1,32 @@
-"""Answers to those who ask a running launch what it is doing, or to end (``mlaunch ps``, ``stacks``, ``stop``).
+"""Answers to those who ask a running launch what it is doing, or to end (``mlaunch ps``, ``stacks``, ``stop``), and to
+its launcher.
 
 Stacks come from signals to the ranks, which go on.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from mlaunch.agent.activity import activity
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import StackRequests, held_children, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
+from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
-from mlaunch.protocol.visitors import ALL_STACKS, STATUS, WHY, Reception, answer
+from mlaunch.protocol.visitors import ALL_STACKS, PULSE, STATUS, WHY, Reception, answer, tell_launcher
 
+_Tell = Callable[[Mapping[str, Any]], None]
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 
 
@@ -41,7 +46,7 @@ class Inspection:
         self._clock = clock
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
-        self._curious: list[socket.socket] = []  # those who wait for stacks
+        self._curious: list[tuple[_Tell, bytes]] = []  # those who wait for what ranks tell, with their word
         self._entered: EnteredRequests | None = None  # once somebody has asked why
         self._answer_at: float | None = None  # when they get what there is
         self._listen_at: float | None = self._start + _LISTEN_DELAY
@@ -74,14 +79,11 @@ class Inspection:
 
     def serve(self, ready: Collection[int], requests: StackRequests, questions: Questions) -> None:
         for visitor, word in self._reception.take(ready):
-            if word == WHY:
-                self._entered = self._entered or EnteredRequests(questions)
-                self._entered.ask()
-            self._hear(visitor, word, requests)
+            self._hear(functools.partial(answer, visitor), word, requests, questions)
         waits = requests or (self._entered is not None and self._entered.pending)
         if self._answer_at is not None and (not waits or self._clock() >= self._answer_at):
-            for visitor in self._curious:
-                answer(visitor, self._status(with_stacks=True))
+            for tell, word in self._curious:
+                tell(self._status(word))
             self._curious, self._answer_at = [], None
         if self._listen_at is not None and self._clock() >= self._listen_at:
             self._listen_at = None
@@ -94,17 +96,26 @@ class Inspection:
     def close(self) -> None:
         self._reception.close()
 
-    def _hear(self, visitor: socket.socket, word: bytes, requests: StackRequests) -> None:
+    def obey(self, record: object, launcher: Channel, requests: StackRequests, questions: Questions) -> bool:
+        """Has the launcher told what it asks for; False if the record is about something else."""
+        if isinstance(record, TellStatus):
+            self._hear(functools.partial(tell_launcher, launcher, record.number), record.word, requests, questions)
+        return isinstance(record, TellStatus)
+
+    def _hear(self, tell: _Tell, word: bytes, requests: StackRequests, questions: Questions) -> None:
         if word == STATUS:
-            answer(visitor, self._status(with_stacks=False))
+            tell(self._status(word))
             return
+        if word in {WHY, PULSE}:
+            self._entered = self._entered or EnteredRequests(questions)
+            self._entered.ask()
         for rank in self._ranks:
-            if rank.alive:
+            if rank.alive and word != PULSE:
                 requests.ask(rank, self._board[rank.local_rank], all_threads=word == ALL_STACKS)
-        self._curious.append(visitor)
+        self._curious.append((tell, word))
         self._answer_at = self._clock() + STACKS_TIMEOUT
 
-    def _status(self, *, with_stacks: bool) -> dict[str, Any]:
+    def _status(self, word: bytes) -> dict[str, Any]:
         spec = self._spec
         return {
             "id": spec.launch_id,
@@ -118,7 +129,7 @@ class Inspection:
             "call": self._call(),
             "world_size": spec.world_size,
             "restart_count": spec.restart_count,
-            "ranks": [self._of_rank(rank, with_stacks=with_stacks) for rank in self._ranks],
+            "ranks": [self._of_rank(rank, word) for rank in self._ranks],
         }
 
     def _call(self) -> str | None:
@@ -126,7 +137,7 @@ class Inspection:
         rests = all(self._board[rank.local_rank] is Phase.IDLE for rank in self._ranks)
         return None if rests or not self._spec.stays else self._board.name or None
 
-    def _of_rank(self, rank: RankProcess, *, with_stacks: bool) -> dict[str, Any]:
+    def _of_rank(self, rank: RankProcess, word: bytes) -> dict[str, Any]:
         phase = self._board[rank.local_rank]
         status: dict[str, Any] = {
             "rank": rank.rank,
@@ -134,12 +145,23 @@ class Inspection:
             "device": self._spec.device(rank.local_rank) or "-",
             "state": _state(rank, phase),
         }
-        if with_stacks:
+        if word != STATUS:
+            status["marks"] = self._marks(rank, phase)
+        if word not in {STATUS, PULSE}:
             status["stacks"] = rank.stacks if rank.alive else ""
             status["frames"] = main_frames(rank.stacks) if rank.alive else []
             status["entered"] = None if self._entered is None else self._entered.told.get(rank.rank)
             status["children"] = held_children(rank.pid) if rank.alive else []
+            status["activity"] = activity(rank.pid) if rank.alive else {}
         return status
+
+    def _marks(self, rank: RankProcess, phase: Phase) -> list[Any]:
+        """Says how far it is: phase, loop, looks, operations; None for what it has not told."""
+        loop = self._board.loop(rank.local_rank)
+        told = None if self._entered is None else self._entered.told.get(rank.rank)
+        looks = None if self._entered is None else self._entered.looks.get(rank.rank)
+        entered = None if told is None else sum(number for _, _, number in told)
+        return [phase.value, loop.number, loop.done, looks, entered]
 
 
 def _state(rank: RankProcess, phase: Phase) -> str:

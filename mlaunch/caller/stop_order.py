@@ -12,6 +12,14 @@ from mlaunch.base import signals
 from mlaunch.base.misuse import misuse
 
 
+class StopSignal(BaseException):
+    """A signal to this process, which its ranks are to get as well, and end by."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 class StopOrder:
     """Holds over the attempts of a call: one that begins after the order hears of it, too.
 

@@ -7,12 +7,15 @@ import math
 import os
 import shlex
 import signal
+import socket
 import stat
 from collections.abc import Mapping
 
 from mlaunch.base import signals
+from mlaunch.caller.options import stall_option
 from mlaunch.protocol import token as tokens
 
+_NEVER = "none"
 _log = logging.getLogger("mlaunch")
 _LONGEST_ROLE = 255  # characters: all machines hear it
 SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
@@ -94,6 +97,33 @@ def stop_signals_of(text: str | None, nodes: int, engine: str | None) -> str | N
             f"--stop-on {text} with --nnodes {nodes}: the ranks of machines that are started one by one cannot agree "
             f"on a step; allowed: with --engine, or on one machine"
         )
+    return text
+
+
+def is_here(host: str) -> bool:
+    """Tells whether an address of ``host`` is this machine's: only such can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"the master's name {host} does not resolve: {error}") from None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def stall_of(text: str) -> str | None:
+    """Checks after how long without progress a run is reported; None: never."""
+    if text == _NEVER:
+        return None
+    try:
+        stall_option.parse(text)
+    except ValueError:
+        raise UsageError(f"--stall {text}: allowed: seconds, more than 0, also as '60 stop', or none") from None
     return text
 
 

@@ -210,4 +210,6 @@ def _add_ending(flags: Flags) -> None:
                        "agree on, where mlaunch.stopping() is true (default: none)")  # fmt: skip
     group.add_argument("--stop-grace", type=float, default=300.0, metavar="SECONDS",
                        help="for ranks that are asked to stop (default: 300)")  # fmt: skip
+    group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
+                       "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
     group.add_argument("--deadline", type=float, metavar="SECONDS", help="for the whole run (default: none)")

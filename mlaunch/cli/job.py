@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,14 +17,16 @@ from mlaunch.cli.checks import (
     UsageError,
     at_least,
     grace_period_of,
+    is_here,
     numbers,
     optional,
     role_of,
     seconds_of,
     signals_of,
+    stall_of,
     stop_signals_of,
     token_of,
-)
+)  # fmt: skip
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -57,6 +58,7 @@ class Job:
     max_restarts: int
     stop_on: str | None
     stop_grace: float
+    stall: str | None
     signals: tuple[int, ...]
     run_id: str
     role: str
@@ -84,6 +86,7 @@ class Job:
             max_restarts=self.max_restarts,
             stop_on=self.stop_on,
             stop_grace=self.stop_grace,
+            stall=self.stall,
             join_timeout=self.join_timeout,
             token=self.token,
         )
@@ -119,6 +122,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
         stop_on=stop_signals_of(args.stop_on, nodes, args.engine),
         stop_grace=seconds_of("--stop-grace", args.stop_grace),
+        stall=stall_of(args.stall),
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
         role=role_of(args.role),
@@ -224,7 +228,7 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
     """Guesses: with c10d nobody says which machine is which: the one that has the endpoint's address is the first."""
-    here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else _is_here(host)
+    here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else is_here(host)
     if here:
         return 0
     if nodes == 2:
@@ -233,22 +237,6 @@ def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
         f"--nnodes {nodes} without --node-rank: with more than two machines each must say which it is, from 0 on the "
         f"one at {host} (under Slurm: --node-rank $SLURM_NODEID)"
     )
-
-
-def _is_here(host: str) -> bool:
-    """Tells whether an address of ``host`` is this machine's: only such can be bound."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(f"the master's name {host} does not resolve: {error}") from None
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
 
 
 def _conf(text: str) -> dict[str, str]:

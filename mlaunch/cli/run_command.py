@@ -18,7 +18,6 @@ from types import FrameType
 from mlaunch.base import rlimits
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.launch.device_choice import Accelerator, shown
-from mlaunch.caller.launch.handle import StopSignal
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
@@ -26,7 +25,7 @@ from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.caller.stop_order import StopOrder
+from mlaunch.caller.stop_order import StopOrder, StopSignal
 from mlaunch.cli import flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe

@@ -82,6 +82,7 @@ def _options(job: Job) -> Options:
         max_restarts=job.max_restarts,
         stop_on=job.stop_on,
         stop_grace=job.stop_grace,
+        stall=job.stall,
         join_timeout=job.join_timeout,
     )
 

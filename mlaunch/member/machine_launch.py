@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlaunch.base.fds import KeptFd, close_all
-from mlaunch.caller.launch.handle import remove_names
-from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.launch.watchdog import Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
 from mlaunch.member.term import Term

@@ -71,6 +71,11 @@ def from_overdue_stop(what: str) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject="the run", final=True)
 
 
+def from_stall(what: str) -> RankFailure:
+    """Describes that ranks have got nowhere. ``what``: "made no progress for ...". Another attempt may."""
+    return RankFailure(None, 0, what, host=_host(), subject="the run")
+
+
 def _of_host(who: str, what: str, *, final: bool) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}", final=final)
 

@@ -114,6 +114,9 @@ class LaunchSpec:
     stops: bool = False  # its options say that the ranks ask ``mlaunch.stopping()``
     stop_grace: float = 300.0  # seconds in which they stop when they are asked to
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
+    stall: float | None = None  # seconds without progress after which its caller says so; None: never
+    stall_ends: bool = False  # and ends it
+    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
 
     @property
     def seconds(self) -> float | None:

@@ -11,8 +11,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mlaunch.protocol import registry
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.status_messages import StatusTold
 
 STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
+PULSE = b"pulse"  # how far the ranks are
 STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
@@ -105,7 +108,7 @@ class Reception:
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        return word if word in {STATUS, STACKS, ALL_STACKS, WHY, STOP, END} else b""
+        return word if word in {STATUS, STACKS, ALL_STACKS, WHY, PULSE, STOP, END} else b""
     return b""
 
 
@@ -118,11 +121,36 @@ def _pid_of(visitor: socket.socket) -> int:
 def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
     """Gives a visitor what was asked for, and says farewell."""
     with contextlib.suppress(OSError), visitor:
-        memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
-        with open(memfd, "w", encoding="utf-8") as file:
-            json.dump(status, file)
-            file.flush()
+        memfd = in_memory(status)
+        try:
             socket.send_fds(visitor, [b"."], [memfd])
+        finally:
+            os.close(memfd)
+
+
+def tell_launcher(launcher: Channel, number: int, status: Mapping[str, Any]) -> None:
+    """Gives the launch's own caller what it has asked for by TellStatus."""
+    memfd = in_memory(status)
+    try:
+        launcher.try_send(StatusTold(number), [memfd])
+    finally:
+        os.close(memfd)
+
+
+def in_memory(status: Mapping[str, Any]) -> int:
+    """Returns a memory file with the status in JSON."""
+    memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
+    with open(memfd, "w", encoding="utf-8", closefd=False) as file:
+        json.dump(status, file)
+    return memfd
+
+
+def read_status(memfd: int) -> dict[str, Any]:
+    """Reads one, and closes it."""
+    with open(memfd, encoding="utf-8") as file:
+        file.seek(0)
+        status: dict[str, Any] = json.load(file)
+        return status
 
 
 def ask(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
@@ -132,8 +160,5 @@ def ask(connection: socket.socket, word: bytes, timeout: float | None) -> dict[s
         connection.send(word)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if fds:
-            with open(fds[0], encoding="utf-8") as file:
-                file.seek(0)
-                status: dict[str, Any] = json.load(file)
-                return status
+            return read_status(fds[0])
     return None  # it ended while we asked

@@ -62,10 +62,10 @@ class StopPoint:
             self._decided = call, look, reason
         self.thaw(call)
 
-    def looks(self, call: int) -> int:
-        """Returns how often this rank has looked in that call."""
+    def looks(self, call: int | None) -> int:
+        """Returns how often this rank has looked in that call; None: the present one."""
         with self._changed:
-            return self._looks if call == self._call else 0
+            return self._looks if call in {None, self._call} else 0
 
     def _note(self) -> None:
         self._alert = self._call in {self._frozen, self._decided[0]}

@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 LIMIT = 10**7  # steps
+HERE = "test_stopping.py"
+WAITS = r"ranks? [0-9, -]+ waits? for it"
 
 
 def train(caller: int, at: int, in_step: bool) -> tuple[int, str]:
@@ -235,6 +238,42 @@ def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_pa
     assert again == train(whole, first + 5)
     assert again[0] == again[1]
     assert again[0][0] == first + 5
+
+
+def hold_up(path: str) -> int:
+    """Ends once somebody writes; till then rank 1 holds up the other."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        Path(path).read_text()
+    dist.barrier()
+    return 1
+
+
+@pytest.mark.parametrize("where", ["launch", "ranks", "machines"])
+def test_a_stall_is_reported_and_may_end_the_run(where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "go")
+    path = str(tmp_path / "go")
+    said = rf"rank 1 has not entered barrier #2 of the default group \({WAITS}, in barrier at {HERE}:\d+\); "
+    options: dict[str, Any] = {"engine": Threads()} if where == "machines" else {}
+    with Ranks(n_gpus=2, stall="0.2 stop") if where == "ranks" else nullcontext() as ranks:
+        ours = launcher(hold_up, 2, stall="0.2 stop", ranks=ranks, **options)
+        with pytest.raises(LaunchError, match=rf"the run of hold_up\(\) made no progress for \d+ s: {said}"):
+            ours(path)
+    with Ranks(n_gpus=2, stall=0.2) if where == "ranks" else nullcontext() as ranks:
+        ours = launcher(hold_up, 2, stall=0.2, ranks=ranks, **options)
+        thread = threading.Thread(target=lambda: told.append(ours(path)))
+        told: list[list[int]] = []
+        thread.start()
+        heard: list[str] = []
+
+        def is_reported() -> bool:
+            heard.append(capfd.readouterr().err)
+            return re.search(rf"hold_up\(\) has made no progress for \d+ s: {said}", "".join(heard)) is not None
+
+        wait_until(is_reported)
+        (tmp_path / "go").write_text("x")
+        thread.join()
+        assert set(told[0]) == {1}
 
 
 def test_a_deadline_says_who_holds_up_whom() -> None:

@@ -12,7 +12,7 @@ from mlaunch.agent.questions import Questions
 from mlaunch.base import linux
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import TellNumbers, Told
+from mlaunch.protocol.messages.control_messages import TellLooks, TellNumbers, Told
 from mlaunch.rank import control
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
@@ -57,15 +57,16 @@ def test_what_ranks_have_entered_is_asked_anew_each_time() -> None:
     numbers = []
     for _ in range(2):
         entered.ask()
-        question, [memfd] = theirs.receive()
-        numbers.append(question.number)
-        payload.write(memfd, (("0 cpu", (0, 1), len(numbers)),))
-        os.close(memfd)
+        for _ in range(2):
+            question, [memfd] = theirs.receive()
+            numbers.append(question.number)
+            payload.write(memfd, len(numbers) if isinstance(question.about, TellLooks) else (("0 cpu", (0, 1), 2),))
+            os.close(memfd)
     for number in numbers:
         theirs.send(Told(number))
         assert entered.pending
         questions.read([ours.fileno()])
     assert not entered.pending
-    assert entered.told == {0: (("0 cpu", (0, 1), 2),)}
+    assert (entered.told, entered.looks) == ({0: (("0 cpu", (0, 1), 2),)}, {0: 4})
     for end in (ours, theirs):
         end.close()

@@ -238,6 +238,7 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "max_restarts": (["--max-restarts", "2"], 2),
     "stop_on": (["--stop-on", "TERM,usr1"], "TERM,usr1"),
     "stop_grace": (["--stop-grace", "8"], 8),
+    "stall": (["--stall", "60 stop"], "60 stop"),
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
 }
@@ -255,6 +256,12 @@ def test_the_flags_of_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     for name, (args, value) in GIVEN.items():
         assert stated[name] in args
         assert getattr(job(*args).options(3), name) == value
+
+
+def test_runs_that_are_not_watched() -> None:
+    assert job("--stall", "none").options(1).stall is None
+    with pytest.raises(UsageError, match="--stall -1: allowed: seconds, more than 0, also as '60 stop', or none"):
+        job("--stall=-1")
 
 
 def test_variables_of_options() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import allowed, deferred
-from mlaunch.caller.launch.handle import StopSignal
 from mlaunch.caller.ranks.kept_call import RanksFuture
+from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import run_command
 
 

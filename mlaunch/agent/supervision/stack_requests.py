@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection
 
+from mlaunch.agent.activity import children_of
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STATES, in_letters, is_whole
@@ -77,14 +78,8 @@ def _status(pid: int) -> dict[str, str]:
 
 def held_children(pid: int) -> list[str]:
     """Says which children of a rank do not run since something holds them, such as a data loader's worker."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children", encoding="utf-8") as file:
-                children = [int(child) for child in file.read().split()]
-            states = [(child, state_of(child)) for child in children]
-            found += [f"(pid {child}): {STATES[state]}" for child, state in states if state in STATES]
-    return found
+    states = [(child, state_of(child)) for child in children_of(pid)]
+    return [f"(pid {child}): {STATES[state]}" for child, state in states if state in STATES]
 
 
 def _listens(status: dict[str, str], number: int) -> bool:

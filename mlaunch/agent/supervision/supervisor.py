@@ -98,13 +98,8 @@ class Supervisor:
     # What is waited for
 
     def _sources(self) -> list[int]:
-        ours = [
-            self._results.queue.fileno(),
-            *self._stopping.fds(),
-            *self._questions.fds(),
-            *self._ranks,
-            *self._listening,
-        ]
+        asked = [*self._stopping.fds(), *self._questions.fds()]
+        ours = [self._results.queue.fileno(), *asked, *self._ranks, *self._listening]
         sentinel = [] if self._server is None else [self._server.sentinel]
         return [*ours, *sentinel, *self._peers.fds(), *(() if self._inspection is None else self._inspection.fds())]
 
@@ -212,7 +207,7 @@ class Supervisor:
     def _hear(self, fd: int) -> None:
         """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
         record, fds = self._receive() if fd == self._launcher.fileno() else (None, [])
-        if self._stop.obey(record, self._call.number) or self._obey(record, fds):
+        if self._stop.obey(record, self._call.number) or self._is_asked(record) or self._obey(record, fds):
             return
         if record is None:
             self._listening.discard(fd)
@@ -221,6 +216,10 @@ class Supervisor:
             self._stopping.without_asking(force=False)
         else:
             self._cancel(record)
+
+    def _is_asked(self, record: object) -> bool:
+        inspection = self._inspection
+        return inspection is not None and inspection.obey(record, self._launcher, self._stopping.asked, self._questions)
 
     def _receive(self) -> tuple[object, list[int]]:
         try:

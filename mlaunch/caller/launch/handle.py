@@ -5,36 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlaunch.base import linux
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
+from mlaunch.caller.launch.stall_watch import StallWatch
 from mlaunch.caller.launch.status import overdue_stop, status_lines
-from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.launch.watchdog import Limits, remove_names
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
-from mlaunch.protocol import error_file, registry
+from mlaunch.caller.stop_order import StopSignal
+from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.prepared_messages import CallBegun
+from mlaunch.protocol.messages.status_messages import StatusTold
 from mlaunch.protocol.messages.stop_messages import AskToStop, StopOverdue
 from mlaunch.protocol.spec import LaunchSpec
-
-
-class StopSignal(BaseException):
-    """A signal to this process, which its ranks are to get as well."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 class Backing(Protocol):
@@ -75,6 +72,12 @@ class LaunchHandle:
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
         self.relay.watch(self.agent.fileno())
+        self._stall = StallWatch(self.spec.stall, self.spec.stall_ends, self.agent.try_send, self._say)
+        if not self.spec.stays:
+            self._stall.begin(time.monotonic())
+
+    def _say(self, what: str) -> None:
+        self.relay.output.say(f"{self.spec.name} {what}")
 
     def fileno(self) -> int:
         """Returns a descriptor that can be read when ``step`` has something to do."""
@@ -96,12 +99,13 @@ class LaunchHandle:
 
     def timeout(self) -> float | None:
         """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
-        due = [seconds for seconds in (self.relay.timeout(), self._limits.timeout()) if seconds is not None]
-        return min(due, default=None)
+        due = (self.relay.timeout(), self._limits.timeout(), self._stall.timeout())
+        return min((seconds for seconds in due if seconds is not None), default=None)
 
     def step(self) -> bool:
         """Takes in what has come, without waiting; False after the launch's last word."""
         ready = self.relay.carry()
+        self._stall.take_step()
         if self._limits.agent is not None and self._limits.agent.fd in ready:
             self.relay.unwatch(self._limits.agent.fd)
             self._limits.agent_ended()
@@ -149,6 +153,11 @@ class LaunchHandle:
     def answered(self) -> bool:
         """Tells whether all ranks have returned, so that it is too late to end it."""
         return len(self.outcome.values) + len(self.outcome.silent) >= self.spec.local_world_size
+
+    def end_stalled(self, failure: RankFailure) -> None:
+        """Asks for its end, as its ranks get nowhere."""
+        self.outcome.failures.append(failure)
+        self.ask_to_end()
 
     def ask_to_end(self) -> None:
         """Asks for its end without waiting for it, which ``step`` hears of."""
@@ -241,12 +250,10 @@ class LaunchHandle:
             self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
         elif isinstance(record, StopOverdue):
             self.relay.output.say(overdue_stop(self.spec.name, record))
+        elif isinstance(record, StatusTold):
+            failure = self._stall.take(record.number, visitors.read_status(fds[0])["ranks"])
+            if failure is not None and not self.outcome.failed:
+                self.end_stalled(failure)
         elif isinstance(record, Waiting):
             self.waiting = record.text
             self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")
-
-
-def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:
-    """Removes the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
-    registry.remove(spec.context.environ, registry.name_of(agreed.launch_id, agreed.rank_start))
-    error_file.remove_directory(spec)

@@ -13,6 +13,7 @@ from multiprocessing.process import current_process
 from mlaunch.base import rlimits
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
+from mlaunch.caller.options import stall_option
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
@@ -71,6 +72,8 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         cluster=cluster,
         stops=options.stop_on is not None,
         stop_grace=options.stop_grace,
+        stall=None if cluster is not None else stall_option.parse(options.stall)[0],
+        stall_ends=stall_option.parse(options.stall)[1],
         rank0_only=options.results == "rank0",
         gather_all=options.gather == "all" and world_size > placed.local_world_size,
     )

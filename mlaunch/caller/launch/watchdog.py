@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
+from mlaunch.protocol import error_file, registry
+from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
 _REACTION_TIMEOUT = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
@@ -77,3 +79,9 @@ class Limits:
 
     def _reaction(self) -> float:
         return STACKS_TIMEOUT + self.grace_period + _REACTION_TIMEOUT
+
+
+def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:
+    """Removes the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
+    registry.remove(spec.context.environ, registry.name_of(agreed.launch_id, agreed.rank_start))
+    error_file.remove_directory(spec)

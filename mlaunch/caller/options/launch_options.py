@@ -32,6 +32,7 @@ from mlaunch.caller.options.option_values import (
     Whole,
     option,
 )
+from mlaunch.caller.options.stall_option import StallLimit
 
 
 def about(name: str) -> About:
@@ -132,6 +133,13 @@ class Options:
         Seconds(),
         "Seconds in which ranks that are asked to stop have to return. Then the call fails as at a deadline.",
         flag="--stop-grace",
+    )
+    stall: float | str | None = option(
+        300.0,
+        StallLimit(),
+        "Seconds without progress on any rank (operations, ``mlaunch.progress``, ``mlaunch.stopping``) after which a "
+        'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
+        flag="--stall",
     )
     max_restarts: int = option(
         0,

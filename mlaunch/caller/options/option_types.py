@@ -26,6 +26,7 @@ class KeywordOptions(TypedDict, total=False):
     deadline: float | None
     stop_on: str | None
     stop_grace: float
+    stall: float | str | None
     max_restarts: int
     start_method: str
     env: Mapping[str, str] | None

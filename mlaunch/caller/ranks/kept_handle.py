@@ -65,6 +65,7 @@ class KeptHandle(LaunchHandle):
         """Sends the call. OSError if the agent is gone."""
         board, content = self.history.board, call.content
         self.over, self._number, self._begun = False, call.number, time.monotonic()
+        self._stall.begin(self._begun)
         self._present_call, self.stop_reason, self._stop_sent = call.number, call.stop_reason, False
         self._by_itself = call.spec.deadline is None and len(self._direct) == self.spec.world_size
         self.ahead = self._by_itself and self.relay.output.serves(call.plan)
@@ -87,6 +88,7 @@ class KeptHandle(LaunchHandle):
         Returns:
             What settles the call, to be called once, without a lock: it unpickles values, by code of the user's.
         """
+        self._stall.rest()
         found = self._finish_ahead()
         if found is None:
             self._turn_to_present()
@@ -105,7 +107,7 @@ class KeptHandle(LaunchHandle):
     def wait_ahead(self) -> list[int]:
         """Waits until something has come; returns the descriptors that can be read."""
         with interrupts.allowed():
-            return self.relay.wait()
+            return self.relay.wait(self._stall.timeout())
 
     def hear_ahead(self, ready: list[int]) -> bool:
         """Takes in values; False if something else has come, or somebody else has taken them in."""
@@ -142,13 +144,17 @@ class KeptHandle(LaunchHandle):
         self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
         return super().step()
 
-    def end_call(self, call: KeptCall, interrupt: BaseException) -> None:
+    def end_call(self, interrupt: BaseException) -> None:
         """Asks to end it, as Ctrl-C does, because of an interrupt."""
         self._turn_to_present()
         self.outcome.interrupt = interrupt
+        self.ask_to_end()
+
+    def ask_to_end(self) -> None:
+        """Asks for the end of the call alone."""
         self._by_itself = False
         self._limits.begin_cancel(force=False)
-        self.agent.try_send(EndCall(call.number))
+        self.agent.try_send(EndCall(self._number))
 
     def end_ranks(self) -> None:
         """Asks the ranks to leave."""

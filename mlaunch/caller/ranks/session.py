@@ -250,7 +250,7 @@ class RanksLaunch:
             elif call is self.present and again:
                 self.handle.cancel(force=True)
             elif call is self.present:
-                self.handle.end_call(call, interrupt)
+                self.handle.end_call(interrupt)
         self._driver.notify()
 
     def _last(self) -> KeptCall | None:

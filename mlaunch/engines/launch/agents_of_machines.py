@@ -142,7 +142,7 @@ class MergedAgent:
             record, fds, self._hopeless = Cancel(force=True), [], True
         if isinstance(record, AskToStop):
             self._stop.ask(record.reason, record.call)
-        else:
+        elif not self._lookout.obey(record, list(self._open.values()), self._theirs):
             self._obey(record, fds)
         close_all(fds)
 

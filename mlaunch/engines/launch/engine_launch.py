@@ -14,6 +14,7 @@ from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import working_directory
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import naming_culprits
+from mlaunch.caller.options import stall_option
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
@@ -38,7 +39,7 @@ from mlaunch.rendezvous.address import LOOPBACK
 # What this process does with a launch, which machines need not know; or what an engine decides.
 _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
-    "ranks", "engine", "machines", "max_restarts", "start_method", "join",
+    "ranks", "engine", "machines", "max_restarts", "start_method", "join", "stall",
 }  # fmt: skip
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
@@ -197,6 +198,8 @@ class MachinesLaunch:
             rank0_only=self.options.results == "rank0",
             stops=self.options.stop_on is not None,
             stop_grace=self.options.stop_grace,
+            stall=stall_option.parse(self.options.stall)[0],
+            stall_ends=stall_option.parse(self.options.stall)[1],
             command=self.work.command,
         )
 

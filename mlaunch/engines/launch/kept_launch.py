@@ -10,7 +10,6 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_options import output_plan
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
@@ -46,9 +45,9 @@ class _KeptMachinesHandle(KeptHandle):
         self._has_begun = True
         self.outcome.hosts = self.history.hosts
 
-    def end_call(self, call: KeptCall, interrupt: BaseException) -> None:
+    def end_call(self, interrupt: BaseException) -> None:
         if self.history.started:
-            super().end_call(call, interrupt)
+            super().end_call(interrupt)
         else:  # which may take as long as the machines need to find each other, and nothing is lost
             self.outcome.interrupt = interrupt
             self.cancel(force=False)

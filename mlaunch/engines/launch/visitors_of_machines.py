@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
-import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,18 @@ from mlaunch.base.forks import close_in_forks
 from mlaunch.caller.launch.plan import working_directory
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.protocol import registry
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.member_messages import Look
+from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import Reception, answer
+from mlaunch.protocol.visitors import Reception, answer, tell_launcher
 
 _PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
 
 
 @dataclass
 class _Question:
-    visitor: socket.socket
+    tell: Callable[[Mapping[str, Any]], None]
     due: float  # when it is answered with what there is, in monotonic seconds
     missing: set[int]  # numbers of the machines that have not answered
     found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # their ranks
@@ -83,13 +85,23 @@ class Lookout:
     def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
         """Asks the machines that are ``there`` what visitors want to know; answers what has waited too long."""
         for visitor, word in self._reception.take(ready):
-            self._asked += 1
-            numbers = {machine.number for machine in there}
-            self._questions[self._asked] = _Question(visitor, time.monotonic() + _PATIENCE, numbers)
-            for machine in there:
-                machine.stream.send(Look(self._asked, word))
+            self.ask(word, there, functools.partial(answer, visitor))
         for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
             self._finish(number)
+
+    def obey(self, record: object, there: Sequence[Machine], launcher: Channel) -> bool:
+        """Has the launch's handle told what it asks for; False if the record is about something else."""
+        if isinstance(record, TellStatus):
+            self.ask(record.word, there, functools.partial(tell_launcher, launcher, record.number))
+        return isinstance(record, TellStatus)
+
+    def ask(self, word: bytes, there: Sequence[Machine], tell: Callable[[Mapping[str, Any]], None]) -> None:
+        """Asks the machines that are ``there``; ``tell`` gets the status of all."""
+        self._asked += 1
+        numbers = {machine.number for machine in there}
+        self._questions[self._asked] = _Question(tell, time.monotonic() + _PATIENCE, numbers)
+        for machine in there:
+            machine.stream.send(Look(self._asked, word))
 
     def take(self, machine: Machine, number: int, content: int) -> None:
         """Takes what a machine answers. ``content``: a file with its status in JSON; -1: none."""
@@ -112,7 +124,7 @@ class Lookout:
 
     def _finish(self, number: int) -> None:
         question = self._questions.pop(number)
-        answer(question.visitor, self._status(question))
+        question.tell(self._status(question))
 
     def _status(self, question: _Question) -> dict[str, Any]:
         ranks = []

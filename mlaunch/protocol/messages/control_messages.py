@@ -26,9 +26,9 @@ class FreezeLooks:
 
 @dataclass(frozen=True)
 class TellLooks:
-    """Asks how many looks there were."""
+    """Asks how many looks there were. ``call``: None for the present one."""
 
-    call: int
+    call: int | None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""What a process and its children have done so far, by the kernel's counts: what differs says who works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
+_OWN, _WAITED_FOR = slice(11, 13), slice(13, 15)  # times in user and kernel mode, behind the name in /proc/PID/stat
+
+
+def activity(pid: int) -> dict[str, float]:
+    """Returns seconds and bytes since the process began.
+
+    ``main``: that its main thread has run, or has waited for a CPU; ``threads``: that all its threads have run;
+    ``children``: that all below it have, also those that are gone; ``bytes``: read and written by all of them.
+    """
+    below = _descendants(pid)
+    own = _times(pid)
+    return {
+        "main": _scheduled(pid),
+        "threads": sum(own[:2]),
+        "children": sum(own[2:]) + sum(sum(_times(child)) for child in below),
+        "bytes": sum(map(_bytes, [pid, *below])),
+    }
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the children that each of its threads has started."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+    return found
+
+
+def _descendants(pid: int) -> list[int]:
+    found = children_of(pid)
+    for child in found:  # which grows meanwhile
+        found += children_of(child)
+    return found
+
+
+def _scheduled(pid: int) -> float:
+    ran, waited, *_ = map(int, _read(f"/proc/{pid}/task/{pid}/schedstat").split() or ("0", "0"))
+    return (ran + waited) / 1e9
+
+
+def _times(pid: int) -> list[float]:
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return [int(ticks) * _TICK for ticks in (*fields[_OWN], *fields[_WAITED_FOR])] or [0.0] * 4
+
+
+def _bytes(pid: int) -> int:
+    rows = dict(row.split(": ") for row in _read(f"/proc/{pid}/io").splitlines())
+    return int(rows.get("rchar", 0)) + int(rows.get("wchar", 0))
+
+
+def _read(path: str) -> str:
+    """Returns what the file holds; "" if the process is gone, or another user's."""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""

@@ -1,0 +1,93 @@
+"""Whether ranks make progress, and whether they work though they make none. Pure functions on what agents tell.
+
+Progress is a phase, a turn of ``mlaunch.progress``, a look (``mlaunch.stopping``) or an operation of a process group.
+Ranks that make none for long may compile, evaluate or write a checkpoint. So all are asked twice for where they are and
+what they have used, and whoever got anywhere works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlaunch.base.text import in_two_units, name_some_ranks
+from mlaunch.caller.why_text import sentence, view_of
+from mlaunch.protocol.messages.launch_messages import Phase
+
+Ranks = Sequence[Mapping[str, Any]]  # each as its agent tells of it
+APART = 1.0  # seconds between the two
+_IN_USER_CODE = {Phase.RUNNING.value, Phase.COMMANDED.value}
+_LEAST_CPU = {"main": 0.05, "threads": 0.2, "children": 0.05}  # seconds that answering us does not take
+_LEAST_BYTES = 65536
+_TOLD = 2  # places that a sentence on who waits for whom tells
+
+
+def run(ranks: Ranks) -> bool:
+    """Tells whether some rank is in the user's code: else they start, end, or wait for a call."""
+    return any(rank.get("marks", [""])[0] in _IN_USER_CODE for rank in ranks)
+
+
+def moved(before: Ranks, now: Ranks) -> bool:
+    """Tells whether a rank has made progress. What one has not told says nothing."""
+    known = {rank["rank"]: rank.get("marks", []) for rank in before}
+    return any(
+        was is not None and is_now is not None and was != is_now
+        for rank in now
+        for was, is_now in zip(known.get(rank["rank"], []), rank.get("marks", []), strict=False)
+    )
+
+
+def has_begun(ranks: Ranks) -> bool:
+    """Tells whether ranks show progress at all: a function that only waits, or serves, shows none and need not."""
+    views = [view_of(rank) for rank in ranks]
+    numbers = {group: number for view in views for group, (_, number) in (view.entered or {}).items()}
+    unequal = any(numbers[group] != there for view in views for group, (_, there) in (view.entered or {}).items())
+    counts = any(mark for rank in ranks for mark in rank["marks"][1:4])
+    return unequal or counts or any(view.operation for view in views)
+
+
+def work(first: Ranks, second: Ranks) -> bool:
+    """Tells whether a rank does anything, by two looks ``APART``."""
+    known, spin = {rank["rank"]: rank for rank in first}, _who_may_spin(second)
+    return moved(first, second) or any(
+        _works(known[rank["rank"]], rank, spins=rank["rank"] in spin) for rank in second if rank["rank"] in known
+    )
+
+
+def _who_may_spin(ranks: Ranks) -> set[int]:
+    """Returns those who may burn a CPU as they wait, as NCCL does: in an operation, or for one that a device does."""
+    views = [view_of(rank) for rank in ranks]
+    numbers: dict[str, list[int]] = {}
+    for view in views:
+        for group, (_, number) in (view.entered or {}).items():
+            numbers.setdefault(group, []).append(number)
+    return {
+        view.rank
+        for view in views
+        if view.operation
+        or any(number > min(numbers[group]) for group, (_, number) in (view.entered or {}).items()
+               if not group.endswith(" cpu"))
+    }  # fmt: skip
+
+
+def _works(was: Mapping[str, Any], now: Mapping[str, Any], *, spins: bool) -> bool:
+    if was["frames"] and now["frames"] and was["frames"] != now["frames"]:
+        return True
+    used = {kind: now["activity"].get(kind, 0) - was["activity"].get(kind, 0) for kind in (*_LEAST_CPU, "bytes")}
+    own = () if spins else ("main", "threads")
+    return used["bytes"] >= _LEAST_BYTES or any(used[kind] >= _LEAST_CPU[kind] for kind in (*own, "children"))
+
+
+def stalled(seconds: float, ranks: Ranks) -> str:
+    """Says it in one sentence: "has made no progress for 5 min 0 s: rank 1 has not entered ..."."""
+    return f"made no progress for {in_two_units(seconds)}: {sentence(ranks)}"
+
+
+def places(ranks: Ranks) -> list[str]:
+    """Says where all are, a line for those at the same place; nothing where the sentence says it all."""
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(view_of(rank).doing, []).append(rank["rank"])
+    lines = [f"{name_some_ranks(those)} {'is' if len(those) == 1 else 'are'} {doing}" for doing, those in found.items()]
+    waits = any(view_of(rank).operation for rank in ranks)
+    return [] if waits and len(lines) <= _TOLD else lines

@@ -1,0 +1,197 @@
+"""Whether ranks get anywhere: on tables, and a watch whose clock and answers a test moves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from mlaunch.agent.activity import activity, children_of
+from mlaunch.caller import stall_signs
+from mlaunch.caller.launch.stall_watch import StallWatch
+from mlaunch.protocol.messages.status_messages import TellStatus
+from mlaunch.protocol.visitors import PULSE, WHY
+
+IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9}
+TORCH = ["/x/site-packages/torch/distributed/distributed_c10d.py", "9", "all_reduce"]
+
+
+def rank(number: int, entered: int, line: int, *, within: bool = True, **changes: Any) -> dict[str, Any]:
+    """One as its agent tells of it, in an operation or beside one."""
+    told: dict[str, Any] = {
+        "rank": number,
+        "state": "running the function",
+        "marks": ["running the function", 0, 0, 0, entered],
+        "frames": [*([TORCH] if within else []), ["/home/me/train.py", str(line), "train"]],
+        "entered": [["0 cpu", [0, 1], entered]],
+        "activity": IDLE,
+        "children": [],
+    }
+    return {**told, **changes}
+
+
+WAITS, LATE = rank(0, 5, 21), rank(1, 4, 18, within=False)
+
+
+def used(**more: float) -> dict[str, float]:
+    return {**IDLE, **{kind: IDLE[kind] + amount for kind, amount in more.items()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "works"),
+    [
+        ({}, False),
+        ({"marks": ["running the function", 0, 0, 1, 4]}, True),
+        ({"marks": ["running the function", 0, 0, None, None]}, False),  # it has not answered
+        ({"frames": [["/home/me/train.py", "19", "train"]]}, True),
+        ({"activity": used(main=0.5)}, True),
+        ({"activity": used(threads=0.02, bytes=9000)}, False),  # to answer us took that
+        ({"activity": used(threads=0.5)}, True),
+        ({"activity": used(children=0.1)}, True),
+        ({"activity": used(bytes=10**6)}, True),
+        ({"activity": {}}, False),  # it is gone
+    ],
+)
+def test_who_works(changes: dict[str, Any], works: bool) -> None:
+    assert stall_signs.work([WAITS, LATE], [WAITS, {**LATE, **changes}]) is works
+
+
+def test_who_spins_does_not_work() -> None:
+    spun = {"activity": used(main=1.0, threads=1.0)}
+    assert not stall_signs.work([WAITS, LATE], [{**WAITS, **spun}, LATE])
+    there = {"entered": [["0 cuda", [0, 1], 5]], "frames": [["/home/me/train.py", "22", "train"]]}
+    ahead, behind = {**WAITS, **there}, {**LATE, "entered": [["0 cuda", [0, 1], 4]]}
+    assert not stall_signs.work([ahead, behind], [{**ahead, **spun}, behind])  # it waits for what the device does
+    assert stall_signs.work([ahead, behind], [ahead, {**behind, **spun}])
+    assert stall_signs.work([ahead, ahead], [{**ahead, **spun}, ahead])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "begun"),
+    [
+        ([rank(0, 2, 7, within=False), rank(1, 2, 7, within=False)], False),  # a function that serves, or sleeps
+        ([WAITS, LATE], True),
+        ([rank(0, 2, 7), rank(1, 2, 7)], True),
+        ([rank(0, 2, 7, within=False, marks=["running the function", 1, 3, 0, 2])], True),
+    ],
+)
+def test_what_shows_no_progress_at_all_is_not_judged(ranks: list[dict[str, Any]], begun: bool) -> None:
+    assert stall_signs.has_begun(ranks) is begun
+
+
+class World:
+    """A watch of two ranks, each of whose questions is answered at once."""
+
+    def __init__(self, limit: float | None, *, ends: bool = False) -> None:
+        self.now, self.asked, self.said, self.failures = 0.0, [b""], [""], [""]
+        self.asked.clear()
+        self.said.clear()
+        self.failures.clear()
+        self.ranks = [WAITS, LATE]
+        self.watch = StallWatch(limit, ends, self.answer, self.said.append, lambda: self.now)
+        self.watch.begin(0.0)
+
+    def answer(self, question: TellStatus) -> None:
+        self.asked.append(question.word)
+        found = self.watch.take(question.number, self.ranks)
+        self.failures += [found.what] if found is not None else []
+
+    def until(self, end: float) -> None:
+        """Goes from step to step, as whoever drives a launch does."""
+        while (left := self.watch.timeout()) is not None and self.now + left <= end:
+            self.now += left
+            self.watch.take_step()
+        self.now = end
+
+    def move(self) -> None:
+        self.ranks = [{**one, "marks": [*one["marks"][:4], one["marks"][4] + 1]} for one in self.ranks]
+
+
+def test_one_report_and_one_of_a_recovery_and_it_is_armed_again() -> None:
+    world = World(40.0)
+    world.until(35.0)
+    assert world.asked == [PULSE] * 3
+    world.move()
+    world.until(79.0)
+    assert world.said == []
+    world.until(500.0)
+    (said,) = world.said
+    assert said.startswith("has made no progress for 41 s: rank 1 has not entered all_reduce #5 of the default group")
+    assert world.asked.count(WHY) == 2
+    world.move()
+    world.until(511.0)
+    assert world.said[1:] == ["makes progress again, after 7 min 41 s"]
+    world.until(600.0)
+    assert len(world.said) == 3
+    world.watch.rest()
+    world.until(10**4)
+    assert len(world.said) == 3
+    assert world.watch.timeout() is None
+
+
+def test_who_works_is_looked_at_again_later() -> None:
+    world = World(40.0)
+    world.until(39.0)
+    for turn in range(5):
+        world.ranks = [WAITS, {**LATE, "activity": used(main=float(turn))}]
+        world.until(world.now + 1.0)
+    world.until(80.0)
+    assert world.said == []
+    world.until(90.0)
+    assert len(world.said) == 1
+
+
+def test_the_end_of_what_has_stalled() -> None:
+    world = World(8.0, ends=True)
+    world.until(9.0)
+    assert world.said == []
+    (what,) = world.failures
+    assert what.startswith("made no progress for 9 s: rank 1 has not entered all_reduce #5")
+
+
+def test_ranks_without_a_call_and_calls_without_a_watch() -> None:
+    world = World(4.0)
+    world.ranks = [rank(0, 2, 7, marks=["waiting for a call", 0, 0, 0, 2], frames=[])]
+    world.until(100.0)
+    assert world.said == []
+    assert WHY not in world.asked
+    assert World(None).watch.timeout() is None
+    old = TellStatus(world.watch._number, PULSE)
+    world.watch.begin(world.now)
+    assert world.watch.take(old.number, world.ranks) is None  # of the call before
+    assert world.watch.timeout() == 1.0
+
+
+def test_places_of_several() -> None:
+    other = rank(2, 4, 9, within=False)
+    assert stall_signs.places([WAITS, LATE]) == []
+    assert stall_signs.places([WAITS, LATE, other]) == [
+        "rank 0 is in all_reduce at train.py:21",
+        "rank 1 is in train at train.py:18",
+        "rank 2 is in train at train.py:9",
+    ]
+
+
+def test_the_activity_of_a_process_and_its_children() -> None:
+    def spin() -> None:
+        while True:
+            sum(range(1000))
+
+    before = activity(os.getpid())
+    child = multiprocessing.get_context("fork").Process(target=spin, daemon=True)
+    child.start()
+    try:
+        assert child.pid in children_of(os.getpid())
+        while activity(os.getpid())["children"] < before["children"] + 0.05:
+            signal.sigtimedwait([], 0.01)
+    finally:
+        child.kill()
+        child.join()
+    now = activity(os.getpid())
+    assert now["children"] >= before["children"] + 0.05  # of one that is gone
+    assert now["main"] > before["main"]
+    assert now["bytes"] > before["bytes"]
+    assert activity(2**22 + 1) == {"main": 0.0, "threads": 0, "children": 0, "bytes": 0}
