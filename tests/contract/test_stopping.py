@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
 from tests.processes import wait_until
+from tests.stop_storm import storm
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 LIMIT = 10**7  # steps
@@ -92,6 +93,14 @@ def test_a_script_that_is_asked_to_stop(tmp_path: Path) -> None:
     first, second = sorted(said.splitlines())
     assert first == second
     assert first.startswith("stopped TERM ")
+
+
+def test_a_storm_of_requests() -> None:
+    """``python -m tests.stop_storm 10000`` makes more of them."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    found = storm(10)
+    signal.signal(signal.SIGUSR1, before)
+    assert (found.requests, found.at_different_steps, found.missed, found.hung, found.failed) == (10, 0, 0, 0, [])
 
 
 class Stops:
