@@ -113,10 +113,9 @@ class LaunchSpec:
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     stops: bool = False  # its options say that the ranks ask ``mlaunch.stopping()``
     stop_grace: float = 300.0  # seconds in which they stop when they are asked to
-    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
     stall: float | None = None  # seconds without progress after which its caller says so; None: never
     stall_ends: bool = False  # and ends it
-    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams, 1 and 2, that go to the launcher in pipes
+    piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 
     @property
     def seconds(self) -> float | None:

@@ -7,10 +7,9 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch.handle import Backing, LaunchHandle
+from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.status import status_lines
@@ -18,6 +17,7 @@ from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.direct_channels import DirectWays
 from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.caller.ranks.kept_server import KeptServer
 from mlaunch.caller.ranks.settle_call import settle_call, settle_values
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
@@ -25,16 +25,6 @@ from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAn
 from mlaunch.protocol.spec import LaunchSpec
 
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
-
-
-class KeptServer(Backing, Protocol):
-    """What is behind ranks that stay."""
-
-    def ended(self) -> bool:
-        """Tells whether it has ended."""
-
-    def close(self) -> None:
-        """Ends it, if it is theirs alone, after they have ended."""
 
 
 @dataclass
