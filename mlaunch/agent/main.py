@@ -24,6 +24,7 @@ from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
 from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
 from mlaunch.agent.prepared import PreparedSupervisor, as_prepared, lower_priority
 from mlaunch.agent.supervision.launch_state import Supervision
+from mlaunch.agent.supervision.shared_names import SharedNames
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds
@@ -32,12 +33,14 @@ from mlaunch.base.text import both_ends
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages.launch_messages import AgentFailed, Finished, RanksStarting
+from mlaunch.protocol.messages.launch_messages import AgentFailed, Finished, NamesLeft, RanksStarting
 from mlaunch.protocol.messages.machine_messages import Refused
 from mlaunch.protocol.messages.server_messages import Free
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous.address import listen
+
+_NAMES = 100  # that are told of
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     launcher.try_send(RanksStarting(time.monotonic(), *agreed), results.offered())
     results.close_offered()
     owned.add(listener.fileno())
+    names = SharedNames()
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:
         host_store.host(listener)
@@ -173,16 +177,25 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
         stop_grace=spec.stop_grace,
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, priority)
-    try:
-        went_well = supervisor.run()
-    finally:
-        inspection.close()
+    went_well = _run(supervisor, inspection, names, launcher)
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
     launcher.try_send(Finished())
     results.close()
+    return went_well
+
+
+def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, launcher: Channel) -> bool:
+    """Runs the launch to the end of its last process, and tells of what nobody removes any more."""
+    try:
+        went_well = supervisor.run()
+    finally:
+        inspection.close()
+    paths, size = names.left()
+    if paths:
+        launcher.try_send(NamesLeft(tuple(paths[:_NAMES]), size, socket.gethostname()))
     return went_well
 
 

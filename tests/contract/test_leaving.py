@@ -6,12 +6,13 @@ import atexit
 import inspect
 import multiprocessing.util
 import os
+import re
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,20 @@ def test_a_block_of_a_rank_that_fails_is_removed_by_its_tracker(end: Callable[[]
     with pytest.raises((ValueError, LaunchError)):
         launcher(makes_a_block_and, 2)(end)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def loses_its_tracker() -> str:
+    block = shared_memory.SharedMemory(create=True, size=5000)
+    _blocks.append(block)
+    os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    return block.name
+
+
+def test_what_nobody_is_left_to_remove_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    [name] = launcher(loses_its_tracker, 1)()
+    os.unlink(f"/dev/shm/{name}")
+    words = rf"mlaunch: nobody is left to remove /dev/shm/{name} on host \S+, 4.9 KiB of memory that came during loses_"
+    assert re.search(words, capfd.readouterr().err)
 
 
 def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker() -> None:

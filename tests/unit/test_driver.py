@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from mlaunch.caller.ranks.driven import Awaited
 from mlaunch.caller.ranks.driver import Driver
 
 
@@ -57,7 +58,7 @@ def end(driven: Driven, driver: Driver[Any]) -> None:
 
 def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
     driven = Driven()
-    driver = driven.driver = Driver[Any](driven)
+    driver = driven.driver = Driver[Awaited](driven)
     driver.drive(SimpleNamespace(over=False))
     assert driven.polled == [[]]
     end(driven, driver)

@@ -17,7 +17,7 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.stall_watch import StallWatch
-from mlaunch.caller.launch.status import overdue_stop, status_lines
+from mlaunch.caller.launch.status import status_lines, words_on
 from mlaunch.caller.launch.watchdog import Limits, remove_names
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
@@ -30,7 +30,7 @@ from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Fini
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.prepared_messages import CallBegun
 from mlaunch.protocol.messages.status_messages import StatusTold
-from mlaunch.protocol.messages.stop_messages import AskToStop, StopOverdue
+from mlaunch.protocol.messages.stop_messages import AskToStop
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -248,12 +248,11 @@ class LaunchHandle:
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
             self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
-        elif isinstance(record, StopOverdue):
-            self.relay.output.say(overdue_stop(self.spec.name, record))
         elif isinstance(record, StatusTold):
             failure = self._stall.take(record.number, visitors.read_status(fds[0])["ranks"])
             if failure is not None and not self.outcome.failed:
                 self.end_stalled(failure)
         elif isinstance(record, Waiting):
             self.waiting = record.text
-            self.relay.output.say(f"{self.spec.name} waits for its other machines, {record.text}")
+        if words := words_on(self.spec.name, record):
+            self.relay.output.say(words)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 
-from mlaunch.base.text import on_a_clock
+from mlaunch.base.text import in_bytes, on_a_clock
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output.bars import loops
 from mlaunch.caller.report.history import History
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages.launch_messages import NamesLeft, Phase
+from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.stop_messages import StopOverdue
 
+_NAMES = 3  # that are shown
 _RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
 _RUNNING |= {Phase.IDLE}  # a rank that stays has come back, or is about to begin
 
@@ -42,7 +44,25 @@ def _phase(outcome: Outcome, history: History, waiting: str) -> str:
     return "running" if phases <= _RUNNING else "starting"
 
 
-def overdue_stop(name: str, record: StopOverdue) -> str:
+def words_on(name: str, record: object) -> str:
+    """Says what the user of the launch is told of a record; "": nothing."""
+    if isinstance(record, StopOverdue):
+        return _overdue_stop(name, record)
+    if isinstance(record, NamesLeft):
+        return _names_left(name, record)
+    return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""
+
+
+def _names_left(name: str, record: NamesLeft) -> str:
+    """Says what nobody will remove."""
+    shown = ", ".join(record.paths[:_NAMES]) + (", ..." if record.paths[_NAMES:] else "")
+    return (
+        f"nobody is left to remove {shown} on host {record.host}, {in_bytes(record.size)} of memory that came during "
+        f"{name} and that no process uses any more"
+    )
+
+
+def _overdue_stop(name: str, record: StopOverdue) -> str:
     """Says at half time that ranks were asked to stop, and go on."""
     return (
         f"{name} was asked to stop {record.seconds:g} s ago, and runs: {record.why}; it is ended in {record.left:g} s"

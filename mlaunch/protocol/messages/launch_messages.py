@@ -6,7 +6,7 @@ launcher -> agent         Cancel                                (the launch's ow
 launcher and agent        see kept_messages.py                  (ranks that stay between calls)
 agent -> rank             RunCall, AnswerFile, Release          (a channel for each rank)
 rank -> agent             Answer                                (the result queue)
-agent -> launcher         all that begins with Rank, DeadlinePassed, ServerGone, AgentFailed, Finished
+agent -> launcher         all that begins with Rank, DeadlinePassed, ServerGone, NamesLeft, AgentFailed, Finished
 link and agent            see machine_messages.py               (launches over several machines)
 fork server -> launcher   AgentStarted; Reaped                  (the launch's last word)
 """
@@ -214,6 +214,15 @@ class ServerGone:
     pid: int
     exitcode: int
     at: float
+
+
+@dataclass(frozen=True)
+class NamesLeft:
+    """Files in /dev/shm that came during the launch, and that no process uses any more."""
+
+    paths: tuple[str, ...]
+    size: int  # bytes
+    host: str
 
 
 @dataclass(frozen=True)
