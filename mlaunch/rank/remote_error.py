@@ -11,9 +11,10 @@ from mlaunch.base.misuse import is_misuse
 from mlaunch.protocol import explain
 from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
 
-# What torch says in a rank whose peer has died. Such an error is the other rank's doing.
+# What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
-                 "remote process exited", "NCCL communicator was aborted", "Socket closed")  # fmt: skip
+                 "remote process exited", "NCCL communicator was aborted", "Socket closed",
+                 "Connection was likely closed")  # fmt: skip
 
 
 def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool) -> RemoteError:

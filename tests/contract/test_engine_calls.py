@@ -46,7 +46,7 @@ from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, Mac
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
 from tests import builds
-from tests.processes import said_in_fork
+from tests.processes import children, said_in_fork
 from tests.system.engine_caller import parent
 
 LIMIT = 60.0
@@ -425,6 +425,21 @@ def test_a_death_is_on_its_machine(engine: Threads) -> None:
 
     with pytest.raises(LaunchError, match=r"rank 2 of .* exited with code 3.*\n  host m1, cpu, pid"):
         launcher(work, 2, engine=engine)()
+
+
+def test_a_gate_that_is_stopped_is_named_and_not_what_ranks_raise_for_it(engine: Threads) -> None:
+    """Their requests to the store end with the link's connection, which somebody has caused."""
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            [gate] = [pid for pid in children(os.getppid()) if "gate" in Path(f"/proc/{pid}/comm").read_text()]
+            os.kill(gate, signal.SIGSTOP)
+        dist.distributed_c10d._get_default_store().get("nobody sets it")
+
+    with pytest.raises(LaunchError) as caught:
+        launcher(work, 2, engine=engine, heartbeat_timeout=2, grace_period=0.5)()
+    assert re.match(r"the master at \S+, port \d+, .*was lost: no heartbeat came for 2 s", str(caught.value))
+    assert "was a process there stopped (SIGSTOP, a debugger)?" in str(caught.value)
 
 
 def test_a_deadline(engine: Threads) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
 from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.caller.report.failure_text import in_order
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.rank import remote_error
 
@@ -75,6 +76,18 @@ def test_the_traceback_of_a_consequence_is_pythons_less_its_carets(related: str)
     ours = remote_error.describe(error, Phase.RUNNING, "cpu", catchable=False).traceback
     assert "exec(" in ours
     assert ours == (re.sub(r"^ +[~^]+\n", "", pythons, flags=re.MULTILINE) if related == "nothing" else pythons)
+
+
+def test_where_all_are_consequences_what_serves_ranks_comes_first() -> None:
+    """A master that somebody has stopped is told of after the exceptions of ranks that have lost their store."""
+    lost = RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?")
+    remote = remote_error.describe(lost, Phase.RUNNING, "cpu", catchable=False)
+    assert remote_error.is_consequence(remote)
+    of_ranks = [RankFailure(rank, 1, f"raised {remote.message}", consequence=True, at=float(rank)) for rank in (0, 1)]
+    of_master = RankFailure(None, 0, "was lost", subject="the master", consequence=True, at=2.0)
+    assert in_order([*of_ranks, of_master]) == [of_master, *of_ranks]
+    cause = RankFailure(3, 1, "raised ValueError", at=3.0)
+    assert in_order([*of_ranks, of_master, cause])[0] is cause
 
 
 def test_a_consequence_without_a_traceback_is_described() -> None:

@@ -74,8 +74,14 @@ def meanwhile(lines: Sequence[str]) -> list[str]:
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Returns the failures with the cause first: the earliest that does not look like a consequence of another."""
-    return sorted(failures, key=lambda failure: (failure.consequence, failure.at))
+    """Returns the failures with the cause first: the earliest that does not look like a consequence of another.
+
+    Where all do, a process that serves ranks is nearer to the cause than a rank that has lost it.
+    """
+    return sorted(
+        failures,
+        key=lambda failure: (failure.consequence, failure.consequence and failure.rank is not None, failure.at),
+    )
 
 
 def _shortened(text: str) -> str:
