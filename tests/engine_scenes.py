@@ -63,16 +63,18 @@ class Stage:
         self._ranks = Path(tempfile.mkdtemp(dir=self._folder))
         self._before = self._marked()
         names = shared_names()
-        with self._busy() if stage == "queue" else contextlib.nullcontext():
+        with self._busy() if stage == "queue" else contextlib.nullcontext(lambda: None) as free:
             caller = self._caller()
             try:
                 if (pid := self._reach(stage, victim, caller)) is None:
                     return None
                 os.kill(pid, number)
+                if victim != "caller":
+                    free()
                 (self._lose if victim == "caller" else self._hear)(scene, caller)
             finally:
                 caller.process.send_signal(signal.SIGCONT)
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(BrokenPipeError, AssertionError):  # of one that stays, a look tells more
                     caller.close()
                 self._look(scene, names)
         return scene
@@ -82,13 +84,13 @@ class Stage:
         return Rig(self._rig.engine, environ, self._rig._prefix)
 
     @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Has others use the machines."""
+    def _busy(self) -> Iterator[Callable[[], object]]:
+        """Has others use the machines until what this yields is called."""
         other = self._caller()
         other.ask("hold")
         self._before |= self._marked()
         try:
-            yield
+            yield lambda: other.ask("close")
         finally:
             other.ask("close")
             other.close()

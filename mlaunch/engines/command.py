@@ -78,8 +78,13 @@ class _Started(Placement):
         wanted = self._wanted or next(iter(sizes), 0)
         if self._found and not wanted:
             raise LaunchError(f"{self._name} does not tell its processes how many they are; give machines=")
+        stopped = self._processes.stopped(0)
+        self.queues = not self._found and not stopped  # once it has started one, no queue keeps the others
         if not self._found or len(self._found) < wanted:
-            return f"{self._name} has started {len(self._found)} of {wanted or 'its'} processes"
+            started = f"started {len(self._found)} of {wanted or 'its'} processes"
+            if stopped:
+                return f"{self._name} (pid {stopped}) is stopped, and has {started}; kill -CONT {stopped} has it go on"
+            return f"{self._name} has {started}"
         if not self._streams:
             self._lead()
         return ""

@@ -21,12 +21,14 @@ class Placement(ABC):
 
     ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it. ``at_once``: how many may be
     starting at a time; None: all. ``farewell``: a command that gives the machines back from one of them, if this
-    process cannot; (): they are free as soon as nothing runs there.
+    process cannot; (): they are free as soon as nothing runs there. ``queues``: whether what ``state()`` says may last
+    as long as a queue does; False: no longer than ``join_timeout``.
     """
 
     sizes: Sequence[int | None]
     at_once: int | None = None
     farewell: Sequence[str] = ()
+    queues: bool = True
 
     @abstractmethod
     def state(self) -> str:

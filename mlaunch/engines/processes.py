@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
+from mlaunch.base import linux
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.engines.placement import Ends
 
@@ -38,6 +39,11 @@ class Processes:
             stream.close()
         process.stdin = process.stdout = process.stderr = None
         return Ends(*ends)
+
+    def stopped(self, machine: int) -> int:
+        """Returns the pid of one that somebody has stopped (SIGSTOP, a debugger); 0: it runs, or there is none."""
+        process = self._running.get(machine)
+        return process.pid if process is not None and linux.is_stopped(process.pid) else 0
 
     def fate(self, machine: int, name: str) -> str:
         """Says how it has ended; "" if it lives."""

@@ -124,6 +124,7 @@ class _OnNodes(Placement):
         if time.monotonic() - self._asked > _LOOK_DELAY:
             self._state = self._allocation.state()
             self._asked = time.monotonic()
+            self.queues = bool(self._allocation.job)  # before, sbatch has not answered
         return self._state
 
     def start(self, machine: int) -> Ends:

@@ -608,6 +608,20 @@ def test_a_member_that_cannot_serve() -> None:
             launcher(rank, 1, engine=Threads(serve))()
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("kill -STOP $$", r"sh \(pid (\d+)\) is stopped, and has started 0 of 2 processes; kill -CONT \1 has it go on"),
+        ('exec "$0" "$@"', "sh has started 1 of 2 processes"),
+    ],
+)
+def test_a_program_that_does_not_start_all(command: str, words: str) -> None:
+    """As mpirun that somebody has stopped, or one of whose processes was. No queue explains it."""
+    engine = Command(["sh", "-c", command], python=sys.executable)
+    with pytest.raises(LaunchTimeout, match=rf"^the machines have not come within join_timeout=0.3 s: {words}\. Is"):
+        launcher(rank, 1, engine=engine, machines=2, join_timeout=0.3)()
+
+
 def test_a_machine_without_mlaunch(tmp_path: Path) -> None:
     """An interpreter that finds no packages, behind what stands for ssh."""
     bare = tmp_path / "python"

@@ -158,7 +158,7 @@ def waiting(engine: Any) -> Any:
     """Tells when it waits for machines."""
     engine.lease = 1.0
     with contextlib.redirect_stderr(Straight("is queued by Slurm", '{"waits": true}\n')):
-        return launcher(wait_for_ever, engine=engine)()
+        return launcher(wait_for_ever, engine=engine, deadline=5, grace_period=0.5)()
 
 
 def inside(_engine: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import shlex
 import sys
 import time
@@ -75,12 +76,7 @@ class Machines:
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
         patience = None if self._lease is None else self._lease + timeout  # it hears of the lease when all are there
         self._placement = placement = self._place(self._wanted, command_of(self._python, patience))
-        told = ""
-        while state := placement.state():
-            if state != told:
-                tell(state)
-            told = state
-            interrupts.wait_readable([], _LOOK_DELAY)
+        _wait_for(placement, timeout, tell)
         self._start_members(placement, timeout)
 
     def _start_members(self, placement: Placement, timeout: float) -> None:
@@ -229,6 +225,22 @@ class Machines:
         self.machines, self._placement, self._renewal, self.meets_at = [], None, None, ""
         self._leaving = False
         atexit.unregister(self.close)
+
+
+def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:
+    """Waits until the machines are there: for ``timeout`` seconds at most where they are not in a queue."""
+    told, until = "", math.inf
+    while state := placement.state():
+        if state != told:
+            tell(state)
+        until = math.inf if placement.queues else min(until, time.monotonic() + timeout)
+        if time.monotonic() >= until:
+            raise LaunchTimeout(
+                f"the machines have not come within join_timeout={timeout:g} s: {state}. Is something stopped there, "
+                f"or does it ask for input?"
+            )
+        told = state
+        interrupts.wait_readable([], _LOOK_DELAY)
 
 
 def say(text: str) -> None:
