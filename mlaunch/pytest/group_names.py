@@ -16,11 +16,11 @@ from mlaunch.rank import in_step
 
 _SPACE = 1000  # groups that one test may make
 _FIXTURES = 10**9  # the first number of their groups
-_left: set[Any] = set()  # of a test that was broken off, when ranks may not have been in step
+_left: set[Any] = set()  # what the test before has made
 
 
 def for_test(number: int) -> contextlib.AbstractContextManager[None]:
-    """Gives a test its names, and destroys its groups. The ranks count their operations from here on."""
+    """Gives a test its names, and destroys the groups of the one before. Ranks count their operations from here on."""
     return _apart(f"test {number}", number * _SPACE)
 
 
@@ -38,10 +38,8 @@ def _apart(prefix: str, first: int) -> Iterator[None]:
         in_step.begin_call(this_rank.call)
         try:
             yield
-        except BaseException:  # ranks are called back, and some may still be inside an operation
+        finally:  # not to be destroyed yet, since other ranks may still be making them
             _left.update(set(_groups()) - known)
-            raise
-        _destroy(set(_groups()) - known)
 
 
 @contextlib.contextmanager

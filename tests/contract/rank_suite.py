@@ -163,37 +163,56 @@ import mlaunch, pytest, torch, torch.distributed as dist
 pytestmark = pytest.mark.ranks(2)
 held = threading.Event()
 
-def test_leaks(tmp_path, monkeypatch):
-    os.environ["LEAKED"] = "1"
-    monkeypatch.setattr(os, "leaked", 1, raising=False)
-    sys.path.insert(0, "/leaked")
-    os.chdir(tmp_path)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_grad_enabled(False)
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    random.random(), torch.rand(3)
-    warnings.simplefilter("error")
-    logging.getLogger().setLevel(1)
-    logging.getLogger().addHandler(logging.NullHandler())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    dist.new_group([0, 1])
-    os.umask(0)
-    sys.stdout = None
-    threading.Thread(target=held.wait, name="leaked", daemon=True).start()
+def handle(): logging.getLogger().addHandler(logging.NullHandler())
+def start_thread(): threading.Thread(target=held.wait, name="leaked", daemon=True).start()
+def patch(monkeypatch): monkeypatch.setattr(os, "leaked", 1, raising=False)
 
-@pytest.mark.parametrize("again", [1, 2])
-def test_clean(again, record_property):
+LEAKS = {
+    "variable": lambda: os.environ.__setitem__("LEAKED", "1"),
+    "variable gone": lambda: os.environ.pop("PATH"),
+    "patch": None,
+    "path": lambda: sys.path.insert(0, "/leaked"),
+    "directory": lambda: os.chdir("/"),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "device": lambda: torch.set_default_device("meta"),
+    "grad": lambda: torch.set_grad_enabled(False),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "random": lambda: (random.random(), torch.rand(3)),
+    "warnings": lambda: warnings.simplefilter("error"),
+    "level": lambda: logging.getLogger().setLevel(1),
+    "handler": handle,
+    "signal": lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+    "group": lambda: dist.new_group([0, 1]),
+    "group of one": lambda: dist.get_rank() and dist.new_group([1], use_local_synchronization=True),
+    "key": lambda: dist.distributed_c10d._get_default_store().set(f"leaked {dist.get_rank()}", ""),
+    "umask": lambda: os.umask(0),
+    "streams": lambda: setattr(sys, "stdout", None),
+    "recursion": lambda: sys.setrecursionlimit(9999),
+    "thread": start_thread,
+    "nothing": lambda: None,
+}
+ORDER_COUNT = int(os.environ["ORDERS"])
+ORDERS = [(seed, name) for seed in range(ORDER_COUNT) for name in random.Random(seed).sample(sorted(LEAKS), len(LEAKS))]
+
+@pytest.mark.parametrize(("seed", "name"), ORDERS)
+def test_leak(seed, name, record_property, monkeypatch):
+    record_property("random", [random.random(), torch.rand(1).item(), os.getcwd(), os.environ["PATH"], sys.path])
     assert "LEAKED" not in os.environ and not hasattr(os, "leaked") and "/leaked" not in sys.path
-    assert torch.get_default_dtype() is torch.float32 and torch.ones(1).device.type == "cpu" and torch.is_grad_enabled()
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_default_dtype() is torch.float32 and torch.ones(1).device.type == "cpu"
+    assert torch.is_grad_enabled() and not torch.is_anomaly_enabled() and torch.get_num_threads() == START[0]
+    assert not torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "highest"
     warnings.warn("is no error")
-    assert logging.getLogger().level != 1
+    assert logging.getLogger().level != 1 and sys.getrecursionlimit() != 9999
     assert not [one for one in logging.getLogger().handlers if type(one) is logging.NullHandler]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and sys.stdout is not None
-    assert len(dist.distributed_c10d._world.pg_map) == 1 and os.umask(0) != 0
-    record_property("random", [random.random(), torch.rand(1).item(), os.getcwd()])
+    assert len(dist.distributed_c10d._world.pg_map) == 1 and START[1] == os.umask(0o22)
+    assert not dist.distributed_c10d._get_default_store().check([f"leaked {dist.get_rank()}"])
+    patch(monkeypatch) if name == "patch" else LEAKS[name]()
+
+START = torch.get_num_threads(), os.umask(0o22)
 
 def test_destroys(): dist.destroy_process_group()
 def test_after_it(): dist.barrier()
@@ -220,6 +239,24 @@ def test_a_group_after_it(): dist.all_reduce(torch.ones(1), group=dist.new_group
 def test_enters_alone():
     if dist.get_rank() == 1: dist.all_reduce(torch.ones(1), async_op=True)
 def test_enters_next(): assert mlaunch.comm.all_gather(dist.get_rank()) == [0, 1]
+"""
+
+MEMORY = """
+import os, pytest, torch
+
+pytestmark = pytest.mark.ranks(2)
+kept = []
+
+def test_first(record_property): record_property("pid", os.getpid())
+def test_collects(record_property):
+    torch.ones(2**25)  # 128 MiB, and let go
+    record_property("pid", os.getpid())
+def test_keeps(record_property):
+    kept.append(torch.ones(2**25))
+    record_property("pid", os.getpid())
+def test_next(record_property):
+    record_property("pid", os.getpid())
+    assert not kept
 """
 
 FIXTURES = """

@@ -118,16 +118,28 @@ def test_all_ranks_are_heard(suite: Callable[..., tuple[Reports, str]]) -> None:
     assert "pytest test_it.py::test_skip test_it.py::test_some_skip" in texts["test_skip_and_wait"]
 
 
-def test_what_a_test_leaves_on_ranks_does_not_reach_the_next(suite: Callable[..., tuple[Reports, str]]) -> None:
+@pytest.mark.parametrize("orders", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_what_a_test_leaves_on_ranks_does_not_reach_the_next(
+    suite: Callable[..., tuple[Reports, str]], orders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each leak by a test of its own, in random orders; and what might confuse the ranks of the next test."""
+    monkeypatch.setenv("ORDERS", str(orders))
     reports, printed = suite(rank_suite.LEAKS)
     told = outcomes(reports)
     assert told.pop("test_fails_before_a_group_on_one_rank") == "skipped", printed
-    assert list(told.values()) == ["passed"] * 11, printed
+    assert list(told.values()) == ["passed"] * (25 * orders + 8), printed
     assert printed.count("the test left its ranks out of step") == 1
     assert "the test left a thread 'leaked' on ranks 0-1" in printed
-    again = [reports[f"test_clean[{turn}]"]["properties"] for turn in (1, 2)]
-    assert again[0] == again[1]
-    assert again[0]["random"]
+    begun = [report["properties"]["random"] for name, report in reports.items() if name.startswith("test_leak[")]
+    assert all(one == begun[0] for one in begun)
+
+
+def test_ranks_that_have_grown_are_replaced(suite: Callable[..., tuple[Reports, str]]) -> None:
+    reports, printed = suite(rank_suite.MEMORY, "-o", "ranks_memory=64")
+    assert outcomes(reports) == dict.fromkeys(reports, "passed"), printed
+    first, collects, keeps, following = (reports[name]["properties"]["pid"] for name in reports)
+    assert first == collects == keeps != following
+    assert re.search(r"ranks held 1[0-9][0-9] MiB more than after their first test; new ones replace them", printed)
 
 
 def test_fixtures_on_ranks(suite: Callable[..., tuple[Reports, str]]) -> None:

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.pytest import early, group_names, rank_fixtures, station, timeouts
+from mlaunch.pytest import early, rank_fixtures, station, timeouts
 from mlaunch.pytest.crossing import Findings, Verdict
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from tests.conftest import TORCH
@@ -85,9 +85,3 @@ def test_the_limit_of_pytest_timeout(request: pytest.FixtureRequest) -> None:
     with timeouts.suspended(request.node):
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-
-
-@pytest.mark.skipif(not TORCH, reason="asks torch for the groups")
-def test_without_a_group_there_is_nothing_to_name() -> None:
-    with group_names.for_test(3), group_names.for_fixture(3):
-        assert group_names._groups() == []
