@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch._version import __version__
 from mlaunch.base import rlimits
 from mlaunch.base.text import in_bytes
+from mlaunch.cli import bug_report
 from mlaunch.protocol import registry
 
 if TYPE_CHECKING:
@@ -44,19 +45,31 @@ def add_command(commands: Commands) -> None:
         help="look for what would go wrong on this machine",
         description="Tells what this machine offers and starts two ranks. Exit status: 1 if there is a problem.",
     )
-    doctor.add_argument("--json", action="store_true", help="one JSON list")
+    form = doctor.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON list")
+    form.add_argument("--report", nargs="?", const="", metavar="FILE", help="a text for bug reports: versions, limits, "
+                      "variables, no secrets. FILE: what a failed call has printed, which is added")  # fmt: skip
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    findings = []
-    for finding in examine():
-        findings.append(finding)
+    findings: list[Finding] = []
+    lines = _told(findings)
+    if args.report is not None:
+        lines = bug_report.write(lines, os.environ, args.report or None)
+    for line in lines:
         if not args.json:
-            print(f"{finding.state:<8} {finding.name:<12} {finding.text}", flush=True)
+            print(line, flush=True)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.state == PROBLEM for finding in findings))
+
+
+def _told(findings: list[Finding]) -> Iterator[str]:
+    """Yields a line for each finding, and keeps it."""
+    for finding in examine():
+        findings.append(finding)
+        yield f"{finding.state:<8} {finding.name:<12} {finding.text}"
 
 
 def examine() -> Iterator[Finding]:

@@ -38,6 +38,7 @@ INTERNAL = (
     "__signature__",
     "a rehearsal",
     "cannot pickle an open file",
+    "display_id required for update_display",  # IPython's own
 )
 
 
