@@ -25,8 +25,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaunch.caller.server.warm import _import_settings, warm_server
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.standard_streams import is_open
+from mlaunch.protocol import import_facts
 from tests.processes import descendants
 
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
@@ -191,7 +192,7 @@ def _request(asked: Asked) -> Request | None:
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
     """What a process has read of its environment once torch is imported, but for the paths, which it is told."""
-    return {name: value for name, value in _import_settings(environ).items() if name != "PYTHONPATH"}
+    return {name: value for name, value in import_facts.variables(environ).items() if name != "PYTHONPATH"}
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import doctor, ps_and_stacks
+from mlaunch.cli import doctor, ps_and_stacks, warm_command
 
 PRINT_COMPLETION = "--print-completion"
 _EXAMPLES = """\
@@ -17,6 +17,7 @@ examples:
   mlaunch ps               what is running, and what each rank is doing
   mlaunch stacks 3f2a      where the ranks of the launch 3f2a... are in their code
   mlaunch stop 3f2a        ends that launch
+  mlaunch warm             keeps torch imported, so that commands start at once
   mlaunch doctor           what this machine offers, and what would go wrong
 
 exit status: 0, 1 for an error that is told, 2 for a wrong command line; of run: see mlaunch run --help
@@ -39,6 +40,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
     ps_and_stacks.add_commands(commands)
     doctor.add_command(commands)
+    warm_command.add_command(commands)
     return parser
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
 from mlaunch.caller.running_launches import ask
+from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.why_text import sentence
-from mlaunch.cli import on_lease
+from mlaunch.cli import on_lease, warm_command
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
@@ -63,7 +64,8 @@ def _ps(args: argparse.Namespace) -> int:
         print(json.dumps(launches, indent=2))
     else:
         leases = on_lease.rows(os.environ)
-        blocks = [*(_entry(launch) for launch in launches), *(["\n".join(leases)] if leases else [])]
+        kept = [warm_command.row(state) for state in zygote_upkeep.states(os.environ)]
+        blocks = [*(_entry(launch) for launch in launches), *("\n".join(rows) for rows in (leases, kept) if rows)]
         print("\n\n".join(blocks) or _nothing())
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -24,12 +23,12 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.stop_order import StopOrder, StopSignal
 from mlaunch.cli import flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
+from mlaunch.cli.job_server import interpreter_of, server_for
 from mlaunch.cli.job_spec import spec_of
 from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
 from mlaunch.cli.run_on_engine import There, engine_of
@@ -73,12 +72,12 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
 def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
     handled = ",".join(signal.Signals(number).name for number in job.signals)
     environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
-    executable = _interpreter(environ)
+    executable = interpreter_of(environ)
     with _stopping_at(job.signals):
         if dry and isinstance(job.size, int) and job.devices is None:
             print(describe(job, job.size, environ))
             return 0
-        server = start_interpreter(environ, Interpreter(executable, job.path, job.preload, stdin=None))
+        server = server_for(job, executable, environ)
         try:
             if dry:
                 print(describe(job, *_on_devices(job, server, environ), server.ready().runtime))
@@ -109,14 +108,6 @@ def _run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
             raise UsageError(str(error)) from None
         finally:
             there.close()
-
-
-def _interpreter(environ: Mapping[str, str]) -> str:
-    """Returns the one that runs the ranks; torchrun's variable."""
-    executable = environ.get("PYTHON_EXEC", sys.executable)
-    if shutil.which(executable) is None:
-        raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
-    return executable
 
 
 def _launch(

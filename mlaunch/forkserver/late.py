@@ -51,9 +51,9 @@ class LateImports:
             with contextlib.suppress(OSError):
                 os.nice(_NICE)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it warns of comes again
-            before = _held()
+            before = held()
             self._import()
-            code = int(_held() != before)
+            code = int(held() != before)
         finally:
             os._exit(code)
 
@@ -74,7 +74,7 @@ class LateImports:
             __import__(name)
 
 
-def _held() -> tuple[list[str], int]:
+def held() -> tuple[list[str], int]:
     """Returns the open files and the number of threads of this process."""
     opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
     return sorted(opened), len(os.listdir("/proc/self/task"))

@@ -7,7 +7,6 @@ runs no user code and has one Python thread, so what is forked from it is clean.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
+from mlaunch.forkserver import imports
 from mlaunch.forkserver.agents import Launch, begin, fork
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import count_devices
@@ -28,14 +28,10 @@ from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.protocol.messages.launch_messages import NotReady, Ready
 from mlaunch.protocol.messages.prepared_messages import PrepareNext
 from mlaunch.protocol.messages.server_messages import CountDevices, Retire, StartLaunch
-
-# What the first launch in a new process would otherwise import while its ranks wait for each other.
-_PRELOAD = (
-    "torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main", "mlaunch.rendezvous.store_client"
-)  # fmt: skip
+from mlaunch.rank.setup import device
 
 _REASON = 8192  # bytes that a person is shown of why it could not import
 _IDLE = 0.02  # seconds after a launch without another
@@ -48,10 +44,18 @@ def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
     serve(Channel.adopt(control_fd), caller, preload=preload)
 
 
-def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequence[str] = ()) -> NoReturn:
+def serve(
+    control: Channel,
+    caller: int,
+    call: Call | None = None,
+    preload: Sequence[str] = (),
+    offered: Ready | None = None,
+    caller_fd: int = -1,
+) -> NoReturn:
     """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller.
 
-    The standard streams are open.
+    The standard streams are open. ``offered``: all is imported, and this is what torch offers. ``caller_fd``: the
+    caller's pidfd, if somebody else is our parent.
     """
     code = 1
     try:
@@ -65,7 +69,7 @@ def serve(control: Channel, caller: int, call: Call | None = None, preload: Sequ
         linux.wake_with(caller)
         if call is None:
             os.chdir("/")  # a server that stays must not keep a file system busy
-        _ForkServer(control, caller, call, preload).run()
+        _ForkServer(control, caller, call, preload, offered, caller_fd).run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -80,6 +84,8 @@ class _ForkServer:
     caller: int
     call: Call | None
     preload: Sequence[str] = ()
+    offered: Ready | None = None
+    caller_fd: int = -1
     children: Children = field(default_factory=Children)
     retiring: bool = False
     launched: int = 0  # launches that have ended
@@ -87,9 +93,12 @@ class _ForkServer:
     next: NextLaunch = field(default_factory=NextLaunch)
     late: LateImports = field(default_factory=LateImports)
 
+    def __post_init__(self) -> None:
+        self.settled = self.offered is not None  # of a zygote's heap, in the zygote
+
     def run(self) -> None:
         try:
-            caller = os.pidfd_open(self.caller)
+            caller = os.pidfd_open(self.caller) if self.caller_fd < 0 else self.caller_fd
         except ProcessLookupError:
             return
         if not self._prepare():
@@ -112,34 +121,19 @@ class _ForkServer:
         self._outlive_agents()
 
     def _prepare(self) -> bool:
-        from mlaunch.rank import reload
-        from mlaunch.rank.setup import device
-
-        gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
+        if self.offered is not None:
+            self.control.try_send(self.offered)
+            return True
         try:
-            device.check_version()
-            reload.watch()
-            for module in (*_PRELOAD, *self.preload):
-                __import__(module)
-            from mlaunch.agent.supervision.evidence import Evidence
-            from mlaunch.protocol import channel
-            from mlaunch.protocol.messages import launch_messages, server_messages
-            from mlaunch.rendezvous import tcp_store
-
-            asked = tcp_store.ask_for_libuv()
-            Evidence()  # which looks for the cgroup's files once
-            channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
-            self.control.try_send(device.offered())
+            offered, asked = imports.load(self.preload)
+            self.control.try_send(offered)
         except device.TooOldError as error:
             self.control.try_send(NotReady(str(error)))
             return False
         except (Exception, SystemExit):
             self.control.try_send(NotReady(both_ends(traceback.format_exc(), _REASON)))
             return False
-        if self.call is None:
-            gc.collect()
-        tcp_store.hear_of_libuv(asked)
-        gc.freeze()  # the collector's marks would copy every page that ranks share with us
+        imports.finish(asked, collect=self.call is None)
         return True
 
     def _timeout(self) -> float | None:

@@ -45,7 +45,7 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
     directory = home(environ)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    with _opened(directory) as place:
+    with opened(directory) as place:
         unfinished, finished = _path(place, launch_id, _UNFINISHED), _path(place, launch_id, _SUFFIX)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -66,13 +66,13 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
 def remove(environ: Mapping[str, str], launch_id: str) -> None:
     """Removes the launch's socket, if there is one, also one that was not finished; none on which somebody listens."""
     for suffix in (_SUFFIX, _UNFINISHED):
-        with contextlib.suppress(OSError), _opened(home(environ)) as place:
+        with contextlib.suppress(OSError), opened(home(environ)) as place:
             _remove_if_dead(_path(place, launch_id, suffix))
 
 
 def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
     """Returns a socket that is connected to this launch; None if it does not listen, or many wait for it already."""
-    with contextlib.suppress(OSError), _opened(home(environ)) as place:
+    with contextlib.suppress(OSError), opened(home(environ)) as place:
         return _connect(_path(place, launch_id, _SUFFIX))
     return None
 
@@ -91,7 +91,7 @@ def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple
     """
     for directory in candidates(environ):
         try:
-            with _opened(directory) as place:
+            with opened(directory) as place:
                 for name in sorted(os.listdir(place)):
                     connection = _connect(f"{place}/{name}", patience) if name.endswith(_SUFFIX) else None
                     if connection is not None:
@@ -139,7 +139,7 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[str]:
+def opened(directory: Path) -> Iterator[str]:
     """Gives a short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -49,16 +49,7 @@ _FLAGS: Mapping[tuple[str, str], bool] = {
 
 def of_this_process() -> Settings:
     """Returns what a rank has to ``apply``."""
-    found: dict[str, object] = {
-        "umask": _umask(),
-        "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "affinity": tuple(sorted(os.sched_getaffinity(0))),
-        "limits": tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
-        "score": _score(),
-        "slack": timers.slack(),
-        "locale": locale.setlocale(locale.LC_ALL),
-        "filters": _filters(),
-    }
+    found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": _filters()}
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -71,6 +62,22 @@ def of_this_process() -> Settings:
 def of_the_program() -> Settings:
     """Returns those that hold on any machine: not what the system of this one gives to a process."""
     return tuple(one for one in of_this_process() if one[0] not in _OF_THE_MACHINE)
+
+
+def inherited() -> Settings:
+    """Returns those of them that any child of this process has from the system."""
+    return tuple(_of_the_system().items())
+
+
+def _of_the_system() -> dict[str, object]:
+    return {
+        "umask": _umask(),
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "affinity": tuple(sorted(os.sched_getaffinity(0))),
+        "limits": tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
+        "score": _score(),
+        "slack": timers.slack(),
+    }
 
 
 def apply(settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -11,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
-from mlaunch.base.fds import close_all
 from mlaunch.caller import interrupts
+from mlaunch.caller.server.in_memfds import in_memfds
 from mlaunch.caller.standard_streams import standard_streams
-from mlaunch.protocol import error_file, payload
+from mlaunch.protocol import error_file
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Cancel, NotReady, Ready
@@ -34,10 +35,16 @@ class ServerGoneError(LaunchError):
 
 
 class ForkServer:
-    """A running fork server. ``wait(seconds)`` returns its exit code, or None if it lives on."""
+    """A running fork server. ``wait(seconds)`` returns its exit code, or None if it lives on.
 
-    def __init__(self, control: Channel, pid: int, wait: Callable[[float], int | None]) -> None:
+    ``kill``: for one that is no child of this process.
+    """
+
+    def __init__(
+        self, control: Channel, pid: int, wait: Callable[[float], int | None], kill: Callable[[], None] | None = None
+    ) -> None:
         self.pid = pid
+        self._kill = kill or functools.partial(os.kill, pid, signal.SIGKILL)  # a child's number is its own
         self._control = control
         self._wait = wait
         self._lock = threading.RLock()
@@ -132,7 +139,7 @@ class ForkServer:
         self._killed = True  # from now on: it closes its channels before it can be reaped
         if self._wait(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
+                self._kill()
 
     def count_devices(self, environ: Mapping[str, str]) -> int:
         """Counts the accelerators visible in ``environ``. In a process of its own, since it wakes the driver."""
@@ -219,34 +226,6 @@ class ForkServer:
         if linux.is_stopped(self.pid) or self._wait(timeout) is None:
             self.kill()
             self._wait(timeout)
-
-
-class in_memfds:
-    """Gives memfds with values, by name, to a block; of a Payload, its own.
-
-    No context manager of contextlib's; see ``interrupts``.
-    """
-
-    def __init__(self, values: Sequence[tuple[str, object]]) -> None:
-        self._values = values
-        self._memfds: list[int] = []
-
-    def __enter__(self) -> list[int]:
-        try:
-            for name, value in self._values:
-                if isinstance(value, Payload):
-                    self._memfds.append(os.dup(value.memfd))
-                    continue
-                self._memfds.append(payload.create(name))
-                with interrupts.allowed():  # it runs code of the user's, and may take long
-                    payload.write(self._memfds[-1], value)
-        except BaseException:
-            close_all(self._memfds)
-            raise
-        return self._memfds
-
-    def __exit__(self, *_: object) -> None:
-        close_all(self._memfds)
 
 
 def forget_inherited() -> None:

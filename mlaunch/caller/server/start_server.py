@@ -47,10 +47,9 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), os.getpid(), tuple(like.preload))
-    tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
     process = subprocess.Popen(
         [like.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *like.path],
-        env={**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])},
+        env=with_huge_heap(environ),
         stdin=like.stdin,
         stdout=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
@@ -66,6 +65,12 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
             return None
 
     return ForkServer(ours, process.pid, wait)
+
+
+def with_huge_heap(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables for the interpreter of a fork server."""
+    tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
+    return {**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])}
 
 
 def _disown() -> None:

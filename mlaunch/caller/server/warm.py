@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.caller.server.zygote_client import ask_zygote
+from mlaunch.protocol import import_facts
 
-# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
-_READ_AT_IMPORT = (
-    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
-)  # fmt: skip
-_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 # What a module with a decorated function imports: each rank would, which has to import the module.
 _PREPARED = ("mlaunch.caller.launcher",)
 
@@ -36,7 +33,7 @@ class WarmServer:
         return self._server is not None
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
-        settings = _import_settings(environ), self.preload
+        settings = import_facts.variables(environ), self.preload
         with self._lock:
             self._close_retired()
             if self._server is not None:
@@ -46,7 +43,8 @@ class WarmServer:
                 self._server.retire()
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))
-            self._server, self._settings = start_interpreter(environ, like), settings
+            self._server = ask_zygote(environ, like) or start_interpreter(environ, like)
+            self._settings = settings
             return self._server
 
     def _close_retired(self) -> None:
@@ -65,14 +63,6 @@ class WarmServer:
         """Forgets the servers in a fork of this process, which has no right to its parent's server."""
         self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
         self._server, self._retired = None, []
-
-
-def _import_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
-    }
 
 
 warm_server = WarmServer()

@@ -1,0 +1,168 @@
+"""Asks a zygote for a fork that becomes this process's own fork server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd, close_all
+from mlaunch.base.misuse import misuse
+from mlaunch.base.peer_process import peer_process
+from mlaunch.caller import interrupts
+from mlaunch.caller.server import zygote_upkeep
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.in_memfds import in_memfds
+from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
+from mlaunch.caller.standard_streams import is_open
+from mlaunch.protocol import import_facts, settings, zygote_place
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked
+
+_PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; a server of our own takes seconds, too
+_LOOK = 0.1  # seconds between looks whether somebody has stopped it
+_REAP_TIMEOUT = 1.0  # seconds for the word how a fork has ended
+
+
+def ask_zygote(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
+    """Returns a fork server that the user's zygote has forked for this process; None: none is there that will do.
+
+    ValueError: MLAUNCH_WARM is no time.
+    """
+    try:
+        wish = zygote_upkeep.wish_of(os.environ)
+    except ValueError as error:
+        raise misuse(error) from None
+    if wish == 0 or os.path.realpath(like.executable) != os.path.realpath(sys.executable):
+        return None
+    places = list(zygote_place.names(os.environ))
+    if not places and wish is None:
+        return None
+    facts = zygote_upkeep.facts_of(environ)
+    server = _ask_one_of(places, facts, environ, like)
+    if server is None and wish is not None:
+        zygote_upkeep.leave_one(environ, wish, like.preload)
+    return server
+
+
+def _ask_one_of(
+    places: list[tuple[Path, str]], facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
+) -> ForkServer | None:
+    """Asks the one for these facts, if there is one."""
+    key = import_facts.key_of(facts)
+    for directory, found in places:
+        if found == key:
+            connection = zygote_place.connect(directory, key)
+            if connection is not None:
+                return _ask(connection, environ, like)
+            zygote_place.remove(directory, key)  # it was killed
+    if places and zygote_upkeep.is_curious():
+        for line in zygote_upkeep.why_none(facts):
+            zygote_upkeep.tell(line)
+    return None
+
+
+def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
+    pid, _ = peer_process(connection)
+    zygote = Channel(connection)
+    ours, theirs = Channel.pair()
+    try:
+        try:
+            _send(zygote, theirs, environ, like)
+        finally:
+            theirs.close()
+        answer, fds = _answer(zygote, pid)
+        if isinstance(answer, Forked):
+            fork = _Fork(zygote, fds[0])
+            zygote_upkeep.tell(f"the fork server is a fork (pid {answer.pid}) of the warm one (pid {pid})")
+            return ForkServer(ours, answer.pid, fork.wait, fork.kill)
+        zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {answer}")
+    except OSError as error:
+        zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {error}")
+    except BaseException:
+        ours.close()
+        zygote.close()
+        raise
+    ours.close()
+    zygote.close()
+    return None
+
+
+def _send(zygote: Channel, control: Channel, environ: Mapping[str, str], like: Interpreter) -> None:
+    ignored = tuple(int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN)
+    surroundings = CallersProcess(os.getpid(), with_huge_heap(environ), settings.inherited(), ignored)
+    null, caller = os.open(os.devnull, os.O_RDWR), os.pidfd_open(os.getpid())
+    try:
+        stdin = 0 if like.stdin != subprocess.DEVNULL and is_open(0) else null
+        stderr = 2 if is_open(2) else null
+        with in_memfds([("surroundings", surroundings)]) as memfds:
+            beside = [*memfds, control.fileno(), caller, stdin, stderr]
+            zygote.send(AskFork(tuple(like.path), tuple(like.preload)), beside)
+    finally:
+        close_all([null, caller])
+
+
+def _answer(zygote: Channel, pid: int) -> tuple[object, list[int]]:
+    """Returns what it says, and descriptors. One that says nothing is stopped or hangs: it is ended."""
+    end = time.monotonic() + _PATIENCE
+    while not interrupts.wait_readable([zygote.fileno()], _LOOK):
+        if time.monotonic() > end or linux.is_stopped(pid):
+            zygote_upkeep.kill(zygote, pid)
+            return "it does not answer (was it stopped?) and was killed", []
+    with contextlib.suppress(EOFError):
+        record, fds = zygote.receive()
+        return record.reason if isinstance(record, NotForked) else record, fds
+    return "it ended", []
+
+
+class _Fork:
+    """A fork server whose parent is the zygote, which tells how it has ended."""
+
+    def __init__(self, zygote: Channel, pidfd: int) -> None:
+        self._zygote = zygote
+        self._pidfd = KeptFd(pidfd)
+        self._exitcode: int | None = None
+        _forks.add(self)
+
+    def wait(self, seconds: float) -> int | None:
+        """Returns its exit code, or None if it lives on."""
+        if self._exitcode is None and (not self._pidfd.intact() or linux.wait_readable([self._pidfd.fd], seconds)):
+            self._exitcode = self._hear()
+            self.forget()
+        return self._exitcode
+
+    def _hear(self) -> int:
+        """Returns how it has ended; 0 if nobody tells, since the zygote is gone."""
+        with contextlib.suppress(OSError, EOFError):
+            if self._zygote.intact() and linux.wait_readable([self._zygote.fileno()], _REAP_TIMEOUT):
+                record, _ = self._zygote.receive()
+                if isinstance(record, ForkEnded):
+                    return record.exitcode
+        return 0
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if self._pidfd.intact():
+            signal.pidfd_send_signal(self._pidfd.fd, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Lets go of it, as a fork of this process does, which has no right to it."""
+        self._pidfd.close()
+        self._zygote.close()
+
+
+def _forget_inherited() -> None:
+    for fork in list(_forks):
+        fork.forget()
+
+
+_forks: weakref.WeakSet[_Fork] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_inherited)

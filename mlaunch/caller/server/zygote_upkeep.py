@@ -1,0 +1,221 @@
+"""Starts zygotes, looks at them, ends them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from mlaunch.base import linux
+from mlaunch.base.durations import duration
+from mlaunch.base.exceptions import LaunchError, describe_exit
+from mlaunch.base.peer_process import peer_process
+from mlaunch.caller.server.start_server import with_huge_heap
+from mlaunch.protocol import import_facts, registry, token, zygote_place
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.protocol.messages.zygote_messages import AskZygote, EndZygote, KeepZygote, ZygoteState
+
+VARIABLE = "MLAUNCH_WARM"  # "0": none is used; a time: one is left, which stays so long after its last use
+_CURIOUS = "MLAUNCH_DEBUG"
+_BOOTSTRAP = "from mlaunch.forkserver.zygote_start import main; main({}, {}, {!r}, {}, {})"
+_ANSWER_TIMEOUT = 5.0  # seconds
+_IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with what the user wants besides
+_START_TIMEOUT = 60.0  # seconds for another start to end
+_END_TIMEOUT = 10.0  # seconds
+
+
+def wish_of(environ: Mapping[str, str]) -> float | None:
+    """Returns the seconds of MLAUNCH_WARM; 0: nothing warm is to be used, None: nothing is said. ValueError."""
+    text = environ.get(VARIABLE, "")
+    return None if not text else 0.0 if text == "0" else duration(VARIABLE, text)
+
+
+def is_curious() -> bool:
+    """Tells whether somebody wants to know why a warm server was used, or not."""
+    return os.environ.get(_CURIOUS, "0") not in {"", "0"}
+
+
+def tell(text: str) -> None:
+    """Says it to who wants to know."""
+    if is_curious():
+        with contextlib.suppress(OSError, AttributeError):
+            print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+
+
+def key_of(environ: Mapping[str, str]) -> str:
+    """Returns the key of the zygote whose forks can serve this process."""
+    return import_facts.key_of(facts_of(environ))
+
+
+def facts_of(environ: Mapping[str, str]) -> import_facts.Facts:
+    """Returns what counts for that."""
+    return import_facts.of_this_process(with_huge_heap(environ))
+
+
+def states(environ: Mapping[str, str], *, facts: bool = False) -> list[ZygoteState]:
+    """Returns the states of all zygotes of this user. One that does not answer is left out."""
+    answers = (_converse(directory, key, AskZygote(facts)) for directory, key in zygote_place.names(environ))
+    return [answer for answer in answers if answer is not None]
+
+
+def keep(environ: Mapping[str, str], key: str, seconds: float) -> ZygoteState | None:
+    """Has the one of this key stay so long after its last use; None if there is none."""
+    for directory, found in zygote_place.names(environ):
+        if found == key and (state := _converse(directory, key, KeepZygote(seconds))) is not None:
+            return state
+    return None
+
+
+def _converse(directory: Path, key: str, record: object) -> ZygoteState | None:
+    connection = zygote_place.connect(directory, key)
+    if connection is None:
+        zygote_place.remove(directory, key)  # it was killed
+        return None
+    channel = Channel(connection)
+    with contextlib.closing(channel), contextlib.suppress(OSError, EOFError):
+        channel.send(record)
+        if linux.wait_readable([channel.fileno()], _ANSWER_TIMEOUT):
+            answer, _ = channel.receive()
+            return answer if isinstance(answer, ZygoteState) else None
+    return None
+
+
+def end_all(environ: Mapping[str, str]) -> list[int]:
+    """Ends all zygotes of this user; returns their pids. One that is stopped, or hangs, is killed."""
+    ended = []
+    for directory, key in zygote_place.names(environ):
+        connection = zygote_place.connect(directory, key)
+        if connection is not None:
+            ended.append(_end(connection))
+        zygote_place.remove(directory, key)
+    return ended
+
+
+def _end(connection: socket.socket) -> int:
+    """Ends the one at the other end, and waits until it has; returns its pid."""
+    pid, _ = peer_process(connection)
+    with contextlib.closing(Channel(connection)) as channel, contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        channel.try_send(EndZygote())
+        if linux.is_stopped(pid) or not linux.wait_readable([pidfd], _END_TIMEOUT):
+            kill(channel, pid)
+        os.close(pidfd)
+    return pid
+
+
+def kill(channel: Channel, pid: int) -> None:
+    """Kills what is at the other end of a channel, if it is still there: else the number may be another's."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        if not linux.wait_readable([channel.fileno()], 0.0):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            linux.wait_readable([pidfd], _END_TIMEOUT)
+        os.close(pidfd)
+
+
+def why_none(facts: import_facts.Facts) -> list[str]:
+    """Says of each zygote why none of its forks would do for a process of these facts."""
+    found = []
+    for state in states(os.environ, facts=True):
+        found += [f"the warm fork server (pid {state.pid}) imported torch under other circumstances:"]
+        found += [f"  {line}" for line in import_facts.differences(facts, state.facts)]
+    return found
+
+
+def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) -> ZygoteState:
+    """Starts one and waits until it is there; if another start was faster, returns what that has left.
+
+    Raises:
+        OSError: The runtime directory cannot be used.
+        LaunchError: Something cannot be imported.
+    """
+    directory = _directory(environ)
+    with zygote_place.locked(directory, _START_TIMEOUT) as lock:
+        found = keep(environ, key_of(environ), seconds)
+        if found is not None:
+            return found
+        process, word = _start(environ, seconds, preload, directory, lock)
+        with contextlib.closing(word):
+            if process.wait():
+                raise LaunchError(f"the fork server that was to be kept {describe_exit(process.returncode)}")
+            return _hear(word)
+
+
+def _directory(environ: Mapping[str, str]) -> Path:
+    directory = registry.home(environ)
+    try:
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        with registry.opened(directory) as place:
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        told = error.strerror or str(error)
+        raise OSError(
+            f"no fork server can be kept: {directory}: {told}; set XDG_RUNTIME_DIR to a directory of yours"
+        ) from error
+    return directory
+
+
+def _start(
+    environ: Mapping[str, str], seconds: float, preload: Sequence[str], directory: Path, lock: int
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    ours, theirs = Channel.pair()
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload))
+    kept = {name: value for name, value in environ.items() if name != token.VARIABLE}
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
+        env=with_huge_heap(kept),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno(), lock],
+        start_new_session=True,
+    )
+    theirs.close()
+    return process, ours
+
+
+def _hear(word: Channel) -> ZygoteState:
+    if not linux.wait_readable([word.fileno()], _IMPORT_TIMEOUT):
+        raise LaunchError(f"the fork server that was to be kept had not imported all after {_IMPORT_TIMEOUT:.0f} s")
+    try:
+        record, _ = word.receive()
+    except (OSError, EOFError):
+        raise LaunchError("the fork server that was to be kept was killed before it was ready") from None
+    if isinstance(record, NotReady):
+        raise LaunchError(record.reason)
+    return cast(ZygoteState, record)
+
+
+def leave_one(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) -> None:
+    """Has this process start one as it ends, when that keeps it from nothing any more."""
+    if not _left:
+        atexit.register(_leave)
+    _left[:] = [(os.getpid(), dict(environ), seconds, tuple(preload))]
+
+
+def _leave() -> None:
+    pid, environ, seconds, preload = _left[0]
+    if pid != os.getpid():  # a fork that ends as its parent would
+        return
+    with contextlib.suppress(OSError):
+        directory = _directory(environ)
+        with zygote_place.locked(directory) as lock:
+            if keep(environ, key_of(environ), seconds) is None:
+                process, word = _start(environ, seconds, preload, directory, lock)
+                process.returncode = 0  # whoever is its parent then reaps it
+                word.close()
+
+
+_left: list[tuple[int, dict[str, str], float, tuple[str, ...]]] = []

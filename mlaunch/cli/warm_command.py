@@ -1,0 +1,114 @@
+"""``mlaunch warm``: keeps a fork server with torch imported, of which commands and scripts get forks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlaunch.base.durations import duration
+from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.text import in_bytes, in_two_units
+from mlaunch.caller.server import zygote_upkeep
+from mlaunch.protocol import import_facts
+from mlaunch.protocol.messages.zygote_messages import ZygoteState
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_USUAL_TIME = "30m"
+_ABOUT = """\
+Keeps a fork server, which has imported torch, for this user on this machine. mlaunch run, scripts with decorated
+functions and tests on ranks then get a fork of it, where all that counts at an import is equal, and start at once.
+It ends some time after its last use.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    warm = commands.add_parser("warm", help="keep a fork server, so that commands start at once", description=_ABOUT)
+    warm.add_argument("--for", dest="seconds", metavar="TIME", help="how long it stays after its last use: 90s, 30m, "
+                      f"8h, 2d (default: {_USUAL_TIME})")  # fmt: skip
+    warm.add_argument("--preload", metavar="MODULES", help="import these, too, with commas between them")
+    instead = warm.add_mutually_exclusive_group()
+    instead.add_argument("--status", action="store_true", help="show what is kept, and whether it would serve here")
+    instead.add_argument("--stop", action="store_true", help="end all that is kept; what runs goes on")
+    warm.set_defaults(run=_warm, refuse=warm.error)
+
+
+def _warm(args: argparse.Namespace) -> int:
+    if (args.status or args.stop) and (args.seconds or args.preload):
+        args.refuse("--for and --preload go with neither --status nor --stop")
+    if args.status:
+        return _status()
+    if args.stop:
+        return _stop()
+    try:
+        seconds = duration("--for", args.seconds or _USUAL_TIME)
+    except ValueError as error:
+        args.refuse(str(error))
+    wanted = tuple(dict.fromkeys(name for name in (args.preload or "").split(",") if name))
+    if args.preload is not None and not all(_is_name(name) for name in wanted or ("",)):
+        args.refuse(f"--preload {args.preload}: allowed: names of modules with commas between them")
+    try:
+        state = zygote_upkeep.begin(os.environ, seconds, wanted)
+    except BlockingIOError:
+        raise OSError("another mlaunch warm has been starting for a minute; look for one that is stopped") from None
+    except LaunchError as error:
+        raise OSError(str(error)) from None
+    if lacking := [name for name in wanted if name not in state.preload]:
+        raise OSError(
+            f"a fork server (pid {state.pid}) is kept here already, and has not imported {', '.join(lacking)}; end it "
+            f"with mlaunch warm --stop, then start one that has"
+        )
+    print(
+        f"a fork server (pid {state.pid}) that has imported {_imports(state)} is kept until {in_two_units(state.idle)} "
+        f"after its last use; mlaunch warm --stop ends it"
+    )
+    return 0
+
+
+def _is_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _stop() -> int:
+    pids = zygote_upkeep.end_all(os.environ)
+    print(f"ended: pid {', '.join(map(str, pids))}" if pids else "no fork server is kept here")
+    return 0
+
+
+def _status() -> int:
+    found = zygote_upkeep.states(os.environ, facts=True)
+    here = zygote_upkeep.facts_of(os.environ)
+    blocks = [[row(state), *(f"  {line}" for line in _verdict(here, state))] for state in found]
+    print("\n\n".join("\n".join(lines) for lines in blocks) or "no fork server is kept here")
+    return 0
+
+
+def row(state: ZygoteState) -> str:
+    """Says in a line what is kept."""
+    left = f"serves {state.serving} now" if state.serving else f"ends in {in_two_units(state.left)}"
+    return (
+        f"a fork server (pid {state.pid}) with {_imports(state)}, {in_two_units(state.age)} old: {left}, "
+        f"has served {state.served}{_memory(state.pid)}"
+    )
+
+
+def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
+    found = import_facts.differences(here, state.facts)
+    return ["serves none that start here, since these differ:", *found] if found else ["serves all that start here"]
+
+
+def _imports(state: ZygoteState) -> str:
+    return ", ".join(["torch", *state.preload])
+
+
+def _memory(pid: int) -> str:
+    """Says how much of the machine's memory it has, with its share of what others have as well."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("Pss:"):
+                return f", {in_bytes(int(line.split()[1]) * 1024)} of memory"
+    return ""

@@ -1,0 +1,47 @@
+"""Imports torch, and all that the first launch would import otherwise."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+from mlaunch.protocol.messages.launch_messages import Ready
+
+# What the first launch in a new process would otherwise import while its ranks wait for each other.
+_PRELOAD = (
+    "torch", "torch.distributed", "multiprocessing.synchronize", "mlaunch.agent.main", "mlaunch.rendezvous.store_client"
+)  # fmt: skip
+
+
+def load(preload: Sequence[str]) -> tuple[Ready, int]:
+    """Imports; returns what torch offers, and the process that finds out about libuv, for ``finish``.
+
+    Raises whatever an import does; TooOldError.
+    """
+    from mlaunch.rank import reload
+    from mlaunch.rank.setup import device
+
+    gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
+    device.check_version()
+    reload.watch()
+    for module in (*_PRELOAD, *preload):
+        __import__(module)
+    from mlaunch.agent.supervision.evidence import Evidence
+    from mlaunch.protocol import channel
+    from mlaunch.protocol.messages import launch_messages, server_messages
+    from mlaunch.rendezvous import tcp_store
+
+    asked = tcp_store.ask_for_libuv()
+    Evidence()  # which looks for the cgroup's files once
+    channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
+    return device.offered(), asked
+
+
+def finish(asked: int, *, collect: bool) -> None:
+    """Ends what ``load`` has begun. ``collect``: looks for garbage before."""
+    from mlaunch.rendezvous import tcp_store
+
+    if collect:
+        gc.collect()
+    tcp_store.hear_of_libuv(asked)
+    gc.freeze()  # the collector's marks would copy every page that ranks share with us

@@ -1,0 +1,52 @@
+"""Makes a fork of the zygote what a caller's own fork server would be, had the caller started it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from mlaunch.protocol import settings
+from mlaunch.protocol.messages.zygote_messages import CallersProcess
+from mlaunch.rank.setup import process
+
+_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # which each interpreter ignores
+_KEY_SIZE = 32  # bytes of multiprocessing's key
+
+
+def take_over(caller: CallersProcess, path: Sequence[str], stdin: int, stderr: int) -> None:
+    """Takes over a caller's surroundings, and a session of its own. Owns the descriptors."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd, standard in ((stdin, 0), (null, 1), (stderr, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
+    _take_signals(caller.ignored)
+    process.set_environ(dict(caller.environ))
+    sys.path[:] = path
+    importlib.invalidate_caches()
+    settings.apply(caller.settings)
+    _draw_afresh()
+
+
+def _take_signals(ignored: Sequence[int]) -> None:
+    """Changes what differs alone: Python does not know of handlers that C code has set."""
+    for number in signal.valid_signals() - _PYTHONS - {signal.SIGKILL, signal.SIGSTOP}:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        wanted = signal.SIG_IGN if number in ignored else usual
+        if signal.getsignal(number) != wanted:
+            with contextlib.suppress(OSError, ValueError):  # the C library keeps some for itself
+                signal.signal(number, wanted)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _draw_afresh() -> None:
+    """Draws anew what each interpreter draws as it imports. Python's own generator sees to itself."""
+    multiprocessing.current_process().authkey = os.urandom(_KEY_SIZE)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()

@@ -1,0 +1,203 @@
+"""The zygote: a fork server that nobody has used, stays without a caller, and forks one for each that asks.
+
+It imports torch and serves no launch itself. Its forks take over their caller's surroundings and end with the caller,
+as a fork server that the caller has started; nothing of one is there for the next. It ends by itself some time after
+its last fork has, when it is asked to, when memory is short, and when a file that it has imported, or the name of its
+socket, is no more what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from mlaunch.base import inotify, linux
+from mlaunch.base.fds import close_all
+from mlaunch.base.peer_process import is_this_user
+from mlaunch.forkserver.loaded_files import LoadedFiles
+from mlaunch.forkserver.main import serve
+from mlaunch.forkserver.takeover import take_over
+from mlaunch.protocol import payload, zygote_place
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.messages.zygote_messages import (
+    AskFork,
+    AskZygote,
+    EndZygote,
+    Forked,
+    ForkEnded,
+    KeepZygote,
+    NotForked,
+    ZygoteState,
+)
+
+_LOOK = 30.0  # seconds between looks at the memory of the machine
+_FACT = 500  # characters of one that are told
+
+
+@dataclass
+class _Visitor:
+    """Who has connected. ``pid``: of its fork; 0: it has asked for none."""
+
+    channel: Channel
+    pid: int = 0
+    pidfd: int = -1
+
+    def fds(self) -> list[int]:
+        """Returns what can be read when there is news."""
+        return [fd for fd in (self.channel.fileno(), self.pidfd) if fd >= 0]
+
+
+@dataclass
+class Zygote:
+    """``facts``: what counted at its import; ``directory`` and ``key``: its place."""
+
+    offered: Ready
+    preload: tuple[str, ...]
+    idle: float
+    facts: Mapping[str, str]
+    directory: Path
+    key: str
+    files: LoadedFiles = field(default_factory=LoadedFiles)
+    visitors: list[_Visitor] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=time.monotonic)
+    served: int = 0
+    ending: bool = False
+
+    def open(self) -> None:
+        """Listens; under the lock of the place."""
+        self._listener, self._inode = zygote_place.listen(self.directory, self.key)
+        self._removals = inotify.watch_removals(str(self.directory))
+
+    def run(self) -> None:
+        """Serves until it is to end."""
+        try:
+            while not self.ending and self._left() > 0:
+                self._turn(linux.wait_readable(self._sources(), min(self._left(), _LOOK)))
+        finally:
+            zygote_place.remove(self.directory, self.key, self._inode)
+
+    def state(self, *, facts: bool = False) -> ZygoteState:
+        """Tells of itself."""
+        return ZygoteState(
+            pid=os.getpid(),
+            preload=self.preload,
+            idle=self.idle,
+            left=self._left(),
+            serving=sum(visitor.pidfd >= 0 for visitor in self.visitors),
+            served=self.served,
+            age=time.monotonic() - self.begun,
+            facts={name: value[:_FACT] for name, value in self.facts.items()} if facts else {},
+        )
+
+    def _left(self) -> float:
+        if any(visitor.pidfd >= 0 for visitor in self.visitors):
+            return self.idle
+        return self.used + self.idle - time.monotonic()
+
+    def _sources(self) -> list[int]:
+        ours = [self._listener.fileno(), *([self._removals] if self._removals >= 0 else [])]
+        return ours + [fd for visitor in self.visitors for fd in visitor.fds()]
+
+    def _turn(self, ready: list[int]) -> None:
+        if not ready:
+            self.ending = linux.memory_is_short()
+        if self._removals in ready:
+            inotify.take_in(self._removals)
+        if not ready or self._removals in ready:
+            self.ending |= not zygote_place.is_there(self.directory, self.key, self._inode)
+        for visitor in list(self.visitors):
+            if visitor.pidfd >= 0 and visitor.pidfd in ready:
+                self._reap(visitor)
+            elif visitor.channel.fileno() in ready:
+                self._hear(visitor)
+        if self._listener.fileno() in ready:
+            self._accept()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            if is_this_user(connection):
+                self.visitors.append(_Visitor(Channel(connection)))
+            else:
+                connection.close()
+
+    def _hear(self, visitor: _Visitor) -> None:
+        try:
+            record, fds = visitor.channel.receive()
+        except (EOFError, OSError):
+            self._lose(visitor)
+            return
+        if isinstance(record, AskFork):
+            self._fork(visitor, record, fds)
+        elif isinstance(record, EndZygote):
+            self.ending = True
+        else:
+            if isinstance(record, KeepZygote):
+                self.idle, self.used = record.seconds, time.monotonic()
+            visitor.channel.try_send(self.state(facts=isinstance(record, AskZygote) and record.facts))
+
+    def _lose(self, visitor: _Visitor) -> None:
+        """Takes in that somebody is gone. A fork that was stopped hears it, too, once it goes on."""
+        visitor.channel.close()
+        if visitor.pidfd >= 0:
+            signal.pidfd_send_signal(visitor.pidfd, signal.SIGCONT)
+        else:
+            self.visitors.remove(visitor)
+
+    def _reap(self, visitor: _Visitor) -> None:
+        _, status = os.waitpid(visitor.pid, 0)
+        if visitor.channel.fileno() >= 0:
+            visitor.channel.try_send(ForkEnded(os.waitstatus_to_exitcode(status)))
+            visitor.channel.close()
+        os.close(visitor.pidfd)
+        self.visitors.remove(visitor)
+        self.used = time.monotonic()
+
+    def _fork(self, visitor: _Visitor, asked: AskFork, fds: list[int]) -> None:
+        try:
+            refusal = self._refusal(asked)
+            pid = 0 if refusal else os.fork()
+        except OSError as error:
+            refusal = str(error)
+        if refusal:
+            visitor.channel.try_send(NotForked(refusal))
+            close_all(fds)
+            return
+        if pid == 0:
+            self._become_server(asked, fds)
+        close_all(fds)
+        visitor.pid, visitor.pidfd = pid, os.pidfd_open(pid)
+        self.served += 1
+        visitor.channel.try_send(Forked(pid), [visitor.pidfd])
+
+    def _refusal(self, asked: AskFork) -> str:
+        """Says why it has no fork that would do; "" if it has."""
+        lacking = [name for name in asked.preload if name not in sys.modules]
+        if lacking:
+            return f"it has not imported {', '.join(lacking)}"
+        if changed := self.files.changed():
+            self.ending = True
+            return f"{changed} has changed since it was imported"
+        return self.files.why_others(asked.path)
+
+    def _become_server(self, asked: AskFork, fds: list[int]) -> NoReturn:
+        try:
+            for visitor in self.visitors:
+                close_all(visitor.fds())
+            close_all([self._listener.detach(), *([self._removals] if self._removals >= 0 else [])])
+            memfd, control, caller_fd, stdin, stderr = fds
+            caller = payload.read(memfd)
+            os.close(memfd)
+            take_over(caller, asked.path, stdin, stderr)
+        except BaseException:
+            os._exit(1)
+        serve(Channel.adopt(control), caller.caller, offered=self.offered, caller_fd=caller_fd)

@@ -1,0 +1,105 @@
+"""The beginning of a zygote: away from whoever starts it, its imports, and the word that it is there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.base.process_name import name_process
+from mlaunch.base.text import both_ends
+from mlaunch.forkserver import imports
+from mlaunch.forkserver.huge_pages import settle
+from mlaunch.forkserver.late import held
+from mlaunch.forkserver.zygote import Zygote
+from mlaunch.protocol import import_facts
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.rank.setup import device
+
+_REASON = 8192  # bytes that a person is shown
+_USUAL = ("mlaunch.caller.launcher",)  # what a module with a decorated function imports
+
+
+def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Sequence[str]) -> NoReturn:
+    """Lives the life of a zygote in a fresh interpreter. ``lock_fd``: that of its place, until it listens."""
+    if os.fork() > 0:
+        os._exit(0)  # for whoever waits for the process that it started
+    linux.open_standard_streams()
+    code = 1
+    try:
+        name_process("warm fork server")
+        os.chdir("/")
+        for number in (signal.SIGTERM, signal.SIGHUP):  # at a logout, and by who wants it gone
+            signal.signal(number, lambda *_: sys.exit(0))
+        word = Channel.adopt(word_fd)
+        zygote = _import(Path(directory), idle, tuple(preload), word)
+        if zygote is not None:
+            zygote.open()
+            word.try_send(zygote.state())
+            word.close()
+            os.close(lock_fd)
+            _silence()
+            zygote.run()
+        code = 0
+    except OSError as error:
+        word.try_send(NotReady(str(error)))
+    finally:
+        os._exit(code)
+
+
+def _import(directory: Path, idle: float, preload: tuple[str, ...], word: Channel) -> Zygote | None:
+    """Imports all; None if something cannot be, or leaves behind what no fork may have, which is told."""
+    if sys.path[:1] == [""]:
+        del sys.path[0]  # the directory of the moment
+    facts = import_facts.of_this_process(os.environ)
+    try:
+        offered, asked = imports.load(_USUAL)
+        imports.finish(asked, collect=False)
+        for name in preload:
+            if refusal := _refusal(name):
+                word.try_send(NotReady(refusal))
+                return None
+    except device.TooOldError as error:
+        word.try_send(NotReady(str(error)))
+        return None
+    except (Exception, SystemExit):
+        word.try_send(NotReady(both_ends(traceback.format_exc(), _REASON)))
+        return None
+    gc.collect()
+    gc.freeze()
+    settle()
+    return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
+
+
+def _refusal(name: str) -> str:
+    """Imports a module, and says what it leaves behind that no fork may have; "": nothing."""
+    files, threads = held()
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        if error.name == name.partition(".")[0] or error.name == name:
+            return f"--preload {name}: there is no module of this name in {sys.prefix}"
+        raise
+    files_now, threads_now = held()
+    if threads_now > threads:
+        return f"--preload {name}: its import starts a thread, which no fork has; import it in the script"
+    if opened := sorted(set(files_now) - set(files)) or (files_now != files and ["a file"]):
+        return f"--preload {name}: its import opens {opened[0]}, which all ranks would share; import it in the script"
+    if linux.has_children():
+        return f"--preload {name}: its import starts a process; import it in the script"
+    return ""
+
+
+def _silence() -> None:
+    """Lets go of the streams of whoever started this."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.close(null)

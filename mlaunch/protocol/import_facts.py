@@ -1,0 +1,124 @@
+"""What counts when a process imports torch: one for which all of it is equal can be a fork of another.
+
+Some of it is read by libraries as they are loaded, some is what a process cannot take back later (its user, its
+namespaces, its cgroup, limits that are never raised again).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlaunch._version import __version__
+
+Facts = dict[str, str]  # by the words that a person is shown
+
+# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
+_READ_AT_IMPORT = (
+    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
+)  # fmt: skip
+_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
+_READ_AT_START = ("LANG", "LC_", "GLIBC_TUNABLES")  # by the interpreter and the C library
+# What /proc/PID/status says of a process's rights. They can only be given up.
+_RIGHTS = (
+    "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp",
+    "Seccomp_filters", "Cpus_allowed_list", "Mems_allowed_list",
+)  # fmt: skip
+_SHOWN = 60  # characters of a value that differs
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that libraries read when they are loaded."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
+    }
+
+
+def of_this_process(environ: Mapping[str, str]) -> Facts:
+    """Returns all that counts, for an import under ``environ``."""
+    read = variables(environ) | {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+    return {
+        "interpreter": f"{sys.executable} {_file(os.path.realpath(sys.executable))}",
+        "Python": sys.version,
+        "prefix": f"{sys.prefix} {_file(sys.prefix)}",
+        "mlaunch": f"{__version__} {_file(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}",
+        "flags of the interpreter": " ".join(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]
+        "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)} {_text('oom_score_adj')}",
+        "hard limits": " ".join(str(resource.getrlimit(number)[1]) for number in _limits()),
+        "cgroup": _text("cgroup"),
+        "security label": _text("attr/current"),
+        "personality": _text("personality"),
+        "root directory": _file("/"),
+        **_namespaces(),
+        **_rights(),
+        **{f"variable {name}": value for name, value in read.items()},
+    }
+
+
+def key_of(facts: Facts) -> str:
+    """Returns a name for these facts, which no others have."""
+    whole = "\0".join(f"{name}\0{value}" for name, value in sorted(facts.items()))
+    return hashlib.sha256(whole.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """Says what differs, one line each. ``there``: each cut to what a record may have."""
+    return [
+        f"{name}: here {_shown(here.get(name))}, there {_shown(there.get(name))}"
+        for name in sorted(here.keys() | there.keys())
+        if name not in here or name not in there or not here[name].startswith(there[name])
+    ]
+
+
+def foreign_entries(path: Sequence[str], base: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns what ``path`` has besides ``base``, and what it lacks of it; all of that if their order differs."""
+    common = [entry for entry in path if entry in base]
+    lacking = [entry for entry in base if entry not in path]
+    return [entry for entry in path if entry not in base], lacking if lacking or common == list(base) else list(base)
+
+
+def _limits() -> list[int]:
+    return sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
+
+
+def _file(path: str) -> str:
+    """Says which file it is."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        return f"({status.st_dev}:{status.st_ino})"
+    return "(none)"
+
+
+def _text(name: str) -> str:
+    """Returns what the kernel says of this process; "" where it does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/{name}").read_text(encoding="utf-8", errors="replace").strip(" \n\0")
+    return ""
+
+
+def _namespaces() -> Facts:
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir("/proc/self/ns")):
+            with contextlib.suppress(OSError):
+                found[f"namespace {name}"] = os.readlink(f"/proc/self/ns/{name}")
+    return found
+
+
+def _rights() -> Facts:
+    rows = (line.partition(":") for line in _text("status").splitlines())
+    return {f"status {name}": value.strip() for name, _, value in rows if name in _RIGHTS}
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "not set"
+    return repr(value if len(value) <= _SHOWN else f"{value[:_SHOWN]}...")

@@ -1,0 +1,104 @@
+"""What a fork server that stays, the zygote, is asked for, over its socket in the user's runtime directory.
+
+caller -> zygote    AskFork                (answered by Forked and, at the fork's end, ForkEnded; or by NotForked)
+command -> zygote   AskZygote, KeepZygote  (answered by ZygoteState)
+command -> zygote   EndZygote              (the end of the connection is the answer)
+zygote -> starter   ZygoteState; NotReady  (over a socket of the starter's own: whether the zygote can be had)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallersProcess:
+    """What a fork that serves a caller has of this caller.
+
+    Attributes:
+        caller: The caller's pid.
+        environ: All variables.
+        settings: The settings of the caller's process, as ``protocol.settings`` has them.
+        ignored: Signals that the caller ignores.
+    """
+
+    caller: int
+    environ: Mapping[str, str]
+    settings: tuple[tuple[str, object], ...]
+    ignored: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AskFork:
+    """Asks for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which the fork
+    alone reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
+
+    ``path``: the caller's ``sys.path``; ``preload``: modules that must be there.
+    """
+
+    path: tuple[str, ...]
+    preload: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The fork is there. Attached: its pidfd."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class NotForked:
+    """Why there is none."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ForkEnded:
+    """The fork has ended, and was reaped."""
+
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class AskZygote:
+    """Asks for its state. ``facts``: whether its facts are wanted, too."""
+
+    facts: bool = False
+
+
+@dataclass(frozen=True)
+class KeepZygote:
+    """Has it stay for so many seconds after its last use, from now on."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EndZygote:
+    """Asks it to end. Its forks stay as long as their callers."""
+
+
+@dataclass(frozen=True)
+class ZygoteState:
+    """Says how it stands.
+
+    Attributes:
+        idle: Seconds that it stays after its last use.
+        left: What is left of these.
+        serving: Forks that live.
+        served: All forks that there were.
+        age: Seconds.
+        facts: What counted when it imported, if that was asked for.
+    """
+
+    pid: int
+    preload: tuple[str, ...]
+    idle: float
+    left: float
+    serving: int
+    served: int
+    age: float
+    facts: Mapping[str, str]

@@ -1,0 +1,109 @@
+"""Where zygotes are found: sockets in the user's runtime directory, each named after what counted at its import.
+
+Whoever makes or removes a name holds a lock on the directory, which needs no file of its own and ends with its holder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mlaunch.base.peer_process import is_this_user
+from mlaunch.protocol import registry
+
+_SUFFIX = ".warm"
+_BACKLOG = 64
+_LOOK = 0.05  # seconds between looks whether a lock is free
+
+
+def names(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    """Yields directory and key of each zygote that there may be."""
+    for directory in registry.candidates(environ):
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(directory)):
+                if name.endswith(_SUFFIX):
+                    yield directory, name.removesuffix(_SUFFIX)
+
+
+def connect(directory: Path, key: str) -> socket.socket | None:
+    """Returns a socket that is connected to this zygote, of this user; None: there is none, or its queue is full."""
+    with contextlib.suppress(OSError), registry.opened(directory) as place:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.setblocking(False)  # of a full queue nobody waits for an end
+            connection.connect(f"{place}/{key}{_SUFFIX}")
+            connection.setblocking(True)
+            if is_this_user(connection):
+                return connection
+        except OSError:
+            pass
+        connection.close()
+    return None
+
+
+@contextlib.contextmanager
+def locked(directory: Path, patience: float = 0.0) -> Iterator[int]:
+    """Gives a lock on the directory, which its descriptor's duplicates hold as well.
+
+    BlockingIOError: another process has it, and had it for ``patience`` seconds.
+    """
+    end = time.monotonic() + patience
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while not _lock(fd, last=time.monotonic() >= end):
+            time.sleep(_LOOK)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, *, last: bool) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if last:
+            raise
+        return False
+    return True
+
+
+def listen(directory: Path, key: str) -> tuple[socket.socket, int]:
+    """Returns a listening socket and the inode of its name; under the lock. OSError if there can be none."""
+    with registry.opened(directory) as place:
+        path = f"{place}/{key}{_SUFFIX}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of one that was killed
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(path)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        return listener, os.lstat(path).st_ino
+
+
+def is_there(directory: Path, key: str, inode: int) -> bool:
+    """Tells whether the name still stands for this socket."""
+    with contextlib.suppress(OSError):
+        return os.lstat(directory / f"{key}{_SUFFIX}").st_ino == inode
+    return False
+
+
+def remove(directory: Path, key: str, inode: int | None = None) -> None:
+    """Removes the name of a zygote that is no more; not while another one is being started, who sees to it.
+
+    ``inode``: of the socket that it must stand for.
+    """
+    path = directory / f"{key}{_SUFFIX}"
+    with contextlib.suppress(OSError), locked(directory):
+        status = os.lstat(path)
+        if stat.S_ISSOCK(status.st_mode) and inode in {None, status.st_ino}:
+            os.unlink(path)

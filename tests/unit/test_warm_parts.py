@@ -1,0 +1,128 @@
+"""Parts of a fork server that outlives its caller: times, what counts at an import, the files that it has imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from mlaunch.base import inotify, linux
+from mlaunch.base.durations import duration
+from mlaunch.base.peer_process import is_this_user, peer_process
+from mlaunch.cli import main
+from mlaunch.forkserver.loaded_files import LoadedFiles
+from mlaunch.protocol import import_facts, zygote_place
+
+
+def test_durations() -> None:
+    assert [duration("--for", text) for text in ("90s", "30m", "1.5h", "2d")] == [90, 1800, 5400, 172800]
+    for text in ("", "30", "m", "-3m", "0s", "3 weeks", "999999d", "1e3s"):
+        with pytest.raises(ValueError, match=r"--for .*: allowed: a time with its unit, such as 90s, 30m, 8h or 2d"):
+            duration("--for", text)
+
+
+def test_what_counts() -> None:
+    here = import_facts.of_this_process({"OMP_PROC_BIND": "1", "OMP_NUM_THREADS": "3", "HOME": "/x", "LC_ALL": "C"})
+    assert {name for name in here if name.startswith("variable")} == {"variable OMP_PROC_BIND", "variable LC_ALL"}
+    assert all(here[name] for name in ("cgroup", "namespace mnt", "status Uid"))
+    other = here | {"variable OMP_PROC_BIND": "0", "cgroup": f"{here['cgroup']}/job"}
+    del other["variable LC_ALL"]
+    assert import_facts.key_of(here) == import_facts.key_of(dict(reversed(list(here.items()))))
+    assert import_facts.key_of(other) != import_facts.key_of(here)
+    assert import_facts.differences(here, here) == []
+    told = import_facts.differences(here, other)
+    assert told[1:] == ["variable LC_ALL: here 'C', there not set", "variable OMP_PROC_BIND: here '1', there '0'"]
+
+
+def test_paths() -> None:
+    base = ["/lib/a", "/lib/b"]
+    assert import_facts.foreign_entries(["/me", *base], base) == (["/me"], [])
+    assert import_facts.foreign_entries(["/lib/a"], base) == ([], ["/lib/b"])
+    assert import_facts.foreign_entries(["/lib/b", "/lib/a"], base) == ([], base)
+
+
+def test_files_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    path = tmp_path / "lib" / "warm_part.py"
+    path.write_text("")
+    module = types.ModuleType("warm_part")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "warm_part", module)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "lib")])
+    files = LoadedFiles()
+    assert files.changed() == ""
+    assert files.why_others([str(tmp_path), str(tmp_path / "lib")]) == ""
+    assert files.why_others([str(tmp_path)]) == f"its sys.path lacks {tmp_path / 'lib'}, or has it in another order"
+    (tmp_path / "warm_part").mkdir()  # a namespace package comes last
+    assert files.why_others([str(tmp_path), str(tmp_path / "lib")]) == ""
+    (tmp_path / "warm_part" / "__init__.py").touch()
+    assert "would be imported in place of" in files.why_others([str(tmp_path), str(tmp_path / "lib")])
+    path.write_text("new = 1")
+    assert files.changed() == str(path)
+
+
+def test_removals_are_heard(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    fd = inotify.watch_removals(str(tmp_path))
+    assert linux.wait_readable([fd], 0.0) == []
+    (tmp_path / "file").unlink()
+    assert linux.wait_readable([fd], 30.0) == [fd]
+    inotify.take_in(fd)
+    assert linux.wait_readable([fd], 0.0) == []
+    os.close(fd)
+    assert inotify.watch_removals(str(tmp_path / "nosuch")) == -1
+
+
+def test_places(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with zygote_place.locked(tmp_path), pytest.raises(BlockingIOError), zygote_place.locked(tmp_path, 0.01):
+        pass
+    listener, inode = zygote_place.listen(tmp_path, "key")
+    assert zygote_place.is_there(tmp_path, "key", inode)
+    connection = zygote_place.connect(tmp_path, "key")
+    assert connection is not None
+    assert peer_process(connection) == (os.getpid(), os.geteuid())
+    assert is_this_user(connection)
+    connection.close()
+    zygote_place.remove(tmp_path, "key", inode + 1)
+    assert zygote_place.is_there(tmp_path, "key", inode)
+    with zygote_place.locked(tmp_path):  # whoever starts another sees to the name
+        zygote_place.remove(tmp_path, "key", inode)
+    listener.close()
+    assert zygote_place.connect(tmp_path, "key") is None
+    zygote_place.remove(tmp_path, "key")
+    assert list(tmp_path.iterdir()) == []
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "key.warm"))
+    tmp_path.chmod(0o755)
+    assert zygote_place.connect(tmp_path, "key") is None  # others could have put it there
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--for", "soon"], "--for soon: allowed: a time with its unit"),
+        (["--for", "3m", "--stop"], "--for and --preload go with neither --status nor --stop"),
+        (["--status", "--stop"], "not allowed with"),
+        (["--preload", ""], "--preload : allowed: names of modules with commas between them"),
+        (["--preload", "a b"], "--preload a b: allowed: names of modules with commas between them"),
+    ],
+)
+def test_wrong_command_lines(words: list[str], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["warm", *words])
+    assert (ended.value.code, told in capfd.readouterr().err) == (2, True)
+
+
+def test_a_directory_that_is_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mlaunch").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["warm"]) == 1
+    told = capfd.readouterr().err
+    assert told.startswith(f"mlaunch: no fork server can be kept: {tmp_path}/mlaunch: Not a directory; set XDG_RUNTIME")
