@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -35,6 +36,15 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     Evidence()  # which looks for the cgroup's files once
     channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
     return device.offered(), asked
+
+
+def add(preload: Sequence[str]) -> None:
+    """Imports what a process lacks that has imported the rest. Raises whatever an import does."""
+    lacking = [module for module in preload if module not in sys.modules]
+    for module in lacking:
+        __import__(module)
+    if lacking:
+        gc.freeze()
 
 
 def finish(asked: int, *, collect: bool) -> None:

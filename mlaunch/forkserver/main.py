@@ -54,7 +54,7 @@ def serve(
 ) -> NoReturn:
     """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller.
 
-    The standard streams are open. ``offered``: all is imported, and this is what torch offers. ``caller_fd``: the
+    The standard streams are open. ``offered``: torch is imported, and this is what it offers. ``caller_fd``: the
     caller's pidfd, if somebody else is our parent.
     """
     code = 1
@@ -121,10 +121,11 @@ class _ForkServer:
         self._outlive_agents()
 
     def _prepare(self) -> bool:
-        if self.offered is not None:
-            self.control.try_send(self.offered)
-            return True
         try:
+            if self.offered is not None:
+                imports.add(self.preload)
+                self.control.try_send(self.offered)
+                return True
             offered, asked = imports.load(self.preload)
             self.control.try_send(offered)
         except device.TooOldError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -181,9 +180,6 @@ class Zygote:
 
     def _refusal(self, asked: AskFork) -> str:
         """Says why it has no fork that would do; "" if it has."""
-        lacking = [name for name in asked.preload if name not in sys.modules]
-        if lacking:
-            return f"it has not imported {', '.join(lacking)}"
         if changed := self.files.changed():
             self.ending = True
             return f"{changed} has changed since it was imported"
@@ -200,4 +196,4 @@ class Zygote:
             take_over(caller, asked.path, stdin, stderr)
         except BaseException:
             os._exit(1)
-        serve(Channel.adopt(control), caller.caller, offered=self.offered, caller_fd=caller_fd)
+        serve(Channel.adopt(control), caller.caller, None, asked.preload, self.offered, caller_fd)

@@ -34,7 +34,7 @@ class AskFork:
     """Asks for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which the fork
     alone reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
 
-    ``path``: the caller's ``sys.path``; ``preload``: modules that must be there.
+    ``path``: the caller's ``sys.path``; ``preload``: modules that the fork is to import, if they are not there.
     """
 
     path: tuple[str, ...]
