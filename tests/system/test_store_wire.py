@@ -297,3 +297,51 @@ def test_a_store_has_room_for_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="the store holds 1201 of 2000"):
         keys.append(b"k", bytes(1000))
     assert keys.get(b"k") == bytes(1000)
+
+
+def test_requests_that_never_become_whole_have_room_for_so_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the store may connect as often as descriptors allow, and begin a large value each time."""
+    monkeypatch.setattr(store_keys, "MOST", 3000)
+    keys = StoreKeys()
+    many = b"\x0b" + (5).to_bytes(8, "little") + (b"\x01" + bytes(7) + b"k") * 9  # all but one of ten strings
+    begun = b"\x01\x01" + bytes(7) + b"k" + (1 << 20).to_bytes(8, "little") + bytes(1000)
+    sessions = [StoreConnection(keys, list[bytes]().append) for _ in range(4)]
+    for session, said in zip(sessions[:3], (begun, begun, many), strict=True):
+        session.feed(said)
+    with pytest.raises(ValueError, match=r"a request with 10\d\d bytes; the store's clients have it hold \d+ of 3000"):
+        sessions[3].feed(begun)
+    sessions[0].close()
+    sessions[3].close()
+    for session in sessions[1:3]:  # as it becomes whole, it is the store's
+        session.close()
+    assert keys._held == 0
+
+
+def test_who_begins_large_values_again_and_again_takes_the_place_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_keys, "MOST", 1 << 20)
+    with store_of_one_machine() as port, contextlib.ExitStack() as ends:
+        good = client(port)
+        for _ in range(20):
+            end = ends.enter_context(socket.create_connection((LOOPBACK, port), 60))
+            with contextlib.suppress(ConnectionError):
+                end.sendall(b"\x01\x01" + bytes(7) + b"k" + (1 << 23).to_bytes(8, "little") + bytes(300_000))
+        with contextlib.suppress(ConnectionError):
+            assert end.recv(1) == b""  # the last ones are let go
+        good.set("key", "value")
+        assert good.get("key") == b"value"
+
+
+@pytest.mark.parametrize("store", [store_of_one_machine, store_of_a_launch])
+def test_a_meeting_of_a_malformed_size_is_told_nobody(store: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    greeting, meeting = b"\x00\xce\xf7\x85\x3c", b"\x12\x01" + bytes(7) + b"k"
+    with store() as port:
+        for size in (-1, 0, 1 << 40, -(1 << 63)):
+            with socket.create_connection((LOOPBACK, port), 60) as end, contextlib.suppress(ConnectionError):
+                end.sendall(greeting + meeting + size.to_bytes(8, "little", signed=True))
+                end.shutdown(socket.SHUT_WR)
+                while end.recv(100):
+                    pass
+        good = client(port)
+        good.set("key", "value")
+        assert good.get("key") == b"value"
+    assert capfd.readouterr().err == ""

@@ -26,6 +26,7 @@ class StoreKeys:
 
     def __init__(self) -> None:
         self._size = 0
+        self._held = 0  # bytes that clients have sent of requests that are not whole, or have not read of answers
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waits: dict[bytes, dict[Wait, None]] = {}  # in the order of their coming
@@ -45,6 +46,12 @@ class StoreKeys:
         if size > 0 and self._size + size > MOST:
             raise ValueError(f"a request with {size} bytes; the store holds {self._size} of {MOST}")
         self._size += size
+
+    def hold(self, more: int) -> None:
+        """Counts what is kept for clients besides. ValueError if that is too much for all together."""
+        if more > 0 and self._held + more > MOST:
+            raise ValueError(f"a request with {more} bytes; the store's clients have it hold {self._held} of {MOST}")
+        self._held += more
 
     def get(self, key: bytes) -> bytes:
         return self._values[key]

@@ -17,6 +17,7 @@ SIZE, _NUMBER, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct(
 _MAGIC = 0x3C85F7CE
 _MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own store takes
 LONGEST = 1 << 23
+_EACH = 40  # bytes that Python takes for a string besides
 _READY, _NOT_READY = b"\0", b"\1"
 GO, GIVEN_UP = b"\0", b"\1"
 GIVE_UP = b"\x0c"
@@ -78,6 +79,12 @@ class Requests:
         self._data = bytearray()
         self._at = 0
         self._open: Request | None = None
+        self._taken = 0  # bytes that the strings of that take
+
+    @property
+    def unfinished(self) -> int:
+        """How many bytes are kept of a request that is not complete."""
+        return len(self._data) + self._taken
 
     def feed(self, piece: bytes) -> Iterator[Request]:
         """Yields the requests that are complete now. ValueError for what no client of torch's says."""
@@ -111,7 +118,7 @@ class Requests:
             if number is None:
                 return False
             (request.number,) = kind.unpack(number)
-        self._open = None
+        self._open, self._taken = None, 0
         return True
 
     def _take_strings(self, request: Request) -> bool:
@@ -122,6 +129,7 @@ class Requests:
             if stop > end:
                 break
             request.strings.append(bytes(data[start:stop]))
+            self._taken += stop - start + _EACH
             request.lacking -= 1
             at = stop
         self._at = at
@@ -143,14 +151,25 @@ class StoreConnection:
         self._answer = answer
         self._requests = Requests()
         self._wait: Wait | None = None
+        self._held = 0  # bytes that are kept for it
 
     def feed(self, piece: bytes) -> None:
         """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
         for request in self._requests.feed(piece):
             self._do(request)
+        self._hold(self._requests.unfinished)
+
+    def _hold(self, size: int) -> None:
+        if size != self._held:
+            self._keys.hold(size - self._held)
+            self._held = size
 
     def close(self) -> None:
         """Is called when the client is gone."""
+        self._hold(0)
+        self._give_up()
+
+    def _give_up(self) -> None:
         if self._wait is not None:
             self._keys.give_up(self._wait)
             self._wait = None
@@ -161,7 +180,7 @@ class StoreConnection:
         elif request.asked is Asked.MEET:
             self._wait = self._keys.meet(request.strings[0], request.number, self._go)
         elif request.asked is Asked.GIVE_UP:
-            self.close()
+            self._give_up()
             self._answer(GIVEN_UP)
         else:
             answer = _ANSWERS[request.asked](self._keys, request.strings, request.number)
