@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import select
 from collections.abc import Iterable, Iterator
 
 from mlaunch.base import linux
+
+_SIZE_STAYS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def memory_file(name: str) -> int:
+    """Makes an empty file in memory, whose size can be fixed. Closed on exec."""
+    return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+
+def fix_size(fd: int) -> int:
+    """Has a file in memory keep its size, before it is mapped; returns that.
+
+    Whoever has a file that others have mapped could shrink it otherwise, and the kernel would kill them as they read.
+    One that other code has made may not allow it.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_STAYS)
+    return os.fstat(fd).st_size
 
 
 class OwnedFds:

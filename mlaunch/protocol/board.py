@@ -14,8 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlaunch.base import linux
-from mlaunch.base.fds import KeptFd
+from mlaunch.base.fds import KeptFd, fix_size, memory_file
 from mlaunch.protocol.messages.launch_messages import Phase
 
 _HEAD = 64  # bytes before the first row
@@ -74,8 +73,9 @@ class Board:
     @classmethod
     def create(cls, ranks: int) -> Board:
         """Makes a new one."""
-        fd = linux.above_standard(os.memfd_create("mlaunch-board", os.MFD_CLOEXEC))
+        fd = memory_file("board")
         os.ftruncate(fd, _HEAD + ranks * (_ROW + _CALL.size))
+        fix_size(fd)
         return cls(fd)
 
     def __setitem__(self, local_rank: int, phase: Phase) -> None:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from mlaunch.base import linux
-from mlaunch.base.fds import KeptFd
+from mlaunch.base.fds import KeptFd, fix_size, memory_file
 from mlaunch.protocol.messages.launch_messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
@@ -105,7 +104,7 @@ def pack(value: object, name: str, *, most: int) -> Payload:
 
 def create(name: str) -> int:
     """Makes an empty memfd, to be filled by ``write``. Closed on exec."""
-    return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC))
+    return memory_file(name)
 
 
 def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False, most: int = 0) -> bytes:
@@ -202,6 +201,7 @@ def parts(fd: int) -> tuple[bytes | memoryview, list[memoryview]]:
     size = os.fstat(fd).st_size
     if size < OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
         return os.pread(fd, size, 0), []
+    size = fix_size(fd)
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)
     table = view[size - _TRAILER.size - count * _ENTRY.size : size - _TRAILER.size]

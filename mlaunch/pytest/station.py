@@ -9,6 +9,7 @@ import pickle
 import struct
 import time
 
+from mlaunch.base.fds import fix_size, memory_file
 from mlaunch.protocol import this_rank
 from mlaunch.pytest.crossing import Beginning, Verdict
 
@@ -64,8 +65,9 @@ def _runs(pid: int) -> bool:
 
 def new_files(size: int) -> tuple[int, int]:
     """Makes the board and the log, in memory."""
-    board = os.memfd_create("mlaunch-board", os.MFD_CLOEXEC)
+    board = memory_file("board")
     os.ftruncate(board, _CELL.size * size)
+    fix_size(board)
     return board, os.memfd_create("mlaunch-log", os.MFD_CLOEXEC)
 
 

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import os
 
+from mlaunch.base.fds import memory_file
 from mlaunch.rendezvous import control_protocol
 
 _PIECE = 1024 * 1024  # bytes
@@ -56,7 +57,7 @@ async def receive(
     if type(rank) is not int or type(size) is not int or not (0 <= rank < world_size and _NONE <= size <= _LONGEST):
         raise ConnectionError("what came is no value")
     signature = Signature(token, launch_id, rank)
-    fd = None if size == _NONE else os.memfd_create(f"mlaunch-value-{rank}", os.MFD_CLOEXEC)
+    fd = None if size == _NONE else memory_file(f"value-{rank}")
     try:
         left = size
         while fd is not None and left > 0:
