@@ -53,8 +53,12 @@ class Stage:
 
     def __init__(self, rig: Rig, folder: Path) -> None:
         self._rig = rig
-        self._folder = folder
+        self._folder = self._ranks = folder
         self._mark = f"XDG_RUNTIME_DIR={os.environ['XDG_RUNTIME_DIR']}".encode()
+        self._before = self._marked()
+
+    def note_what_is_there(self) -> None:
+        """Counts what runs now as none of what is left."""
         self._before = self._marked()
 
     def play(self, stage: str, victim: str, number: signal.Signals) -> Scene | None:
@@ -64,7 +68,7 @@ class Stage:
         self._before = self._marked()
         names = shared_names()
         with self._busy() if stage == "queue" else contextlib.nullcontext(lambda: None) as free:
-            caller = self._caller()
+            caller = self.caller()
             try:
                 if (pid := self._reach(stage, victim, caller)) is None:
                     return None
@@ -79,14 +83,14 @@ class Stage:
                 self._look(scene, names)
         return scene
 
-    def _caller(self) -> Rig:
+    def caller(self) -> Rig:
         environ = {**self._rig.environ, "SCENE": str(self._ranks), "SCENE_LEASE": _LEASE}
         return Rig(self._rig.engine, environ, self._rig._prefix)
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[Callable[[], object]]:
         """Has others use the machines until what this yields is called."""
-        other = self._caller()
+        other = self.caller()
         other.ask("hold")
         self._before |= self._marked()
         try:
@@ -129,7 +133,7 @@ class Stage:
         here = {caller.process.pid}
         if scene.number == signal.SIGSTOP:  # what reaches machines from here waits for it, or guards its job
             here |= {pid for pid in self._marked() if role_of(pid) == "command"}
-        scene.wrong += [f"stays: {described(pid)}" for pid in self._leave(here)]
+        scene.wrong += [f"stays: {described(pid)}" for pid in self.leave(here)]
         if scene.number == signal.SIGSTOP:
             caller.process.send_signal(signal.SIGCONT)
             self._hear(scene, caller)
@@ -148,19 +152,19 @@ class Stage:
             scene.wrong.append("no error of ours")
 
     def _look(self, scene: Scene, names: set[str]) -> None:
-        left = self._leave(set())
+        left = self.leave(set())
         scene.wrong += [f"left: {described(pid)}" for pid in left]
         for number in (signal.SIGCONT, signal.SIGKILL) if left else ():
             for pid in self._marked() - self._before:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            if number == signal.SIGCONT and not self._leave(set(), 20.0):
+            if number == signal.SIGCONT and not self.leave(set(), 20.0):
                 scene.wrong.append("until it goes on")
                 break
         if "Slurm" in self._rig.engine and scene.stage != "queue":
             with contextlib.suppress(TimeoutError):
-                wait(lambda: not self._jobs())
-            scene.wrong += [f"a job stays: {job}" for job in self._jobs()]
+                wait(lambda: not self.jobs())
+            scene.wrong += [f"a job stays: {job}" for job in self.jobs()]
         ask(STATUS)  # which removes the name of a caller that was killed
         runtime = Path(os.environ["XDG_RUNTIME_DIR"], "mlaunch")
         with contextlib.suppress(TimeoutError):  # torch removes what ranks have left after some seconds
@@ -169,11 +173,11 @@ class Stage:
         files = [*runtime.glob("*"), *temporary, *map(Path, shared_names() - names)]
         scene.wrong += [f"a file stays: {path.name}" for path in files]
 
-    def _jobs(self) -> list[str]:
+    def jobs(self) -> list[str]:
         asked = subprocess.run(["squeue", "-h"], env=self._rig.environ, capture_output=True, text=True, check=True)
         return asked.stdout.splitlines()
 
-    def _leave(self, but: set[int], limit: float = LEAVE_LIMIT) -> set[int]:
+    def leave(self, but: set[int], limit: float = LEAVE_LIMIT) -> set[int]:
         """Waits until all have ended; returns who has not."""
         with contextlib.suppress(TimeoutError):
             wait(lambda: not self._marked() - self._before - but, limit)

@@ -272,6 +272,12 @@ def scene(engine: Any) -> Any:
     return [len(value) for value in found]
 
 
+def whole(engine: Any) -> Any:
+    """Holds machines, calls on them, and gives them back."""
+    with engine.hold() as held:
+        return launcher(dist.get_rank, engine=held, join_timeout=60)()
+
+
 class Straight(io.StringIO):
     """Passes on what is printed from a mark on, or words instead of that."""
 
@@ -291,7 +297,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
-        unheard, scene, queued, waiting, inside, nowhere, cut,
+        unheard, scene, whole, queued, waiting, inside, nowhere, cut,
     )
 }  # fmt: skip
 
@@ -337,6 +343,9 @@ class OnItsOwn:
     def __init__(self, engine: Any, machines: int) -> None:
         self._engine, self._machines = engine, machines
         self.lease = engine.lease
+
+    def hold(self) -> Cluster:
+        return self._engine.hold(self._machines, SIZE)
 
     def call(self, options: Any, *others: Any) -> Any:
         size = options.n_gpus or SIZE

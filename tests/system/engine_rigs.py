@@ -121,11 +121,17 @@ def serving(commands: Sequence[Sequence[str]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ssh(folder: Path) -> Iterator[Rig]:
+def ssh_server(folder: Path) -> Iterator[None]:
     """A daemon on loopback, under two names."""
     _need_sshd()
     with serving([ssh_files(folder, {"a": "127.0.0.1", "b": "127.0.0.1"})]):
         wait_for_ssh(folder, ["a", "b"])
+        yield
+
+
+@contextlib.contextmanager
+def ssh(folder: Path) -> Iterator[Rig]:
+    with ssh_server(folder):
         rig = Rig(f"Hosts(['a', 'b:3'], ssh=['ssh', '-T', '-F', '{folder}/ssh.conf'])", {})
         yield rig
         rig.close()
@@ -133,10 +139,12 @@ def ssh(folder: Path) -> Iterator[Rig]:
 
 @contextlib.contextmanager
 def ssh_between(hosts: Sequence[Host], folder: Path) -> Iterator[Rig]:
-    """A daemon on all of these hosts but the first, where the caller is."""
+    """A daemon on all of these hosts but the first, where the caller is; the third is reached through the second."""
     _need_sshd()
     caller, *others = hosts
     command = ssh_files(folder, {host.name: host.address for host in others})
+    conf = folder / "ssh.conf"
+    conf.write_text(f"Host {others[1].name}\n  ProxyJump {others[0].name}\n{conf.read_text()}")
     with serving([[*host.prefix, *command] for host in others]):
         names = [host.name for host in others]
         wait_for_ssh(folder, names, caller.prefix)

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from mlaunch import LaunchError, launcher
 from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.engines import Hosts
 from mlaunch.protocol.visitors import STATUS
 from tests.processes import descendants, wait_gone
-from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between
+from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between, ssh_server
 from tests.system.network import Namespaces, why_no_namespaces
 
 pytestmark = pytest.mark.slow
@@ -246,11 +248,15 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
 
 
 def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:
-    """Their names stand before what they print, and the one whose cable is pulled is named."""
+    """Their names stand before what they print, and the one whose cable is pulled is named.
+
+    From here that one is reached through the other alone (``ProxyJump``).
+    """
     if why := why_no_namespaces():
         pytest.skip(why)
     network = Namespaces(3)
     try:
+        network.rule(2, "input", "ip saddr 10.77.0.1 drop")
         with ssh_between(network.hosts, tmp_path) as rig:
             assert rig.ask("hold") == ["h2", "h3"]
             found = rig.ask("printing held")
@@ -265,3 +271,27 @@ def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:
             rig.ask("close")
     finally:
         network.close()
+
+
+@pytest.mark.parametrize("wrong", ["key of this user", "key of the host", "name"])
+def test_a_host_that_does_not_let_us_in(tmp_path: Path, wrong: str) -> None:
+    """Nobody is asked for a password, and the host is named with ssh's words."""
+    words = {
+        "key of this user": r"root@127\.0\.0\.1: Permission denied \(.*\)\.",
+        "key of the host": r"Host key verification failed\.",
+        "name": r"ssh: Could not resolve hostname c\.invalid: .*",
+    }
+    with ssh_server(tmp_path):
+        if wrong == "key of this user":
+            (tmp_path / "authorized").write_text("")
+        if wrong == "key of the host":
+            known, user = tmp_path / "known", (tmp_path / "user.pub").read_text().split()
+            known.write_text(known.read_text().replace(known.read_text().split()[2], user[1]))
+        name = "c.invalid" if wrong == "name" else "a"
+        engine = Hosts([name], ssh=["ssh", "-T", "-F", str(tmp_path / "ssh.conf")])
+        with pytest.raises(LaunchError) as caught:
+            launcher(os.getpid, 1, engine=engine)()
+    first, *others, advice = str(caught.value).splitlines()
+    assert first == f"mlaunch did not start on machine 0: ssh to {name} exited with code 255"
+    assert any(re.fullmatch(f"  {words[wrong]}", line) for line in others), others
+    assert advice == f"ssh must reach {name} without a question: try `ssh -o BatchMode=yes {name} true` here"

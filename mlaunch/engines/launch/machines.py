@@ -124,10 +124,17 @@ class Machines:
         name = machine.host or f"machine {machine.number}"
         lines = [f"mlaunch did not start on {name}" + (f": {fate}" if fate else "")]
         lines += [f"  {line}" for line in words.splitlines()]
+        return "\n".join([*lines, *self._advice(fate, words)])
+
+    def _advice(self, fate: str, words: str) -> list[str]:
+        """Says what to do about what a program of the engine's, or an interpreter there, wrote as it ended."""
         if "No module named" in words and "mlaunch" in words:
             install = shlex.join([self._python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
-            lines.append(f"mlaunch must be installed there: {install}")
-        return "\n".join(lines)
+            return [f"mlaunch must be installed there: {install}"]
+        if fate.startswith("ssh to ") and fate.endswith("code 255"):  # which is ssh's own
+            host = fate.split()[2]
+            return [f"ssh must reach {host} without a question: try `ssh -o BatchMode=yes {host} true` here"]
+        return []
 
     def end_of(self, machine: Machine) -> tuple[str, str]:
         """Returns what the engine says of a member that has ended, and what that wrote last."""
