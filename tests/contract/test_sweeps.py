@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import launcher
-from mlaunch.caller.many import sweep_table
+from mlaunch.caller.many import sweep, sweep_table
 from mlaunch.caller.many.sweep import Sweep
 from mlaunch.leases.site import place
 from mlaunch.leases.standing import standing
 from tests.contract.test_submit import hold, holding
 from tests.processes import alive, wait_until
+from tests.unit.test_output import Place
 
 
 @launcher(n_gpus=2, concurrent=2)
@@ -92,6 +94,33 @@ def test_an_interrupt_ends_all(tmp_path: Path) -> None:
     assert len(pids) == 2
     assert not any(map(alive, pids))
     assert [run.state for run in runs] == ["cancelled"] * 3
+
+
+def say(folder: Path, name: str) -> None:
+    print("hello")
+    hold(folder, name)
+
+
+def test_what_trials_print_and_how_far_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place()
+    monkeypatch.setattr(sweep, "area", lambda: place)
+    runs = launcher(say, n_gpus=2, concurrent=2).map([tmp_path] * 3, ["first", "second", "third"])
+    expected = [
+        "name='first': say()  0:00  running",
+        "name='second': say()  0:00  running",
+        "say: 0 of 3 done, 2 running",
+    ]
+    pattern = "\n".join(map(re.escape, expected)).replace("0:00", r"\d:\d\d")
+    wait_until(lambda: any(re.match(pattern, text) for text in place.shown))
+    for name in ("first", "second", "third"):
+        for pid in holding(tmp_path, name):
+            (tmp_path / f"{name}-{pid}").unlink()
+    runs.results(120)
+    assert re.fullmatch(r"say: 3 of 3 done  \d:\d\d", (place.left or [""])[0])
+    found = {line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()}
+    assert found == {"[name='first'", "[name='second'", "[name='third'"}
 
 
 def test_one_that_is_cancelled_lets_the_next_begin(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from mlaunch.caller.many import trial_arguments
+from mlaunch.caller.output.display import Display
+from mlaunch.caller.output.shared_area import AreaPart, SharedArea
+from tests.unit.test_output import Place
 
 
 def test_labels_say_what_differs() -> None:
@@ -22,3 +25,20 @@ def test_labels_say_what_differs() -> None:
         "model=<object>",
         "model=labels",
     ]
+
+
+def test_launches_that_share_a_place_leave_it_together() -> None:
+    place, other = Place(), Place()
+    whole = SharedArea(place, lambda: "2 in all", 0.0)
+    first, second, stranger = Display(AreaPart(whole), 9.0), Display(AreaPart(whole), 9.0), Display(other, 9.0)
+    assert first.due == 0.5  # the first look at the whole
+    for display in (first, second, stranger):
+        display.draw(["line"], 1.0)
+    assert (place.shown, other.shown) == (["line\n2 in all", "line\nline\n2 in all"], [])
+    first.close(["last"])
+    stranger.draw(["line"], 2.0)
+    assert (place.shown[-1], other.shown) == ("line\n2 in all", [])
+    second.close(["last"])
+    stranger.draw(["line"], 3.0)
+    stranger.close([])
+    assert (place.left, other.shown) == (["2 in all"], ["line"])

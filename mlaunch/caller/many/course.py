@@ -88,7 +88,14 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
         course.begins()
         spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
         history.ready = time.monotonic()
-        handle = start(grant, server, spec, sent_as(options, call), output_plan(options, spec), history)
+        handle = start(
+            grant,
+            server,
+            spec,
+            sent_as(options, call),
+            output_plan(options, spec, course.place(), course.trial),
+            history,
+        )
     finally:
         if lease is not None:
             lease.close()

@@ -12,6 +12,7 @@ from typing import Any
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import STACKS, ask
@@ -141,4 +142,5 @@ class RunCourse:
     make_report: Callable[[], LaunchReport] | None = None
     over: threading.Event = field(default_factory=threading.Event)
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
+    place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none

@@ -24,6 +24,8 @@ from mlaunch.caller.many.run_future import Run
 from mlaunch.caller.many.submit import check
 from mlaunch.caller.many.trial import Trial, TrialPlan
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.display import Area, area
+from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
 
@@ -43,6 +45,9 @@ class Sweep(Sequence[Run]):
         self._changed = interrupts.Condition()
         self._failed: Trial | None = None  # the first that did
         self._lock = threading.Lock()
+        self._begun = time.monotonic()
+        place = area() if plan.options.progress else None
+        self._area = None if place is None else SharedArea(place, self._total, self._begun)
 
     @overload
     def __getitem__(self, index: int) -> Run: ...
@@ -138,10 +143,20 @@ class Sweep(Sequence[Run]):
         for other in [] if self._plan.goes_on else self._trials:
             other.ask_to_cancel()
 
+    def place(self) -> Area | None:
+        return None if self._area is None else AreaPart(self._area)
+
     def has_ended(self, trial: Trial) -> None:
-        with self._changed:
-            self._ended.append(trial)
-            self._changed.notify_all()
+        try:
+            if self._area is not None:
+                self._area.settle()
+        finally:
+            with self._changed:
+                self._ended.append(trial)
+                self._changed.notify_all()
+
+    def _total(self) -> str:
+        return sweep_table.in_one_line(self._plan.name.rpartition(".")[2], self._trials, time.monotonic() - self._begun)
 
     def _raise_failure(self, until: float) -> None:
         """Raises it when the processes of all others are gone."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from mlaunch.base.text import in_seconds
+from mlaunch.base.text import in_seconds, on_a_clock
 from mlaunch.caller.many.trial import Trial
 from mlaunch.caller.many.trial_arguments import in_words, varying_names
 
@@ -47,6 +48,13 @@ def html(trials: Sequence[Trial], most: int | None = None) -> str:
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
     below = "".join(f"<p>{escape(line)}</p>" for line in _more(trials, most))
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def in_one_line(name: str, trials: Sequence[Trial], seconds: float) -> str:
+    """Says how far a sweep is: "train: 5 of 12 done, 1 failed, 4 running  0:35"."""
+    counts = Counter(trial.state for trial in trials)
+    others = "".join(f", {counts[state]} {state}" for state in ("failed", "cancelled", "running") if counts[state])
+    return f"{name}: {counts['returned']} of {len(trials)} done{others}  {on_a_clock(seconds)}"
 
 
 def _more(trials: Sequence[Trial], most: int | None) -> list[str]:

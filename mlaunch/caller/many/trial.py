@@ -13,6 +13,7 @@ from mlaunch.caller.many.loop import THREAD, loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.many.submit import drive, named
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
 
@@ -22,6 +23,9 @@ class SweepOfTrials(Protocol):
 
     def ends(self, trial: Trial, error: BaseException | None) -> None:
         """Takes note just before its run tells of it."""
+
+    def place(self) -> Area | None:
+        """Returns where lines of one more launch can change."""
 
     def has_ended(self, trial: Trial) -> None:
         """Takes note just afterwards."""
@@ -45,7 +49,7 @@ class Trial(Run):
     """It is in line for its devices once somebody has begun it, or wants it to end."""
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
-        course = RunCourse(THREAD, loop.notify, trial=plan.label)
+        course = RunCourse(THREAD, loop.notify, place=sweep.place, trial=plan.label)
         function = cast("Callable[..., Any]", plan.call.function)
         super().__init__(plan.name, named(function, plan.call.args, plan.call.kwargs), course)
         course.begins = self._go_on

@@ -155,7 +155,8 @@ class CallOutput:
         self._print(2, f"mlaunch: {text}\n".encode(errors="backslashreplace"))
 
     def _status(self) -> list[str]:
-        return [f"{self._number.label()}{line}" for line in self.status()]
+        before = f"{self.plan.trial}: " if self.plan.trial else self._number.label()
+        return [f"{before}{line}" for line in self.status()]
 
     def _bars(self) -> list[str]:
         return [
@@ -166,7 +167,8 @@ class CallOutput:
         ]
 
     def _prefix(self, ranks: Sequence[int]) -> str:
-        return self._number.label(self.plan.name) + self.plan.prefix(ranks)
+        number = "" if self.plan.trial else self._number.label(self.plan.name)
+        return number + self.plan.prefix(ranks)
 
     def _print(self, stream: int, data: bytes) -> None:
         self._touched = True

@@ -128,16 +128,18 @@ def area() -> Area | None:
 class Display:
     """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock.
 
-    Of launches at the same time, in several threads, the first has the place; whoever prints makes room there. What
-    methods return is to be written to stderr, by who holds ``lock``.
+    Of launches at the same time, in several threads, the first has the place, and those who have parts of the same one;
+    whoever prints makes room there. What methods return is to be written to stderr, by who holds ``lock``.
     """
 
     lock = threading.RLock()
-    _holder: Display | None = None
+    _holder: Any = None  # an Area, or what launches share
 
     def __init__(self, place: Area | None, start: float) -> None:
         self._area = place
-        self.due = None if place is None else start + _FIRST_LOOK_DELAY
+        self._whole: Any = getattr(place, "whole", place)
+        since = getattr(self._whole, "since", start)
+        self.due: float | None = None if place is None else since + _FIRST_LOOK_DELAY
 
     def draw(self, lines: list[str], now: float) -> str:
         self.postpone(now)
@@ -150,8 +152,7 @@ class Display:
         """Makes room for what is about to be printed."""
         if self._area is not None:
             self._take_place()
-        holder = Display._holder
-        return holder._area.hide() if holder is not None and holder._area is not None else ""
+        return str(Display._holder.hide()) if Display._holder is not None else ""
 
     def forget(self) -> None:
         """Begins anew where somebody has cleared all output."""
@@ -162,15 +163,15 @@ class Display:
     def close(self, lines: list[str]) -> str:
         area, self._area, self.due = self._area, None, None
         try:
-            return area.close(lines) if area is not None and Display._holder is self else ""
+            return area.close(lines) if area is not None and Display._holder is self._whole else ""
         finally:
             self._leave_place()
 
     def _take_place(self) -> bool:
         if Display._holder is None:
-            Display._holder = self
-        return Display._holder is self
+            Display._holder = self._whole
+        return Display._holder is self._whole
 
     def _leave_place(self) -> None:
-        if Display._holder is self:
+        if Display._holder is self._whole and not getattr(self._whole, "parts", 0):
             Display._holder = None

@@ -29,10 +29,10 @@ def place_of(options: Options) -> Area | None:
     return area() if options.progress else None
 
 
-def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None) -> OutputPlan:
+def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None, trial: str = "") -> OutputPlan:
     """Makes the plan; ``log_dir`` of the options is this call's own directory.
 
-    ``place``: for lines that change, if there is one already.
+    ``place``: for lines that change, if there is one already. ``trial``: which one of a sweep it is.
     """
     output, policies = options.output, {}
     directory = None if options.log_dir is None else os.fspath(options.log_dir)
@@ -44,9 +44,11 @@ def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None) -
         policies[0, rich_output.STREAM] = Policy(shown=policies[0, 1].shown)
     name = spec.name.rpartition(".")[2].removesuffix("()")
     bars = place or place_of(options)
-    return OutputPlan(policies, _prefix(spec), directory, area=bars, name=name, remember=output != "raw")
+    prefix, remember = _prefix(spec, trial), output != "raw"
+    return OutputPlan(policies, prefix, directory, area=bars, name=name, trial=trial, remember=remember)
 
 
-def _prefix(spec: LaunchSpec) -> Callable[[Sequence[int]], str]:
+def _prefix(spec: LaunchSpec, trial: str) -> Callable[[Sequence[int]], str]:
     host = f"{os.uname().nodename}:" if spec.world_size > spec.local_world_size else ""
-    return lambda ranks: f"[{host}{ranges(ranks, ',')}] "
+    before = f"{trial} " if trial else host
+    return lambda ranks: f"[{before}{ranges(ranks, ',')}] "

@@ -26,7 +26,8 @@ class OutputPlan:
     ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. Of what a rank
     displays (``rich_output.STREAM``) only the caller's own notebook is shown something. ``prefix``: of
     the ranks that printed a line. ``merge``: equal lines are shown once. ``name``: of the launch, where others may run
-    at the same time. ``remember``: the end of what each rank prints is kept for the report.
+    at the same time; ``trial``: what tells it apart in its sweep, instead of a number. ``remember``: the end of what
+    each rank prints is kept for the report.
     """
 
     policies: dict[tuple[int, int], Policy]
@@ -36,6 +37,7 @@ class OutputPlan:
     merge: bool = True
     area: Area | None = None  # for lines that change
     name: str = ""
+    trial: str = ""
     remember: bool = False
 
     @property
