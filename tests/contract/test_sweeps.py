@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +70,48 @@ def test_one_that_goes_on_after_failures(tmp_path: Path) -> None:
     assert (first, third) == ([1, 2], [3, 4])
     assert isinstance(second, ValueError)
     assert [run.state for run in runs] == ["returned", "failed", "returned"]
+
+
+KILLED = """
+import os, sys
+from mlaunch import launcher
+
+@launcher(n_gpus=1, device_type="cpu", concurrent=1)
+def train(lr, seed=0):
+    return lr + seed
+
+runs = train.grid(lr=[1, 2, 3], resume="sweep.jsonl")
+for run in runs.as_completed():
+    print(run.result(), run.report is None)
+    if sys.argv[1:] == []:
+        sys.stdout.flush()
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_sweep_goes_on_where_it_was_killed(run_script: Callable[[str], CompletedProcess[str]]) -> None:
+    assert run_script(KILLED).stdout == "[1] False\n"
+    first, *others = run_script(KILLED.replace("== []", "== [0]")).stdout.splitlines()
+    assert first == "[1] True"
+    assert others in (["[2] False", "[3] False"], ["[2] True", "[3] False"])  # as it was killed, the second had begun
+
+
+def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "2-0").touch()
+    grid = {"x": [1, 2], "folder": [tmp_path], "return_exceptions": True, "resume": tmp_path / "sweep.jsonl"}
+    runs = times.grid(**grid)
+    with pytest.raises(ValueError, match="another sweep has it"):
+        times.grid(**grid)
+    runs.results(120)
+    (tmp_path / "2-0").unlink()
+    again = times.grid(**grid)
+    assert again.results(120) == [[1, 2], [2, 3]]
+    assert [run.report is None for run in again] == [True, False]
+    assert again[0].arguments == {"x": 1, "y": 1, "folder": tmp_path}
+    assert [row["seconds"] > 0 for row in again.rows()] == [True, True]
+    with pytest.raises(TypeError, match="resume= with x=, a function, which has no form"):
+        times.map([hold], resume=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def ranks_of(runs: Sweep, folder: Path) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, nesting
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.leasing import wants_lease
 from mlaunch.caller.many.course import steps_of
 from mlaunch.caller.many.loop import THREAD, loop
 from mlaunch.caller.many.run_future import Run, RunCourse
@@ -50,6 +51,21 @@ def check(options: Options, name: str, method: str) -> None:
         if getattr(options, option) != usual:
             raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "
                                     f"blocking call in a thread"))  # fmt: skip
+
+
+def options_of_trials(
+    options: Options, name: str, method: str, devices: Sequence[int] | None, retries: int | None
+) -> Options:
+    """Returns them as each trial has them. ValueError, TypeError for what is wrong with them."""
+    changes: dict[str, Any] = {} if devices is None else {"devices": devices}
+    if retries is not None:
+        changes["max_restarts"] = retries
+    check(options, name, method)
+    try:
+        changed = options.replaced(changes)
+        return changed if wants_lease(changed) else changed.replaced({"lease": True})
+    except (TypeError, ValueError) as error:
+        raise misuse(error) from None
 
 
 def drive(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -44,6 +45,7 @@ class Submitting(Generic[P, R]):
         devices: Sequence[int] | None = None,
         retries: int | None = None,
         return_exceptions: bool = False,
+        resume: str | os.PathLike[str] | None = None,
     ) -> Sweep:
         """Begins a call for each value, or for each tuple of values of several iterables, as the builtin does.
 
@@ -55,16 +57,18 @@ class Submitting(Generic[P, R]):
             retries: How often a call is started again that has failed; the option ``max_restarts``.
             return_exceptions: Goes on after a failure, and gives exceptions in the place of values. Otherwise the first
                 failure ends all calls.
+            resume: A file with a line for each call that is done. Those that stand there already are not run again.
 
         Raises:
             TypeError: The function does not take such arguments.
-            ValueError: An option that goes with blocking calls alone.
+            ValueError: An option that goes with blocking calls alone; a file of something else.
+            OSError: The file cannot be read, or may hold what others have written.
         """
         __tracebackhide__ = True
         if not iterables:
             raise TypeError(f"{self._name}.map() of nothing; allowed: an iterable of values for each argument")
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(values, {}) for values in zip(*iterables)]  # noqa: B905 - as the builtin, up to the shortest
-        return self._plan("map", devices, retries, return_exceptions).begin(calls)
+        return self._plan("map", devices, retries, return_exceptions, resume).begin(calls)
 
     def grid(
         self,
@@ -72,6 +76,7 @@ class Submitting(Generic[P, R]):
         devices: Sequence[int] | None = None,
         retries: int | None = None,
         return_exceptions: bool = False,
+        resume: str | os.PathLike[str] | None = None,
         **values: Iterable[Any],
     ) -> Sweep:
         """Begins a call for each combination of the arguments' values: ``train.grid(lr=[0.1, 0.01], seed=range(3))``.
@@ -88,10 +93,20 @@ class Submitting(Generic[P, R]):
 
         trial_arguments.check_names(self._function, self.grid)
         calls = [((), chosen) for chosen in trial_arguments.combinations(values)]
-        return self._plan("grid", devices, retries, return_exceptions).begin(calls)
+        return self._plan("grid", devices, retries, return_exceptions, resume).begin(calls)
 
-    def _plan(self, method: str, devices: Sequence[int] | None, retries: int | None, goes_on: bool) -> SweepPlan:
-        from mlaunch.caller.many.sweep import SweepPlan, options_of_trials
+    def _plan(
+        self,
+        method: str,
+        devices: Sequence[int] | None,
+        retries: int | None,
+        goes_on: bool,
+        resume: str | os.PathLike[str] | None,
+    ) -> SweepPlan:
+        from mlaunch.caller.many.submit import options_of_trials
+        from mlaunch.caller.many.sweep import SweepPlan
+        from mlaunch.caller.many.trial_file import TrialFile
 
         options = options_of_trials(self._options, self._name, method, devices, retries)
-        return SweepPlan(self._function, self._bound, options, self._name, self._reports.append, goes_on)
+        file = None if resume is None else TrialFile(resume, self._name, self._function)
+        return SweepPlan(self._function, self._bound, options, self._name, self._reports.append, goes_on, file)

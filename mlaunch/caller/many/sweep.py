@@ -6,6 +6,7 @@ what it waits for, the next one gets in line.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -15,19 +16,19 @@ from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a
 from dataclasses import dataclass
 from typing import Any, overload
 
-from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, interrupts
-from mlaunch.caller.launch.settle import add_note
-from mlaunch.caller.leasing import wants_lease
+from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.many import sweep_table, trial_arguments
 from mlaunch.caller.many.run_future import Run
-from mlaunch.caller.many.submit import check
-from mlaunch.caller.many.trial import Trial, TrialPlan
+from mlaunch.caller.many.trial import Trial, TrialPlan, arguments_of
+from mlaunch.caller.many.trial_file import TrialFile, canonical
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
+
+_log = logging.getLogger("mlaunch")
 
 
 class Sweep(Sequence[Run]):
@@ -40,7 +41,7 @@ class Sweep(Sequence[Run]):
     def __init__(self, plan: SweepPlan, calls: Sequence[Call]) -> None:
         self._plan = plan
         self._trials = plan.trials(calls, self)
-        self._waiting = deque(self._trials)
+        self._waiting: deque[Trial] = deque()
         self._ended: list[Trial] = []  # in the order in which they did
         self._changed = interrupts.Condition()
         self._failed: Trial | None = None  # the first that did
@@ -105,8 +106,7 @@ class Sweep(Sequence[Run]):
                 self._trials[number] = self._trials[number].anew()
             self._ended = [trial for trial in self._ended if trial not in over]
             self._failed = None
-        self._waiting += [self._trials[number] for number in again]
-        self.begin_next()
+        self._begin([self._trials[number] for number in again])
         return self
 
     def rows(self) -> list[dict[str, Any]]:
@@ -123,25 +123,48 @@ class Sweep(Sequence[Run]):
     def _repr_html_(self) -> str:
         return sweep_table.html(self._trials, sweep_table.SHOWN)
 
-    def begin_next(self) -> None:
+    def begin(self) -> None:
+        """Begins all that is not done in the file. Errors as of ``TrialFile``."""
+        self._begin(self._trials)
+
+    def _begin(self, some: Sequence[Trial]) -> None:
+        file = self._plan.file
+        done = [None] * len(some) if file is None or not some else file.look_up([trial.key for trial in some])
+        self._waiting += [trial for trial, found in zip(some, done, strict=True) if found is None]
+        for trial, found in zip(some, done, strict=True):
+            if found is not None:
+                trial.take(*found)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
         """Lets the next trial wait for its devices."""
         begun = False
         while not begun:
             with self._lock:
                 trial = self._waiting.popleft() if self._waiting else None
-            begun = trial is None or trial.begin(self.begin_next)
+            begun = trial is None or trial.begin(self._begin_next)
 
-    def ends(self, trial: Trial, error: BaseException | None) -> None:
-        """Takes note of a failure just before its run tells of it: the first one ends all others, unless they go on."""
-        if error is None:
+    def ends(self, trial: Trial, how: Ended | BaseException) -> None:
+        """Takes note just before its run tells of it: the first failure ends all others, unless they go on."""
+        error = how.error if isinstance(how, Ended) else how
+        if isinstance(how, Ended) and error is None:
+            self._keep(trial, how.values)
             return
-        given = ", ".join(f"{name}={trial_arguments.in_words(value)}" for name, value in trial.given.items())
-        add_note(error, f"of the trial {trial.name.removesuffix('()')}({given})")
-        if self._failed is not None:
-            return
-        self._failed = trial
-        for other in [] if self._plan.goes_on else self._trials:
-            other.ask_to_cancel()
+        if error is not None:
+            given = ", ".join(f"{name}={trial_arguments.in_words(value)}" for name, value in trial.given.items())
+            add_note(error, f"of the trial {trial.name.removesuffix('()')}({given})")
+        if self._failed is None:
+            self._failed = trial
+            for other in [] if self._plan.goes_on else self._trials:
+                other.ask_to_cancel()
+
+    def _keep(self, trial: Trial, values: list[Any]) -> None:
+        """Writes what is done into the file."""
+        try:
+            if self._plan.file is not None:
+                self._plan.file.add(trial.key, values, trial.seconds)
+        except Exception as error:  # a full disk; what a __reduce__ may raise
+            _log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
 
     def place(self) -> Area | None:
         return None if self._area is None else AreaPart(self._area)
@@ -153,6 +176,8 @@ class Sweep(Sequence[Run]):
         finally:
             with self._changed:
                 self._ended.append(trial)
+                if len(self._ended) == len(self._trials) and self._plan.file is not None:
+                    self._plan.file.close()
                 self._changed.notify_all()
 
     def _total(self) -> str:
@@ -188,34 +213,24 @@ class SweepPlan:
     name: str
     keep_report: Callable[[LaunchReport], None]
     goes_on: bool
+    file: TrialFile | None = None
 
     def begin(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Sweep:
         """Begins a launch for each (arguments, keyword arguments). TypeError for what the function does not take."""
         for args, kwargs in calls:
             arguments.check(self.function, (*self.bound, *args), kwargs)
         sweep = Sweep(self, [Call(self.function, (*self.bound, *args), dict(kwargs)) for args, kwargs in calls])
-        sweep.begin_next()
+        sweep.begin()
         return sweep
 
     def trials(self, calls: Sequence[Call], sweep: Sweep) -> list[Trial]:
         given = [trial_arguments.given_names(self.function, len(self.bound), call.args, call.kwargs) for call in calls]
-        plans = zip(calls, given, trial_arguments.labels(given), strict=True)
-        return [Trial(TrialPlan(f"{self.name}()", self.options, *each, self.keep_report), sweep) for each in plans]
-
-
-def options_of_trials(
-    options: Options, name: str, method: str, devices: Sequence[int] | None, retries: int | None
-) -> Options:
-    """Returns them as each trial has them. ValueError, TypeError for what is wrong with them."""
-    changes: dict[str, Any] = {} if devices is None else {"devices": devices}
-    if retries is not None:
-        changes["max_restarts"] = retries
-    check(options, name, method)
-    try:
-        changed = options.replaced(changes)
-        return changed if wants_lease(changed) else changed.replaced({"lease": True})
-    except (TypeError, ValueError) as error:
-        raise misuse(error) from None
+        keys = ["" if self.file is None else canonical(arguments_of(call)) for call in calls]
+        plans = zip(calls, given, trial_arguments.labels(given), keys, strict=True)
+        return [
+            Trial(TrialPlan(f"{self.name}()", self.options, call, known, label, self.keep_report, key), sweep)
+            for call, known, label, key in plans
+        ]
 
 
 def _moment(timeout: float | None) -> float:

@@ -21,8 +21,8 @@ from mlaunch.protocol.calls import Call
 class SweepOfTrials(Protocol):
     """What a trial tells its sweep."""
 
-    def ends(self, trial: Trial, error: BaseException | None) -> None:
-        """Takes note just before its run tells of it."""
+    def ends(self, trial: Trial, how: Ended | BaseException) -> None:
+        """Takes note just before its run tells of it; not if it was cancelled."""
 
     def place(self) -> Area | None:
         """Returns where lines of one more launch can change."""
@@ -35,7 +35,10 @@ class SweepOfTrials(Protocol):
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What a trial is. ``given``: its arguments without defaults; ``label``: tells it from the others."""
+    """What a trial is. ``given``: its arguments without defaults; ``label``: tells it from the others.
+
+    ``key``: the arguments in the form in which a file knows them; "": there is none.
+    """
 
     name: str  # the function's, "train()"
     options: Options
@@ -43,6 +46,7 @@ class TrialPlan:
     given: Mapping[str, Any]
     label: str
     keep_report: Callable[[LaunchReport], None]
+    key: str = ""
 
 
 class Trial(Run):
@@ -50,10 +54,9 @@ class Trial(Run):
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         course = RunCourse(THREAD, loop.notify, place=sweep.place, trial=plan.label)
-        function = cast("Callable[..., Any]", plan.call.function)
-        super().__init__(plan.name, named(function, plan.call.args, plan.call.kwargs), course)
+        super().__init__(plan.name, arguments_of(plan.call), course)
         course.begins = self._go_on
-        self.given, self.label = plan.given, plan.label
+        self.given, self.label, self.key = plan.given, plan.label, plan.key
         self._plan, self._sweep = plan, sweep
         self._lock = threading.Lock()
         self._is_driven = False
@@ -69,6 +72,13 @@ class Trial(Run):
             self._is_driven, self._then = True, then
         drive(self, self._course, self._plan.options, self._plan.call, self._plan.keep_report)
         return True
+
+    def take(self, values: list[Any], seconds: float | None) -> None:
+        """Takes the values that it had in an earlier sweep, instead of being run."""
+        self._is_driven, self.seconds = True, seconds
+        self._course.over.set()
+        self.set_result(values)
+        self._sweep.has_ended(self)
 
     def ask_to_cancel(self) -> None:
         """Begins what ``cancel`` does, without waiting for it."""
@@ -102,9 +112,14 @@ class Trial(Run):
     def _end(self, how: Ended | BaseException) -> None:
         self.seconds = None if self._begun is None else time.monotonic() - self._begun
         self._go_on()
-        cancelled = self._course.cancelled
-        self._sweep.ends(self, None if cancelled else how.error if isinstance(how, Ended) else how)
+        if not self._course.cancelled:
+            self._sweep.ends(self, how)
         try:
             super()._end(how)
         finally:
             self._sweep.has_ended(self)
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """Returns a call's arguments by name, defaults included."""
+    return named(cast("Callable[..., Any]", call.function), call.args, call.kwargs)
