@@ -19,12 +19,13 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
 
     Raises whatever an import does; TooOldError.
     """
-    from mlaunch.rank import reload
+    from mlaunch.rank import reload, slow_imports
     from mlaunch.rank.setup import device
 
     gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
     device.check_version()
     reload.watch()
+    slow_imports.prepare()
     for module in (*_PRELOAD, *preload):
         __import__(module)
     from mlaunch.agent.supervision.evidence import Evidence

@@ -21,16 +21,25 @@ class LateImports:
     """Has a fork try first. What opens a device, or starts a thread, would make the server useless."""
 
     def __init__(self) -> None:
-        self._given_up = os.environ.get("MLAUNCH_PREPARE") == "0"
+        self._off = os.environ.get("MLAUNCH_PREPARE") == "0"
+        self._given_up: set[str] = set()
         self._on_trial: Sequence[str] = ()
 
     def wanted(self) -> bool:
         """Whether there is something to try."""
-        return not self._given_up and not self._on_trial and bool(late_imports.missing())
+        return not self._off and not self._on_trial and bool(self._missing())
+
+    def _missing(self) -> list[str]:
+        """Returns what is to be tried next: torch's own first, since the rest may fail."""
+        torch, standard = (
+            [name for name in names if name not in self._given_up]
+            for names in (late_imports.missing(), late_imports.missing_standard())
+        )
+        return torch or standard
 
     def begin(self, owned: OwnedFds) -> Child | None:
-        """Forks what tries to import all that is missing now, without ``owned``; None if the system refuses."""
-        self._on_trial = late_imports.missing()
+        """Forks what tries to import what is missing now, without ``owned``; None if the system refuses."""
+        self._on_trial = self._missing()
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -58,20 +67,18 @@ class LateImports:
             os._exit(code)
 
     def end(self, status: int) -> None:
-        """Does as the fork did, if all went well; never again otherwise."""
-        try:
+        """Does as the fork did, if all went well. What is missing then is not tried again."""
+        with contextlib.suppress(Exception, SystemExit):  # what is half there harms nobody, and ranks say what is wrong
             if status == 0:
                 self._import()
                 gc.collect()
                 gc.freeze()  # as all that ranks share with us
-            self._given_up = status != 0
-        except (Exception, SystemExit):  # what is half there harms nobody, and ranks say what is wrong
-            self._given_up = True
+        self._given_up.update(self._on_trial)
         self._on_trial = ()
 
     def _import(self) -> None:
         for name in self._on_trial:
-            __import__(name)
+            late_imports.import_module(name)
 
 
 def held() -> tuple[list[str], int]:

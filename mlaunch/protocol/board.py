@@ -26,7 +26,9 @@ _STAMP = struct.Struct("=qqd")  # start, end, when
 _STAMPS = 256  # of the latest writes
 _COUNT = struct.Struct("=q")
 _STREAM = _COUNT.size + _STAMPS * _STAMP.size
-_STAMPS_AT = 256
+_IMPORT_AT = 256
+_IMPORT_LIMIT = 64  # bytes
+_STAMPS_AT = _IMPORT_AT + _IMPORT_LIMIT
 _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
@@ -41,7 +43,7 @@ _DONE = struct.Struct("=qd")
 _DONE_AT = 8
 _LOOP_AT = 128
 _TEXT_AT = _LOOP_AT + _LOOP.size
-_TEXT_LIMIT = _STAMPS_AT - _TEXT_AT
+_TEXT_LIMIT = _IMPORT_AT - _TEXT_AT
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,29 @@ class Board:
     @apart.setter
     def apart(self, number: int) -> None:
         _CALL.pack_into(self._memory, _APART_AT, number)
+
+    def note_import(self, local_rank: int, name: str) -> None:
+        """Notes which module the rank imports now; "": none."""
+        start = _row(local_rank) + _IMPORT_AT
+        self._memory[start : start + _IMPORT_LIMIT] = name.encode()[:_IMPORT_LIMIT].ljust(_IMPORT_LIMIT, b"\0")
+
+    def note_imported(self, local_rank: int, package: str, seconds: float) -> None:
+        """Notes which package its call has imported for longest, after the last import."""
+        self.note_import(local_rank, f"{package[: _IMPORT_LIMIT - 16]}={seconds:.1f}")
+
+    def importing(self, local_rank: int) -> str:
+        """Returns the module that the rank imports now; "" if there is none."""
+        text = self._import_text(local_rank)
+        return "" if "=" in text else text
+
+    def imported(self, local_rank: int) -> tuple[str, str]:
+        """Returns the package that its call has imported for longest, and seconds; both "" if none took long."""
+        package, _, seconds = self._import_text(local_rank).partition("=")
+        return (package, seconds) if seconds else ("", "")
+
+    def _import_text(self, local_rank: int) -> str:
+        start = _row(local_rank) + _IMPORT_AT
+        return self._memory[start : start + _IMPORT_LIMIT].partition(b"\0")[0].decode(errors="replace")
 
     def note_answer(self, local_rank: int, number: int) -> None:
         """Notes that the rank is about to send the launcher a value for this call."""

@@ -1,24 +1,91 @@
-"""Which of torch's own modules ranks had to import: a note in memory that they share with their fork server."""
+"""What ranks had to import that their fork server may import for the next ones: notes in memory that they share.
+
+That is of torch what is first used long after its import, and of Python's own library anything. Of other packages
+nobody but their users know whether a fork bears that they were imported before it.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import itertools
 import mmap
+import os
 import sys
+import sysconfig
 
 # What torch imports where it is first used. The first optimizer and the first DistributedDataParallel of a process
 # import torch._dynamo, a second of each rank's time.
-_NAMES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+NAMES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+_SIZE = 4096  # bytes of names
+# What does something as it is imported, for people at a prompt.
+_NEVER = {"antigravity", "this", "readline", "rlcompleter", "idlelib", "turtledemo", "turtle", "tkinter", "test"}
+_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 
-_noted = mmap.mmap(-1, len(_NAMES))  # a fork writes to the same memory
+_noted = mmap.mmap(-1, len(NAMES))  # a fork writes to the same memory
+_standard = mmap.mmap(-1, _SIZE)  # names of Python's own modules, with commas
 
 
-def note() -> None:
-    """Notes what this process has imported."""
-    for index, name in enumerate(_NAMES):
+class _Own:
+    """``before``: the number of modules that this process has from its fork server, or has noted."""
+
+    before = 0
+
+
+_own = _Own()
+
+
+def begin() -> None:
+    """Takes what is imported by now for the fork server's."""
+    _own.before = len(sys.modules)
+
+
+def note(*, leads: bool) -> None:
+    """Notes what this process has imported; of Python's own modules only if it ``leads``, for all ranks."""
+    for index, name in enumerate(NAMES):
         if name in sys.modules:
             _noted[index] = 1
+    if leads and len(sys.modules) > _own.before:
+        new = itertools.islice(list(sys.modules), _own.before, None)
+        _own.before = len(sys.modules)
+        _note_standard([name for name in new if _is_standard(name)])
+
+
+def _note_standard(names: list[str]) -> None:
+    text = ",".join(dict.fromkeys([*_standard_names(), *names])).encode()
+    if names and len(text) < _SIZE:
+        _standard[:] = text.ljust(_SIZE, b"\0")  # of two that write at once, one counts
+
+
+def _is_standard(name: str) -> bool:
+    """Tells whether it is of Python's library; a file of the user's may have such a name."""
+    top = name.partition(".")[0]
+    if top not in sys.stdlib_module_names or top in _NEVER or top.startswith("_"):
+        return False
+    return _is_of_the_library(getattr(sys.modules.get(name), "__spec__", None))
+
+
+def _is_of_the_library(spec: importlib.machinery.ModuleSpec | None) -> bool:
+    origin = getattr(spec, "origin", None) or ""
+    return origin in {"built-in", "frozen"} or (origin.startswith(_LIBRARY) and "-packages" not in origin)
+
+
+def _standard_names() -> list[str]:
+    text = _standard[:].partition(b"\0")[0].decode(errors="ignore")
+    return [name for name in text.split(",") if name.partition(".")[0] in sys.stdlib_module_names]
 
 
 def missing() -> list[str]:
-    """Returns what a fork of this process has noted and this process has not imported."""
-    return [name for index, name in enumerate(_NAMES) if _noted[index] and name not in sys.modules]
+    """Returns of torch what a fork of this process has noted and this process has not imported."""
+    return [name for index, name in enumerate(NAMES) if _noted[index] and name not in sys.modules]
+
+
+def missing_standard() -> list[str]:
+    """Returns the same of Python's own modules."""
+    return [name for name in _standard_names() if name not in sys.modules]
+
+
+def import_module(name: str) -> None:
+    """Imports one that is missing; nothing if another file would be found here under the name of a standard one."""
+    if name in NAMES or _is_of_the_library(importlib.util.find_spec(name)):
+        __import__(name)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -29,12 +30,12 @@ def noted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     name: str = request.param
     (tmp_path / f"{name}.py").write_text(MODULES[name])
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv("MLAUNCH_PREPARE")
-    monkeypatch.setattr(late_imports, "_NAMES", (name,))
+    monkeypatch.delenv("MLAUNCH_PREPARE", raising=False)
+    monkeypatch.setattr(late_imports, "NAMES", (name,))
     pid = os.fork()
     if pid == 0:
         sys.modules[name] = sys
-        late_imports.note()
+        late_imports.note(leads=False)
         os._exit(0)
     os.waitpid(pid, 0)
     yield name
@@ -87,3 +88,51 @@ def test_it_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert late_imports.missing() == [noted]
     monkeypatch.setenv("MLAUNCH_PREPARE", "0")
     assert not LateImports().wanted()
+
+
+@pytest.fixture
+def standard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of Python's own that this process has not imported, and a fork of it has; others that do not count."""
+    name = "wave"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delenv("MLAUNCH_PREPARE")
+    pid = os.fork()
+    if pid == 0:
+        late_imports.begin()
+        for own in ("antigravity", "my_module"):
+            sys.modules[own] = sys
+        sys.modules["colorsys"] = ModuleType("colorsys")  # a file of the user's
+        __import__(name)
+        late_imports.note(leads=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    yield name
+    late_imports._standard[:] = bytes(len(late_imports._standard))
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("noted", ["raises"], indirect=True)
+def test_a_module_of_pythons_own_is_imported_though_another_fails(
+    standard: str, noted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLAUNCH_PREPARE", raising=False)
+    assert late_imports.missing_standard() == [standard]
+    late = LateImports()
+    for tried in ([noted], [standard]):
+        assert late._missing() == tried
+        trial = late.begin(OwnedFds())
+        assert trial is not None
+        _, status = os.waitpid(trial.pid, 0)
+        os.close(trial.pidfd)
+        late.end(status)
+    assert standard in sys.modules
+    assert not late.wanted()
+
+
+def test_a_file_that_is_found_under_a_standard_name_is_not_imported(
+    standard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{standard}.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late_imports.import_module(standard)
+    assert standard not in sys.modules

@@ -38,6 +38,25 @@ def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("transformers", "running, importing transformers"),
+        ("torch._dynamo", "running, importing torch._dynamo, which later calls find imported"),
+    ],
+)
+def test_what_ranks_import_is_said(module: str, said: str) -> None:
+    board = Board.create(2)
+    spec = SimpleNamespace(name="train()", local_world_size=2, rank_start=0)
+    outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])
+    for local_rank in range(2):
+        board[local_rank] = Phase.RUNNING
+    board.note_import(1, module)
+    [line] = status_lines(outcome, History(board=board), "")
+    assert line.endswith(f"  {said}")
+    board.close()
+
+
+@pytest.mark.parametrize(
     ("ranks", "world", "words"), [(1, 1, "1 rank, "), (2, 2, "2 ranks, "), (1, 3, "1 rank of 3, ")]
 )
 def test_how_many_ranks_a_launch_has(ranks: int, world: int, words: str) -> None:

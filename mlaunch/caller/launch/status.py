@@ -8,6 +8,8 @@ from mlaunch.base.text import in_bytes, on_a_clock
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output.bars import loops
 from mlaunch.caller.report.history import History
+from mlaunch.protocol import late_imports
+from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.launch_messages import NamesLeft, Phase
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.stop_messages import StopOverdue
@@ -40,7 +42,15 @@ def _phase(outcome: Outcome, history: History, waiting: str) -> str:
         return f"joining, {waiting}" if waiting else "starting"
     if outcome.failures or outcome.stopped:
         return "stopping"
-    phases = {history.board[local_rank] for local_rank in range(size)}
+    phase = _phase_of_all(history.board, size)
+    module = next(filter(None, (history.board.importing(local_rank) for local_rank in range(size))), "")
+    if not module:
+        return phase
+    return f"{phase}, importing {module}{', which later calls find imported' if module in late_imports.NAMES else ''}"
+
+
+def _phase_of_all(board: Board, size: int) -> str:
+    phases = {board[local_rank] for local_rank in range(size)}
     return "running" if phases <= _RUNNING else "starting"
 
 

@@ -1,0 +1,82 @@
+"""What a rank imports anew, and how long that takes: told while it lasts, and summed up for the call.
+
+A package counts from its outermost module on, whoever has asked for it. Python's own modules and torch's are the fork
+server's business (``late_imports``), and take their time once.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import sysconfig
+import time
+import types
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from mlaunch.protocol.board import Board
+
+_PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_NOT_TOLD = sys.stdlib_module_names | {"torch", "mlaunch"}
+_LONG = 0.3  # seconds of a call, which nobody minds once
+
+
+@dataclass
+class _Watch:
+    board: Board | None = None  # None: this process is no rank, or a fork of one, and notes nothing
+    local_rank: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by package
+    inside: bool = False  # a package is being imported
+
+    def note(self, name: str) -> None:
+        if self.board is not None:
+            self.board.note_import(self.local_rank, name)
+
+
+_watch = _Watch()
+
+
+def prepare() -> None:
+    """Has this process and its forks notice imports, once ``begin`` was called."""
+    loader = importlib.machinery.SourceFileLoader
+    original = loader.exec_module
+
+    def exec_module(self: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
+        if _watch.board is None or _watch.inside or not self.path.startswith(_PACKAGES):
+            original(self, module)
+            return
+        begun, _watch.inside = time.monotonic(), True
+        _watch.note(module.__name__)
+        try:
+            original(self, module)
+        finally:
+            _watch.inside = False
+            _watch.note("")
+            _watch.seconds[module.__name__.partition(".")[0]] += time.monotonic() - begun
+
+    # Python takes its own frames of imports from tracebacks, as long as no others stand between them.
+    exec_module.__code__ = exec_module.__code__.replace(co_filename=original.__code__.co_filename)
+    loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
+
+
+def begin(board: Board, local_rank: int) -> None:
+    """Notes imports of this process on the board from now on."""
+    _watch.board, _watch.local_rank, _watch.inside = board, local_rank, False
+    os.register_at_fork(after_in_child=_forget)
+
+
+def conclude() -> None:
+    """Notes on the board which package took longest of those that a call had to import, if it took long."""
+    if _watch.board is None or not _watch.seconds:
+        return
+    told = {name: seconds for name, seconds in _watch.seconds.items() if name not in _NOT_TOLD}
+    _watch.seconds.clear()
+    longest = max(told, key=told.__getitem__, default="")
+    if told.get(longest, 0.0) >= _LONG:
+        _watch.board.note_imported(_watch.local_rank, longest, told[longest])
+
+
+def _forget() -> None:
+    """Lets a fork of a rank import as it likes: the board's row is the rank's."""
+    _watch.board = None

@@ -1,0 +1,69 @@
+"""What ranks import anew: told while it lasts, summed up for the call, and said once."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlaunch.caller.launch import anew
+from mlaunch.protocol.board import Board
+from mlaunch.rank import slow_imports
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    """That of two ranks, of which this process is the second; packages are those in a directory of the test's."""
+    loader = importlib.machinery.SourceFileLoader
+    monkeypatch.setattr(loader, "exec_module", loader.exec_module)
+    monkeypatch.setattr(slow_imports, "_PACKAGES", (str(tmp_path / "packages"),))
+    monkeypatch.setattr(slow_imports, "_watch", slow_imports._Watch())
+    monkeypatch.setattr(slow_imports, "_LONG", 0.0)
+    monkeypatch.setattr(anew, "_calls", {})
+    (tmp_path / "packages" / "big").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Board.create(2)
+    slow_imports.prepare()
+    slow_imports.begin(made, 1)
+    yield made
+    made.close()
+    for name in ("big", "big.part", "mine", "broken"):
+        sys.modules.pop(name, None)
+
+
+def test_a_package_counts_from_its_outermost_module(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    spy = SimpleNamespace(look=lambda: seen.append(board.importing(1)))
+    monkeypatch.setitem(sys.modules, "spy", spy)  # type: ignore[arg-type]
+    (tmp_path / "packages" / "big" / "__init__.py").write_text("import big.part, spy; spy.look()")
+    (tmp_path / "packages" / "big" / "part.py").write_text("import spy; spy.look()")
+    (tmp_path / "mine.py").write_text("import spy; spy.look(); import big")
+    __import__("mine")
+    assert seen == ["", "big", "big"]
+    assert (board.importing(1), board.imported(1)) == ("", ("", ""))
+    slow_imports.conclude()
+    assert (board.importing(1), board.imported(1), board.imported(0)) == ("", ("big", "0.0"), ("", ""))
+    board.note_imported(0, "big", 4.125)
+    for _ in range(3):
+        anew.tell("train()", board)
+    assert capfd.readouterr().err == (
+        "mlaunch: train() imports big anew in the ranks of each call, 4.1 s in this one; to import it once: "
+        "mlaunch.warm_up(preload=['big']) before the first call, provided that it starts no thread and uses no device\n"
+    )
+
+
+def test_an_import_that_fails_shows_no_frames_of_ours(board: Board, tmp_path: Path) -> None:
+    (tmp_path / "packages" / "broken.py").write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError) as caught:
+        __import__("broken")
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files == ["test_imports.py", "broken.py"]
+    assert board.importing(1) == ""
