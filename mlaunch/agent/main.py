@@ -99,7 +99,8 @@ def _serve(order: Order, link: Channel | None, parent: int) -> bool:
         os._exit(0)  # while the error holds what was opened: a ResourceWarning would trouble the caller
     except BaseException as error:
         rlimits.name_limit(error)
-        launcher.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))
+        told = f"{type(error).__name__}: {error}" if rlimits.is_limit(error) else traceback.format_exc()
+        launcher.try_send(AgentFailed(both_ends(told, TEXT_LIMIT)))
         os._exit(1)
     launcher.close()
     return is_free

@@ -570,6 +570,8 @@ def test_an_agent_that_lacks_file_descriptors(run_script: Any) -> None:
     )
     assert "LaunchError: <lambda>() was ended: the agent failed:" in done.stderr
     assert "OSError: [Errno 24] Too many open files: the limit is 40 open files; raise it with ulimit -n" in done.stderr
+    assert "<lambda>(): 20 ranks need about 195 open files, and this process may have 40: raise" in done.stderr
+    assert "fork_ranks.py" not in done.stderr  # where we met the limit helps nobody
 
 
 def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
