@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain
-from mlaunch.pytest import group_names, isolation, twins
+from mlaunch.pytest import group_names, isolation, rank_coverage, twins
 from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
 from mlaunch.pytest.explanation import Explanation
 from mlaunch.pytest.station import Station
@@ -39,6 +39,8 @@ class EndedAloneError(RuntimeError):
 
 def begin(beginning: Beginning) -> None:
     """Prepares this rank for tests. Collective."""
+    if beginning.coverage is not None:
+        rank_coverage.start(beginning.coverage, beginning.directory)
     explanation = Explanation(beginning)
     _here[:] = [(Station(beginning), explanation, isolation.Baseline.of_now())]
 
@@ -75,9 +77,11 @@ def _verdict(test: RankTest, station: Station, explanation: Explanation, baselin
     with isolation.surrounded(baseline, test.surroundings), watch, group_names.for_test(test.number), made:
         try:
             function = explanation.function_of(test.definition)
+            rank_coverage.enter(test.nodeid)
             _call(_bound(function, test), {**test.values, **made.make()})
             found = Verdict("passed")
-        except KeyboardInterrupt:  # the call is ended
+        except KeyboardInterrupt:  # the call is ended, and these ranks may be, too
+            rank_coverage.save()
             raise
         except BaseException as error:
             station.leave(test.number)

@@ -20,6 +20,14 @@ class Definition:
 
 
 @dataclass(frozen=True)
+class CoveragePlan:
+    """How ranks record the lines that run. ``options``: of ``Coverage``; ``contexts``: each test is one."""
+
+    options: dict[str, Any]
+    contexts: bool
+
+
+@dataclass(frozen=True)
 class Beginning:
     """What a new set of ranks is told. ``board``, ``log``: files that all ranks and pytest's process share."""
 
@@ -31,6 +39,7 @@ class Beginning:
     board: str
     log: str
     size: int
+    coverage: CoveragePlan | None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, isolation, station, travel
+from mlaunch.pytest import body, isolation, rank_coverage, station, travel
 from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict
 from mlaunch.pytest.mark import Shape
 from mlaunch.rank.setup import device
@@ -77,6 +77,7 @@ class SharedRanks:
             f"{here}/{self._board}",
             f"{here}/{self._log}",
             self.shape.size,
+            rank_coverage.plan(config),
         )
 
     @property

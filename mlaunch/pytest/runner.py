@@ -79,10 +79,13 @@ class Runner:
         """Frees a value on the ranks with its fixture."""
         self.pool.forget(fixturedef)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self) -> None:
-        """Ends all ranks."""
-        self.pool.close()
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self) -> Generator[None, object, object]:
+        """Ends all ranks after the last test, before others see to what these have written: the innermost wrapper."""
+        try:
+            return (yield)
+        finally:
+            self.pool.close()
 
     # The run of a test
 

@@ -314,3 +314,68 @@ class TestOnRanks:
     def test_lock(self, lock): pass
     def test_factory(self, tmp_path_factory): pass
 """
+
+COVERED = {
+    "branches": """
+def classify(value):
+    if value > 0:
+        return "positive"
+    elif value < 0:
+        return "negative"
+    return "nothing"
+""",
+    "classes": """
+class Model:
+    scale = 2
+
+    def forward(self, x):
+        return x * self.scale
+
+    def backward(self):
+        raise NotImplementedError
+""",
+    "threads": """
+import threading
+
+def work(found):
+    found.append(1)
+
+def start():
+    found = []
+    thread = threading.Thread(target=work, args=(found,))
+    thread.start()
+    thread.join()
+    return found
+""",
+    "errors": """
+def load(path):
+    try:
+        return open(path).read()
+    except FileNotFoundError:
+        return None
+    finally:
+        path = None
+""",
+    "generators": """
+def batches(items, size):
+    while items:
+        yield items[:size]
+        items = items[size:]
+
+def unused():
+    return 1
+""",
+}
+
+COVERING = """
+import pytest
+from covered import branches, classes, errors, generators, threads
+
+{mark}
+
+def test_branches(): assert branches.classify(1) == "positive"
+def test_classes(): assert classes.Model().forward(2) == 4
+def test_threads(): assert threads.start() == [1]
+def test_errors(): assert errors.load("missing") is None
+def test_generators(): assert list(generators.batches([1, 2, 3], 2)) == [[1, 2], [3]]
+"""

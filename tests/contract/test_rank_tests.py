@@ -150,3 +150,20 @@ def test_fixtures_on_ranks(suite: Callable[..., tuple[Reports, str]]) -> None:
     assert reports["test_twins"]["properties"] == {"answer": 42}
     assert "the fixture 'lock' gives a lock, which cannot travel" in reports["test_lock"]["text"]
     assert "the fixture 'tmp_path_factory' is of use in pytest's process alone" in reports["test_factory"]["text"]
+
+
+def test_lines_that_run_on_ranks_count(tmp_path: Path) -> None:
+    """With pytest-cov as it is: the same lines and branches of five modules as without ranks, and the same contexts."""
+    pytest.importorskip("pytest_cov")
+    found = []
+    for name, mark in (("plain", ""), ("ranks", rank_suite.MARKED)):
+        files = {f"covered/{module}.py": text for module, text in rank_suite.COVERED.items()}
+        files |= {"covered/__init__.py": "", "test_it.py": rank_suite.COVERING.format(mark=mark)}
+        (tmp_path / name).mkdir()
+        flags = ("-p", "pytest_cov.plugin", "--cov=covered", "--cov-branch", "--cov-report=json", "--cov-context=test")
+        reports, printed = run(tmp_path / name, files, *flags)
+        assert outcomes(reports) == dict.fromkeys(reports, "passed"), printed
+        told = json.loads((tmp_path / name / "coverage.json").read_text())["files"]
+        found.append({file: (one["executed_lines"], one["executed_branches"]) for file, one in told.items()})
+    assert len(found[0]) == 6
+    assert found[0] == found[1]

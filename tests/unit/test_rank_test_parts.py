@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
+import types
+from typing import Any
 
 import pytest
 
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.pytest import early, rank_fixtures, station, timeouts
+from mlaunch.pytest import early, rank_coverage, rank_fixtures, station, timeouts
 from mlaunch.pytest.crossing import Findings, Verdict
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from tests.conftest import TORCH
@@ -85,3 +88,13 @@ def test_the_limit_of_pytest_timeout(request: pytest.FixtureRequest) -> None:
     with timeouts.suspended(request.node):
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def test_nothing_is_recorded_where_pytest_records_nothing(monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    class Coverage:
+        current = staticmethod(lambda: None)
+
+    monkeypatch.setitem(sys.modules, "coverage", types.SimpleNamespace(Coverage=Coverage))
+    assert rank_coverage.plan(request.config) is None
+    rank_coverage.enter("a test")
+    rank_coverage.save()
