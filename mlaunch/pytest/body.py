@@ -8,6 +8,7 @@ that it shares with pytest's process, and it raises, upon which the launcher cal
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import time
 import unittest
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain
-from mlaunch.pytest import group_names, isolation, rank_coverage, twins
+from mlaunch.pytest import cases, group_names, isolation, rank_coverage, twins
 from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
 from mlaunch.pytest.explanation import Explanation
 from mlaunch.pytest.station import Station
@@ -57,6 +58,11 @@ def load(test: RankTest) -> None:
         explanation.function_of(test.definition)
 
 
+def end_class() -> None:
+    """Tears down what the last test's class has set up."""
+    cases.end_class()
+
+
 def regroup() -> None:
     """Leaves the process groups; the next call makes a new one. To be called on all ranks."""
     leave_groups()
@@ -77,6 +83,7 @@ def _verdict(test: RankTest, station: Station, explanation: Explanation, baselin
     with isolation.surrounded(baseline, test.surroundings), watch, group_names.for_test(test.number), made:
         try:
             function = explanation.function_of(test.definition)
+            cases.begin_class(getattr(function, "__mlaunch_owner__", None), test.number)
             rank_coverage.enter(test.nodeid)
             _call(_bound(function, test), {**test.values, **made.make()})
             found = Verdict("passed")
@@ -95,6 +102,8 @@ def _bound(function: Callable[..., Any], test: RankTest) -> Callable[..., Any]:
     owner = getattr(function, "__mlaunch_owner__", None)
     if test.state is None or owner is None:
         return function
+    if issubclass(owner, unittest.TestCase):
+        return functools.partial(cases.run_case, owner, test.definition.qualname.rpartition(".")[2], test.state)
     instance = owner.__new__(owner)
     instance.__dict__.update(test.state)
     bound: Callable[..., Any] = getattr(instance, function.__name__)

@@ -11,12 +11,14 @@ import importlib.util
 import os
 import sys
 import types
+import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
 from mlaunch.pytest.crossing import Beginning, Definition
 
@@ -56,10 +58,15 @@ class Explanation:
     def of_error(self, error: BaseException, definition: Definition) -> tuple[Any, tuple[str, int] | None]:
         """Returns what pytest shows of an exception, and where it was raised."""
         excinfo = pytest.ExceptionInfo.from_exception(error)
-        item: Any = object.__new__(pytest.Function)  # its constructor sets up fixtures, which are set up already
-        item.config = self.config
+        function = None
         with contextlib.suppress(Exception):  # the module itself may have raised
-            item._obj = self.function_of(definition)
+            function = self.function_of(definition)
+        owner = getattr(function, "__mlaunch_owner__", object)
+        kind = TestCaseFunction if issubclass(owner, unittest.TestCase) else pytest.Function
+        item: Any = object.__new__(kind)  # its constructor sets up fixtures, which are set up already
+        item.config = self.config
+        if function is not None:
+            item._obj = function
         shown = item.repr_failure(excinfo)
         crash = getattr(shown, "reprcrash", None)
         return shown, None if crash is None else (str(crash.path), int(crash.lineno))

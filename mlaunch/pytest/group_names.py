@@ -16,7 +16,9 @@ from mlaunch.rank import in_step
 
 _SPACE = 1000  # groups that one test may make
 _FIXTURES = 10**9  # the first number of their groups
+_CLASSES = 2 * 10**9
 _left: set[Any] = set()  # what the test before has made
+_kept: set[Any] = set()  # what the class of the tests has made
 
 
 def for_test(number: int) -> contextlib.AbstractContextManager[None]:
@@ -24,9 +26,22 @@ def for_test(number: int) -> contextlib.AbstractContextManager[None]:
     return _apart(f"test {number}", number * _SPACE)
 
 
-def for_fixture(number: int) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def for_fixture(number: int) -> Iterator[None]:
     """Gives the setup of a fixture its names; the groups stay until the fixture destroys them."""
-    return _own_names(f"fixture {number}", _FIXTURES + number * _SPACE)
+    with _own_names(f"fixture {number}", _FIXTURES + number * _SPACE):
+        yield
+
+
+@contextlib.contextmanager
+def for_class(number: int) -> Iterator[None]:
+    """Gives the setup of a test's class its names, within the first test; the groups stay as those of fixtures do."""
+    world, known = _world(), set(_groups())
+    count = world.group_count
+    with _own_names(f"class {number}", _CLASSES + number * _SPACE):
+        yield
+    _kept.update(set(_groups()) - known)
+    world.group_count = count
 
 
 @contextlib.contextmanager
@@ -34,19 +49,20 @@ def _apart(prefix: str, first: int) -> Iterator[None]:
     _destroy(_left)
     _left.clear()
     known = set(_groups())
+    _kept.intersection_update(known)
     with _own_names(prefix, first):
         in_step.begin_call(this_rank.call)
         try:
             yield
         finally:  # not to be destroyed yet, since other ranks may still be making them
-            _left.update(set(_groups()) - known)
+            _left.update(set(_groups()) - known - _kept)
 
 
 @contextlib.contextmanager
 def _own_names(prefix: str, first: int) -> Iterator[None]:
     import torch.distributed as dist
 
-    world, group = dist.distributed_c10d._world, dist.group.WORLD
+    world, group = _world(), dist.group.WORLD
     if group is None:
         yield
         return
@@ -60,10 +76,16 @@ def _own_names(prefix: str, first: int) -> Iterator[None]:
             world.pg_map[group] = backend, store
 
 
+def _world() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._world
+
+
 def _groups() -> list[Any]:
     import torch.distributed as dist
 
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return list(_world().pg_map) if dist.is_initialized() else []
 
 
 def _destroy(groups: Collection[Any]) -> None:

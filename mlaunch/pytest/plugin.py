@@ -6,6 +6,7 @@ Mere loading imports neither torch nor the launcher, and starts nothing.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,10 +63,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker(NAME) is None:
         return
     take_in(item)
-    if not item.config.pluginmanager.has_plugin(_RUNNER):
+    runner: Any = item.config.pluginmanager.get_plugin(_RUNNER)
+    if runner is None:
         from mlaunch.pytest.runner import Runner
 
-        item.config.pluginmanager.register(Runner(item.config), _RUNNER)
+        runner = Runner(item.config)
+        item.config.pluginmanager.register(runner, _RUNNER)
+    runner.take_in(item)
 
 
 def _is_controller(config: pytest.Config) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -18,10 +19,9 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, isolation, rank_coverage, station, travel
+from mlaunch.pytest import body, isolation, rank_coverage, station, travel, workers
 from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict
 from mlaunch.pytest.mark import Shape
-from mlaunch.rank.setup import device
 
 _SETS_ON_CPUS = 4
 _REMEMBERED = 20  # tests
@@ -45,6 +45,7 @@ class SharedRanks:
         self._wide = wide
         self.ran: deque[str] = deque(maxlen=_REMEMBERED)
         self.fixtures: dict[object, Held] = {}
+        self.has_class = False  # that is to be torn down there
         self._environ, self._directory, self._path = dict(os.environ), os.getcwd(), list(sys.path)
         self._loaded: set[str] = set()
         self._options: dict[float | None, Options] = {}
@@ -56,7 +57,7 @@ class SharedRanks:
             backend=shape.backend,
             grace_period=_GRACE,
             progress=False,
-            env=_share_of_cores(shape.size),
+            env=workers.share_of_cores(shape.size),
         )
         self._board, self._log = station.new_files(shape.size)
         try:
@@ -96,6 +97,7 @@ class SharedRanks:
             self.ranks.run(body.load, dataclasses.replace(test, values={}, state=None))
             self._loaded.add(test.definition.file)
         self.ran.append(test.nodeid)
+        self.has_class |= test.state is not None
         options = self._options.setdefault(deadline, Options(deadline=deadline, progress=False))
         try:
             values = self.ranks.call(options, Call(body.run_test, (test,), {})).result()
@@ -153,7 +155,10 @@ class SharedRanks:
         return grown if grown > limit else 0
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks, after what they have of a test's class."""
+        if self.has_class and not self.gone:
+            with contextlib.suppress(Exception):  # they have ended meanwhile
+                self.ranks.run(body.end_class)
         self.fixtures.clear()
         self.ranks.close(cancel_futures=True)
         for fd in (self._board, self._log):
@@ -176,6 +181,7 @@ class RankPool:
             return found
         self.drop(shape)
         self._make_room(shape)
+        workers.warn_of_cores(shape)
         self.sets[shape] = made = SharedRanks(shape, self._config, self.wide)
         return made
 
@@ -213,14 +219,6 @@ def _of_the_test(stack: str) -> str:
 
 
 POOL = pytest.StashKey[RankPool]()  # of this session
-
-
-def _share_of_cores(size: int) -> dict[str, str] | None:
-    """Returns each rank's share of the cores where xdist's workers have ranks at the same time."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers == 1 or "OMP_NUM_THREADS" in os.environ:
-        return None
-    return {"OMP_NUM_THREADS": str(device.threads_of(size * workers))}
 
 
 def only_devices_lack(error: ValueError, shape: Shape) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import name_ranks
-from mlaunch.pytest import body, timeouts, travel
+from mlaunch.pytest import body, cases, timeouts, travel
 from mlaunch.pytest.crossing import Findings, RankTest
 from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge
 from mlaunch.pytest.mark import WANTED, Wanted
@@ -37,14 +37,23 @@ class Runner:
         self.pool = config.stash[POOL] = RankPool(config)
         self._numbers = itertools.count(1)
 
+    def take_in(self, item: pytest.Item) -> None:
+        """Has a method of a TestCase run by this, which no hook would be asked for."""
+        cases.take_in(item, self.run)
+
     # Hooks
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         """Runs a test on its ranks, if it has the mark."""
-        wanted = pyfuncitem.stash.get(WANTED, None)
-        if wanted is None:
+        if pyfuncitem.stash.get(WANTED, None) is None:
             return None
+        self.run(pyfuncitem)
+        return True
+
+    def run(self, pyfuncitem: pytest.Function) -> None:
+        """Runs a test on its ranks, and raises what they have found."""
+        wanted = pyfuncitem.stash[WANTED]
         pyfuncitem.stash[_JUDGED] = Judgement()
         with timeouts.suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
@@ -52,7 +61,6 @@ class Runner:
         _pass_on(pyfuncitem, findings)
         if judgement.error is not None:
             raise judgement.error
-        return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -68,8 +76,12 @@ class Runner:
         return report
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-        """Notes values that several tests use: they travel once."""
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, Any, Any]:
+        """Notes values that several tests use: they travel once. Classes that ranks set up are not set up here."""
+        if cases.is_set_up_on_ranks(request, fixturedef.argname):
+            object.__setattr__(fixturedef, "func", _nothing)
         value = yield
         if fixturedef.scope != "function" and not isinstance(value, _SMALL):
             self.pool.wide[id(value)] = (fixturedef, value)
@@ -142,7 +154,7 @@ class Runner:
             item.nodeid,
             item.name,
             travel.definition_of(item),
-            None if item.cls is None else dict(vars(item.instance)),
+            cases.state_of(item),
             {name: shared.given(value) for name, value in values.items()},
             made,
             shared.surroundings(),
@@ -169,6 +181,10 @@ class Runner:
                 pytest.PytestWarning(f"ranks held {grown} MiB more than after their first test; new ones replace them"),
                 stacklevel=1,
             )
+
+
+def _nothing(request: pytest.FixtureRequest) -> None:
+    """Does nothing, in place of a fixture that is for the ranks."""
 
 
 def _history(ran: list[str]) -> str:

@@ -111,6 +111,9 @@ class TestMethods:
 
 def test_without(): assert not dist.is_initialized()
 
+@pytest.mark.ranks(512, device_type="cuda")
+def test_too_few_devices(): pass
+
 @pytest.mark.ranks(2, fresh=True)
 def test_fresh(record_property):
     record_property("pid", os.getpid())
@@ -378,4 +381,50 @@ def test_classes(): assert classes.Model().forward(2) == 4
 def test_threads(): assert threads.start() == [1]
 def test_errors(): assert errors.load("missing") is None
 def test_generators(): assert list(generators.batches([1, 2, 3], 2)) == [[1, 2], [3]]
+"""
+
+CASES = """
+import os, unittest, pytest, torch, torch.distributed as dist
+
+@pytest.mark.ranks(2)
+class TestCases(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.pid, cls.group = os.getpid(), dist.new_group([0, 1])
+    @classmethod
+    def tearDownClass(cls):
+        torn.append(dist.get_rank())
+    def setUp(self):
+        self.x = torch.ones(1)
+    @pytest.fixture(autouse=True)
+    def given(self, tmp_path):
+        self.directory = tmp_path
+    def test_all_reduce(self):
+        dist.all_reduce(self.x, group=self.group)
+        self.assertEqual(self.x.item(), 2)
+    def test_in_class(self):
+        self.assertEqual((self.pid, self.directory.exists()), (os.getpid(), True))
+        dist.barrier(group=self.group)
+    def test_fails(self): self.assertEqual([1, 2], [1, 3])
+    def test_subtests(self):
+        for i in range(3):
+            with self.subTest(i=i): assert i != 1
+    def test_skips(self): self.skipTest("not today")
+    @unittest.skip("never")
+    def test_never(self): pass
+    @unittest.expectedFailure
+    def test_expected(self): self.fail()
+    @unittest.expectedFailure
+    def test_unexpected(self): pass
+
+torn = []
+
+class TestOther(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_torn_down(self): assert torn == [dist.get_rank()]
+    def test_without(self): assert not dist.is_initialized()
+
+@pytest.mark.ranks(2)
+class TestAsync(unittest.IsolatedAsyncioTestCase):
+    async def test_coroutine(self): self.assertTrue(dist.is_initialized())
 """

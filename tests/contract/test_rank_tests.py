@@ -52,15 +52,19 @@ def test_tests_of_one_shape_share_ranks(suite: Callable[..., tuple[Reports, str]
     listing = (ROOT / "docs" / "listings" / "testing.py").read_text()
     (tmp_path / "test_listing.py").write_text(listing)
     reports, printed = suite(rank_suite.SHARING)
-    assert list(outcomes(reports).values()) == ["passed"] * 15, printed
+    assert outcomes(reports).pop("test_too_few_devices") == "skipped"
+    assert "needs 512 cuda devices: " in reports["test_too_few_devices"]["text"]
+    assert sum(outcome == "passed" for outcome in outcomes(reports).values()) == 15 == len(reports) - 1, printed
     pids = {name: report["properties"].get("pid") for name, report in reports.items()}
     assert pids["test_first"] == pids["test_second"] == pids["test_group"] != pids["test_fresh"]
     assert [reports[f"test_sizes[ranks={size}-5]"]["properties"]["size"] for size in (1, 2)] == [6, 7]
 
 
 def test_fresh_ranks_for_each_test_and_selection_by_size(suite: Callable[..., tuple[Reports, str]]) -> None:
-    reports, printed = suite(rank_suite.SHARING, "--ranks-fresh", "-m", "ranks(n=2)", "-k", "first or fresh or sizes")
-    assert set(reports) == {"test_first", "test_fresh", "test_sizes[ranks=2-5]"}, printed
+    selected = ["-m", "ranks(n=2) or ranks(n=512)", "-k", "first or fresh or sizes or devices"]
+    reports, printed = suite(rank_suite.SHARING, "--ranks-fresh", "--ranks-require", *selected)
+    assert set(reports) == {"test_first", "test_fresh", "test_sizes[ranks=2-5]", "test_too_few_devices"}, printed
+    assert reports["test_too_few_devices"]["outcome"] == "failed"
     assert reports["test_first"]["properties"] != reports["test_fresh"]["properties"]
 
 
@@ -167,3 +171,20 @@ def test_lines_that_run_on_ranks_count(tmp_path: Path) -> None:
         found.append({file: (one["executed_lines"], one["executed_branches"]) for file, one in told.items()})
     assert len(found[0]) == 6
     assert found[0] == found[1]
+
+
+def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]]) -> None:
+    reports, printed = suite(rank_suite.CASES)
+    told = outcomes(reports)
+    passed = {"test_all_reduce", "test_in_class", "test_torn_down", "test_without", "test_coroutine"}
+    assert {name for name, outcome in told.items() if outcome == "passed"} == passed, printed
+    assert {name for name, outcome in told.items() if outcome == "skipped"} == {
+        "test_skips",
+        "test_never",
+        "test_expected",
+    }
+    assert "Lists differ: [1, 2] != [1, 3]" in reports["test_fails"]["text"]
+    assert "test_it.py:" in reports["test_fails"]["text"].splitlines()[-1]
+    assert "assert 1 != 1" in reports["test_subtests"]["text"]
+    assert "in the subtest (i=1)" in reports["test_subtests"]["text"]
+    assert reports["test_unexpected"]["text"] == "Unexpected success"

@@ -7,14 +7,16 @@ import os
 import signal
 import sys
 import types
+import unittest
 from typing import Any
 
 import pytest
 
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.pytest import early, rank_coverage, rank_fixtures, station, timeouts
+from mlaunch.pytest import cases, early, rank_coverage, rank_fixtures, station, timeouts, workers
 from mlaunch.pytest.crossing import Findings, Verdict
 from mlaunch.pytest.judgement import is_out_of_step, judge
+from mlaunch.pytest.mark import Shape
 from tests.conftest import TORCH
 
 
@@ -98,3 +100,33 @@ def test_nothing_is_recorded_where_pytest_records_nothing(monkeypatch: pytest.Mo
     assert rank_coverage.plan(request.config) is None
     rank_coverage.enter("a test")
     rank_coverage.save()
+
+
+def test_a_method_raises_what_was_wrong_first() -> None:
+    class Example(unittest.TestCase):
+        given = 0
+
+        def tearDown(self) -> None:
+            raise OSError("later")
+
+        def runTest(self) -> None:
+            with self.subTest(part=self.given):
+                raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first") as caught:
+        cases.run_case(Example, "runTest", {"given": 5})
+    assert caught.value.__dict__["__notes__"] == ["in the subtest (part=5)"]
+
+
+def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them says when there are too few."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
+    monkeypatch.setattr(workers.device, "usable_cpus", lambda: 16)
+    assert workers.share_of_cores(2) == {"OMP_NUM_THREADS": "2"}
+    workers.warn_of_cores(Shape(4, "cpu", None))
+    with pytest.warns(pytest.PytestWarning, match="4 workers with 8 ranks each share 16 cores.*; -n 2 is likely"):
+        workers.warn_of_cores(Shape(8, "cpu", None))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    workers.warn_of_cores(Shape(8, "cpu", None))

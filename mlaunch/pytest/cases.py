@@ -1,0 +1,126 @@
+"""Methods of ``unittest.TestCase`` on ranks: all of a test but its report runs there.
+
+The instance is made on each rank, since one that is made in pytest's process does not travel. ``setUpClass`` runs on
+the ranks before the first method of its class, ``tearDownClass`` after the last, before one of another class.
+"""
+
+from __future__ import annotations
+
+import functools
+import unittest
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from mlaunch.pytest import group_names
+from mlaunch.pytest.mark import NAME
+
+_SET_UP_CLASS = "_unittest_setUpClass_fixture"  # what pytest calls it
+_begun: list[type[unittest.TestCase]] = []  # of this rank: the class that is set up, or none
+
+
+def take_in(item: pytest.Item, run: Callable[[pytest.Function], object]) -> None:
+    """Has ``run`` called for a method of a TestCase: pytest calls none of its hooks for these."""
+    if is_case(item):
+        item.runtest = functools.partial(run, item)  # type: ignore[assignment, arg-type, method-assign]
+
+
+def is_case(item: pytest.Item) -> bool:
+    """Tells whether a test is such a method."""
+    owner = getattr(item, "cls", None)
+    return owner is not None and issubclass(owner, unittest.TestCase)
+
+
+def state_of(item: pytest.Function) -> dict[str, Any] | None:
+    """Returns what fixtures have given the test's instance; None: it has none."""
+    if item.cls is None:
+        return None
+    given = dict(vars(item.instance))
+    return {name: given[name] for name in given.keys() - vars(item.cls(item.name)).keys()} if is_case(item) else given
+
+
+def is_set_up_on_ranks(request: pytest.FixtureRequest, name: str) -> bool:
+    """Tells whether a fixture stands for ``setUpClass`` of a class with the mark, and not for one that is skipped."""
+    if not name.startswith(_SET_UP_CLASS) or getattr(request.cls, "__unittest_skip__", False):
+        return False
+    return any(mark.name == NAME for mark in request.node.iter_markers())
+
+
+# On the ranks
+
+
+class FirstProblem(unittest.TestResult):
+    """Notes what pytest would be told, of several problems the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: BaseException | None = None
+
+    def _note(self, error: BaseException) -> None:
+        self.found = self.found or error
+
+    def addError(self, _: Any, found: Any) -> None:
+        """Notes an exception."""
+        self._note(_raised(found))
+
+    def addFailure(self, test: Any, found: Any) -> None:
+        """Notes a failed assertion."""
+        self.addError(test, found)
+
+    def addSubTest(self, _: Any, subtest: Any, found: Any) -> None:
+        """Notes an exception of a part, and of which."""
+        if found is not None:
+            error = _raised(found)
+            notes = [*getattr(error, "__notes__", []), f"in the subtest {subtest._subDescription()}"]
+            error.__dict__["__notes__"] = notes
+            self._note(error)
+
+    def addSkip(self, _: Any, reason: str) -> None:
+        """Notes a skip."""
+        self._note(unittest.SkipTest(reason))
+
+    def addExpectedFailure(self, *_: Any) -> None:
+        """Notes that it has failed as was expected."""
+        self._note(pytest.xfail.Exception(""))
+
+    def addUnexpectedSuccess(self, _: Any) -> None:
+        """Notes that it has not."""
+        self._note(pytest.fail.Exception("Unexpected success", pytrace=False))
+
+
+def _raised(found: tuple[type[BaseException], BaseException, TracebackType]) -> BaseException:
+    return found[1].with_traceback(found[2])
+
+
+def begin_class(owner: object, number: int) -> None:
+    """Sets up the class of a test, if that is one and another one was before. Collective."""
+    if not (isinstance(owner, type) and issubclass(owner, unittest.TestCase)) or owner in _begun:
+        return
+    end_class()
+    with group_names.for_class(number):
+        owner.setUpClass()
+    _begun.append(owner)
+
+
+def end_class() -> None:
+    """Tears down the class that is set up, and warns where that fails. Collective."""
+    while _begun:
+        owner = _begun.pop()
+        for tear_down in (owner.tearDownClass, owner.doClassCleanups):
+            try:
+                tear_down()
+            except Exception as error:
+                told = f"{tear_down.__name__} of {owner.__qualname__} raised {type(error).__name__}: {error}"
+                warnings.warn(pytest.PytestWarning(told), stacklevel=1)
+
+
+def run_case(owner: type[unittest.TestCase], name: str, state: dict[str, Any]) -> None:
+    """Runs one method, with setUp, tearDown and cleanups; raises what was wrong first."""
+    case, result = owner(name), FirstProblem()
+    case.__dict__.update(state)
+    case.run(result)
+    if result.found is not None:
+        raise result.found
