@@ -81,6 +81,7 @@ def machines() -> str:
 
 # From the first to fork to the last: a room imports only what stands below it.
 ROOMS = (
+    ("notebook/", "magics: cells on ranks that stay", "a kernel", "#fdf3e1"),
     ("pytest/", "tests on ranks that stay", "pytest, and its ranks", "#fdf3e1"),
     ("cli/", "the command: flags, run, ps, stacks, doctor", "the caller", "#fdf3e1"),
     ("engines/", "finds machines, hears their members", "the caller", "#fdf3e1"),

@@ -28,7 +28,8 @@ class Reference:
 @dataclass(frozen=True)
 class Call:
     """What a rank runs. ``freed``: numbers of held values that a rank which stays is to let go of before;
-    ``held``: the number under which it is to hold what the function returns; ``seed``: for this call."""
+    ``held``: the number under which it is to hold what the function returns; ``seed``: for this call. ``name``: what
+    messages call it ("": after the function); it does not travel."""
 
     function: Reference | Callable[..., Any]
     args: tuple[Any, ...]
@@ -36,6 +37,7 @@ class Call:
     freed: tuple[int, ...] = ()
     held: int | None = None
     seed: int | str | None = None
+    name: str = ""
 
 
 def to_plain(call: Call) -> tuple[object, ...]:

@@ -74,6 +74,7 @@ def test_who_needs_torch() -> None:
 # Ordered as the processes fork: a module imports from its own room and from those to the right of it.
 ROOMS = (
     "top",
+    "notebook",
     "pytest",
     "cli",
     "engines",

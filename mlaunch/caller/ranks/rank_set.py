@@ -151,7 +151,7 @@ class RankSet:
         self.session.abandon()
 
     def _make(self, session: RanksLaunch, options: Options, call: Call) -> KeptCall:
-        name = f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
+        name = call.name or f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
         if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
             options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
         if options.log_dir is not None:

@@ -8,6 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.caller.cells.cell_calls import RunsCells
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.options.option_types import AllOptions
 
 
-class Ranks:
+class Ranks(RunsCells):
     """One process per device that stays between calls, inside one process group.
 
     What a call leaves in its ranks is there in the next one: modules, CUDA contexts, communicators, and what ``hold``

@@ -1,0 +1,1 @@
+"""Cells on ranks that stay, as their caller has them."""

@@ -1,0 +1,127 @@
+"""The calls of ``Ranks`` that run cells, in a namespace of the ranks' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.base.text import name_ranks
+from mlaunch.caller.cells.cell_result import CellResult
+from mlaunch.caller.cells.cell_source import CellSource, cell_source
+from mlaunch.caller.ranks.rank_set import RankSet
+from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.messages.cell_messages import CellAnswer
+from mlaunch.rank.cells import names_of_cells
+from mlaunch.rank.cells.run_cell import run_cell
+
+_RICH = ("first", "all")
+
+
+class RunsCells:
+    """What ``Ranks`` do for a notebook's magics, and for who has none."""
+
+    _set: RankSet
+
+    def cell(
+        self, source: str, *, targets: Sequence[int] | None = None, deadline: float | None = None, rich: str = "first"
+    ) -> CellResult:
+        """Runs source text on the ranks as a notebook's cell, in a namespace that they keep between cells.
+
+        Args:
+            source: Python; with IPython on the ranks also ``!commands`` and ``%magics``.
+            targets: The ranks on which it runs. None: all.
+            deadline: For this cell, in seconds. None: that of the ranks.
+            rich: Of whom figures and other rich output come back: the "first" of the targets, or "all".
+
+        Returns:
+            What is to be shown: the last expression, once where all ranks have the same, else by rank.
+
+        Raises:
+            SyntaxError: The text is none of these.
+            Exception: What a rank raised, as ``run`` raises it.
+        """
+        __tracebackhide__ = True
+        try:
+            return self.run_cell(cell_source(source), targets, deadline, rich)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def pull(self, name: str, *, targets: Sequence[int] | None = None) -> list[Any]:
+        """Returns the values of a name that cells have left, in the order of ranks; of the targets, if given.
+
+        Raises:
+            NameError: Some of these ranks have no such name.
+        """
+        __tracebackhide__ = True
+        try:
+            found = self._ask(Call(names_of_cells.pull, ([name], self._checked(targets)), {}, name=f"pull of {name}"))
+            _check_name(name, found)
+            return [values[name] for values in found.values()]
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def push(self, values: Mapping[str, Any], *, targets: Sequence[int] | None = None) -> None:
+        """Sets names in the namespace of the ranks' cells; of the targets, if given."""
+        __tracebackhide__ = True
+        try:
+            name = f"push of {', '.join(values)}"
+            self._ask(Call(names_of_cells.push, (dict(values), self._checked(targets)), {}, name=name))
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def run_cell(
+        self, cell: CellSource, targets: Sequence[int] | None, deadline: float | None, rich: str
+    ) -> CellResult:
+        """Runs one that has its name already."""
+        options = self._set.options if deadline is None else self._set.options.replaced({"deadline": deadline})
+        _, ended = self._set.run(options, self._cell_call(cell, targets, rich))
+        return result_of(ended.result())
+
+    def _cell_call(self, cell: CellSource, targets: Sequence[int] | None, rich: str) -> Call:
+        if rich not in _RICH:
+            raise misuse(ValueError(f"rich={rich!r}: allowed: {', '.join(map(repr, _RICH))}"))
+        place = cell.number, cell.lines_above
+        return Call(run_cell, (cell.text, cell.file, place, self._checked(targets), rich == "all"), {}, name=cell.name)
+
+    def _ask(self, call: Call) -> dict[int, Any]:
+        """Makes a call; returns its values by rank, without those of ranks that are no targets."""
+        _, ended = self._set.run(self._set.options, call)
+        return {rank: value for rank, value in enumerate(ended.result()) if value is not None}
+
+    def _checked(self, targets: Sequence[int] | None) -> tuple[int, ...] | None:
+        if targets is None:
+            return None
+        size = self._set.session.handle.idle_spec.world_size
+        wrong = sorted(rank for rank in targets if not 0 <= rank < size)
+        if wrong:
+            raise misuse(ValueError(f"there is no {name_ranks(wrong)}; these are {name_ranks(range(size))}"))
+        if not targets:
+            raise misuse(ValueError("targets=(): allowed: ranks, at least one, or None for all"))
+        return tuple(sorted(set(targets)))
+
+
+def result_of(values: Sequence[CellAnswer | None]) -> CellResult:
+    """Makes the result of what the ranks answered to a cell; warns where some have no IPython."""
+    answers = {rank: answer for rank, answer in enumerate(values) if answer is not None}
+    bare = [rank for rank, answer in answers.items() if answer.without_ipython]
+    if bare:
+        warn_caller(f"{name_ranks(bare)} ran this without IPython, which is not installed there: without magics")
+    return CellResult(answers)
+
+
+def _check_name(name: str, found: Mapping[int, Mapping[str, Any]]) -> None:
+    without = [rank for rank, values in found.items() if name not in values]
+    having = [rank for rank in found if rank not in without]
+    if having and without:
+        raise misuse(NameError(f"name {name!r} is not on {name_ranks(without)}, but on {name_ranks(having)}; pull it "
+                               f"from there (targets)"))  # fmt: skip
+    if without:
+        raise misuse(NameError(f"name {name!r} is not on {name_ranks(without)}; cells have not set it there"))

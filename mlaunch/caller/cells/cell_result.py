@@ -1,0 +1,76 @@
+"""What a cell has shown on its ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from mlaunch.base.text import ranges
+from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
+
+
+class CellResult:
+    """What a cell showed: shown once where all ranks have the same, else by rank.
+
+    Attributes:
+        answers: By rank; of those on which the cell ran.
+    """
+
+    def __init__(self, answers: Mapping[int, CellAnswer]) -> None:
+        self.answers = dict(sorted(answers.items()))
+
+    @property
+    def text(self) -> str:
+        """The last expression as text; "" where no rank has one to show."""
+        looks: dict[str, list[int]] = {}
+        for rank, answer in self.answers.items():
+            looks.setdefault("" if answer.last is None else answer.last.text, []).append(rank)
+        if len(looks) < 2:
+            return next(iter(looks), "")
+        return "\n".join(_labelled(ranks, text) for text, ranks in looks.items())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has a last expression to show."""
+        return all(answer.last is None for answer in self.answers.values())
+
+    @property
+    def _is_equal(self) -> bool:
+        return len({answer.last and answer.last.text for answer in self.answers.values()}) < 2
+
+    def show_displays(self) -> None:
+        """Displays what the cell displayed, where this process can; the ranks one after the other."""
+        several = sum(1 for answer in self.answers.values() if answer.displays) > 1
+        for rank, answer in self.answers.items():
+            for bundle in answer.displays:
+                _display(bundle, f"[{rank}]" if several else "")
+            if answer.last is not None and not self._is_equal and len(answer.last.data) > 1 and several:
+                _display(answer.last, f"[{rank}]")
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **_: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Shows all forms of what is equal; of what differs, the text."""
+        if self.is_empty or not self._is_equal:
+            return {"text/plain": self.text}, {}
+        last = next(answer.last for answer in self.answers.values() if answer.last is not None)
+        return last.data, last.metadata
+
+
+def _labelled(ranks: list[int], text: str) -> str:
+    label = f"[{ranges(ranks, ',')}] "
+    return label + text.replace("\n", "\n" + " " * len(label))
+
+
+def _display(bundle: Bundle, label: str) -> None:
+    ipython: Any = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        print(f"{label} {bundle.text}".strip())
+        return
+    if label and not bundle.update:
+        print(label)
+    ipython.get_ipython().display_pub.publish(
+        dict(bundle.data), dict(bundle.metadata), transient=dict(bundle.transient), update=bundle.update
+    )

@@ -1,0 +1,75 @@
+"""A cell as it is sent: its text, and what it is called where it came from."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from mlaunch.base.misuse import misuse
+from mlaunch.protocol import sources
+
+_FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_MAGIC = re.compile(r"^\s*[!%?]|\?\s*$", re.MULTILINE)
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class CellSource:
+    """``name`` is for messages ("cell In[7]"), ``file`` for tracebacks; ``lines_above`` are the magic's,
+    or empty."""
+
+    text: str
+    name: str
+    file: str
+    number: int
+    lines_above: int
+
+
+def cell_source(text: str, *, magic: str = "") -> CellSource:
+    """Makes it known to this process under a name. ``magic``: the line above the text, if there is one.
+
+    Raises:
+        SyntaxError: The text is no Python, nor what IPython makes Python of.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    lines = text.splitlines(keepends=True)
+    body = list(itertools.dropwhile(str.isspace, lines))  # as IPython has it, which drops these
+    above, text = len(lines) - len(body) + (1 if magic else 0), "".join(body)
+    whole = "\n" * above + text
+    if shell is None:
+        number = next(_numbers)
+        found = CellSource(text, f"cell {number}", f"<cell {number}>", number, above)
+        sources.take((found.file, whole))
+    else:
+        number = _number_of_cell(shell)
+        file = shell.compile.cache(whole, number, raw_code=f"{magic}{whole}")
+        found = CellSource(text, f"cell In[{number}]", file, number, above)
+    _check_syntax(found, shell)
+    return found
+
+
+def _number_of_cell(shell: Any) -> int:
+    """Returns the number of the cell that runs; IPython's own count is ahead of it by one in some releases."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        _, name = shell.compile.format_code_name(frame.f_code.co_filename) or ("", "")
+        if number := re.fullmatch(r"In\[(\d+)\]", name):
+            return int(number[1])
+        frame = frame.f_back
+    return int(shell.execution_count)
+
+
+def _check_syntax(cell: CellSource, shell: Any) -> None:
+    """Raises SyntaxError before n ranks do. What IPython may know as a command (``ls``) is left to them."""
+    try:
+        text = cell.text if shell is None else shell.input_transformer_manager.transform_cell(cell.text)
+        compile("\n" * cell.lines_above + text, cell.file, "exec", _FLAGS, dont_inherit=True)
+    except SyntaxError as error:
+        is_line = len(cell.text.strip().splitlines()) == 1
+        if not (is_line if shell is not None else _MAGIC.search(cell.text)):
+            raise misuse(error.with_traceback(None)) from None

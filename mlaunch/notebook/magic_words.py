@@ -1,0 +1,190 @@
+"""What the words behind ``%ranks`` and ``%%ranks`` mean."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mlaunch.caller.options.launch_options import Options
+
+_RUNS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_OF_RANKS = {"restart": "bool", "idle_timeout": "float | None"}
+_TYPES = {one.name: str(one.type) for one in fields(Options)} | _OF_RANKS
+_WITH_NAMES = ("pull", "push")
+_ALONE = ("close",)
+_OF_CELLS = ("targets", "deadline", "rich")
+
+
+class WordError(ValueError):
+    """The words say nothing that the magic can do."""
+
+
+@dataclass(frozen=True)
+class LineWords:
+    """What ``%ranks`` is to do.
+
+    ``verb``: "table", "open", "restart", "close", "pull" or "push"; ``names``: to pull or push; ``options``: of the
+    ranks.
+    """
+
+    verb: str
+    names: tuple[str, ...] = ()
+    targets: tuple[int, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CellWords:
+    """How ``%%ranks`` is to run its cell; as the parameters of ``Ranks.cell``."""
+
+    targets: tuple[int, ...] | None = None
+    deadline: float | None = None
+    rich: str = "first"
+
+
+def line_words(line: str) -> LineWords:
+    """Reads what stands behind ``%ranks``. WordError that says what is wrong."""
+    words = _split(line)
+    verbs = [word[2:] for word in words if word[:2] == "--" and word[2:] in {*_WITH_NAMES, *_ALONE, "restart"}]
+    if len(verbs) > 1:
+        raise WordError(f"--{verbs[0]} and --{verbs[1]} are two things: one line for each")
+    verb = verbs[0] if verbs else "open" if words else "table"
+    rest = [word for word in words if word != f"--{verb}"]
+    if verb in _WITH_NAMES:
+        return _naming(verb, rest)
+    if verb in _ALONE and rest:
+        raise WordError(f"--{verb} takes nothing else, but there is {rest[0]}")
+    return LineWords(verb, options=_options(rest))
+
+
+def cell_words(line: str) -> CellWords:
+    """Reads what stands behind ``%%ranks``. WordError that says what is wrong."""
+    given: dict[str, Any] = {}
+    words = _split(line)
+    while words:
+        word = words.pop(0)
+        name, text = _flag(word, words) if word.startswith("--") else ("targets", word)
+        if name not in _OF_CELLS:
+            raise WordError(f"{word}: allowed for a cell: ranks (0,2-3), {_flags(_OF_CELLS)}; options of the ranks "
+                            f"belong to %ranks")  # fmt: skip
+        if name in given:
+            raise WordError(f"{name} is given twice: allowed: once")
+        given[name] = _targets(text) if name == "targets" else _seconds(name, text) if name == "deadline" else text
+    if given.get("rich", "all") not in {"all", "first"}:
+        raise WordError(f"--rich {given['rich']}: allowed: first (of the ranks), all")
+    return CellWords(**given)
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise WordError(f"{line.strip()}: {error}") from None
+
+
+def _flag(word: str, rest: list[str]) -> tuple[str, str]:
+    """Returns the name of a flag and its value, which may be the next word."""
+    name, has_value, text = word[2:].partition("=")
+    if not has_value:
+        if not rest or rest[0].startswith("--"):
+            raise WordError(f"{word} has no value: allowed: {word} VALUE")
+        text = rest.pop(0)
+    return name.replace("-", "_"), text
+
+
+def _naming(verb: str, words: list[str]) -> LineWords:
+    names, targets = [], None
+    while words:
+        word = words.pop(0)
+        if word.startswith("--"):
+            name, text = _flag(word, words)
+            if name != "targets":
+                raise WordError(f"{word}: allowed with --{verb}: names, and --targets")
+            targets = _targets(text)
+        elif word.isidentifier():
+            names.append(word)
+        else:
+            raise WordError(f"{word}: allowed with --{verb}: names, as in %ranks --{verb} loss")
+    if not names:
+        raise WordError(f"--{verb} has no names: allowed: names, as in %ranks --{verb} loss")
+    return LineWords(verb, tuple(names), targets)
+
+
+def _targets(text: str) -> tuple[int, ...]:
+    if not _RUNS.fullmatch(text):
+        raise WordError(f"{text}: allowed: ranks and runs of ranks with commas between them, as in 0,2-3")
+    found: list[int] = []
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if not found:
+        raise WordError(f"{text}: allowed: runs that count up, as in 2-3")
+    return tuple(found)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise WordError(f"--{name} {text}: allowed: a number of seconds") from None
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """Reads the options of ``Ranks``; the first word may be how many ranks."""
+    found: dict[str, Any] = {}
+    if words and words[0].isdecimal():
+        found["n_gpus"] = int(words.pop(0))
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise WordError(f"{word}: allowed: a number of ranks, then options, as in %ranks 4 --backend gloo")
+        name = word[2:].replace("-", "_")
+        if _TYPES.get(name) == "bool":
+            found[name] = True
+        elif _TYPES.get(name.removeprefix("no_")) == "bool":
+            found[name.removeprefix("no_")] = False
+        else:
+            name, text = _known(*_flag(word, words))
+            found[name] = _value(name, text)
+    return found
+
+
+def _known(name: str, text: str) -> tuple[str, str]:
+    if name in _TYPES:
+        return name, text
+    close = difflib.get_close_matches(name, [*_TYPES, "pull", "push", "close"], 1)
+    hint = f"; did you mean --{close[0].replace('_', '-')}?" if close else ""
+    raise WordError(f"Ranks have no option --{name.replace('_', '-')}{hint}")
+
+
+def _value(name: str, text: str) -> Any:
+    """Returns an option's value as its type says; ``Options`` checks it."""
+    kind = _TYPES[name]
+    if name == "engine":
+        from mlaunch.cli.engine_names import engine_named  # which few use
+
+        return engine_named(text)
+    if "None" in kind and text.lower() == "none":
+        return None
+    if "Mapping" in kind:
+        return dict(pair.partition("=")[::2] for pair in text.split(","))
+    if "Sequence" in kind:
+        return list(_targets(text))
+    return _number(text) if "int" in kind or "float" in kind else text
+
+
+def _number(text: str) -> Any:
+    """Returns the number; the text, if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _flags(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)

@@ -1,0 +1,134 @@
+"""``%ranks`` and ``%%ranks`` in IPython: the notebook's ranks, and its cells on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from mlaunch.caller.cells.cell_result import CellResult
+from mlaunch.caller.cells.cell_source import cell_source
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.notebook.magic_words import LineWords, WordError, cell_words, line_words
+from mlaunch.notebook.table import table
+from mlaunch.notebook.told import told_in_cell
+from mlaunch.rank.cells import names_of_cells
+
+_NONE_OPEN = "no ranks are open: %ranks 4 opens four, %ranks with options others (%ranks? shows them)"
+
+
+class CellRanks:
+    """The ranks of one notebook, which its magics open, use and close."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._ranks: Ranks | None = None
+        self._options: Mapping[str, Any] = {}
+
+    def magic(self, line: str, cell: str | None = None) -> Any:
+        """Opens ranks, runs cells on them, and brings names to and fro.
+
+        %ranks 4 [--backend gloo ...]    opens four ranks, with the options of Ranks
+        %ranks                           a table: memory, and the names that cells have left
+        %%ranks [0,2-3] [--deadline 60] [--rich all]
+                                         runs the cell on all ranks, or on some
+        %ranks --pull loss               a list of its values by rank, also as `losses = %ranks --pull loss`
+        %ranks --push lr data            sets names of the notebook on the ranks
+        %ranks --restart [...]           fresh ranks, with the same options or others
+        %ranks --close                   ends them
+        """
+        try:
+            return self._run_line(line_words(line)) if cell is None else self._run_cell(line, cell)
+        except (KeyboardInterrupt, Exception) as error:
+            if isinstance(error, WordError):
+                raise UsageError(str(error)) from None
+            raise told_in_cell(error) from error.__cause__
+
+    def close(self) -> None:
+        """Ends the ranks, if there are any."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close(cancel_futures=True)
+
+    @property
+    def _open(self) -> Ranks:
+        if self._ranks is None or self._ranks.closed:
+            raise WordError(_NONE_OPEN)
+        return self._ranks
+
+    # %%ranks
+
+    def _run_cell(self, line: str, text: str) -> CellResult | None:
+        words, ranks = cell_words(line), self._open
+        if not text.strip():
+            return None
+        cell = cell_source(text, magic=f"%%ranks {line}".rstrip())
+        result = ranks.run_cell(cell, words.targets, words.deadline, words.rich)
+        result.show_displays()
+        return None if result.is_empty else result
+
+    # %ranks
+
+    def _run_line(self, words: LineWords) -> Any:
+        do: dict[str, Callable[[LineWords], Any]] = {
+            "table": self._print_table,
+            "open": self._open_ranks,
+            "restart": self._restart,
+            "close": lambda _: self.close(),
+            "pull": self._pull,
+            "push": self._push,
+        }
+        return do[words.verb](words)
+
+    def _print_table(self, _: LineWords) -> None:
+        ranks = self._open
+        is_idle = ranks.idle
+        told = ranks.run(names_of_cells.describe_names) if is_idle else []
+        print(table(ranks.devices, "idle" if is_idle else "running", told))
+
+    def _open_ranks(self, words: LineWords) -> None:
+        if self._ranks is not None and not self._ranks.closed:
+            if words.options != self._options:
+                raise WordError(f"{self._ranks!r} are open, with other options: %ranks --restart with the new ones "
+                                f"ends these first, and what they hold is lost then")  # fmt: skip
+        else:
+            self._ranks, self._options = Ranks(**words.options), words.options
+            self._ranks.run(names_of_cells.prepare)
+        self._print_table(words)
+
+    def _restart(self, words: LineWords) -> None:
+        options = words.options or self._options
+        Options().replaced({name: value for name, value in options.items() if name not in {"restart", "idle_timeout"}})
+        self.close()
+        self._open_ranks(LineWords("open", options=options))
+
+    def _pull(self, words: LineWords) -> Any:
+        found = {name: self._open.pull(name, targets=words.targets) for name in words.names}
+        self._shell.user_ns.update(found)
+        return found if len(found) > 1 else next(iter(found.values()))
+
+    def _push(self, words: LineWords) -> None:
+        ranks, names = self._open, self._shell.user_ns
+        missing = [name for name in words.names if name not in names]
+        if missing:
+            raise WordError(f"the notebook has no names {', '.join(missing)} to push")
+        ranks.push({name: names[name] for name in words.names}, targets=words.targets)
+
+
+def load(shell: Any) -> None:
+    """Brings the magics into an IPython shell; those that are there stay, with their ranks."""
+    if getattr(shell, "mlaunch_ranks", None) is None:
+        shell.mlaunch_ranks = CellRanks(shell)
+        shell.register_magic_function(shell.mlaunch_ranks.magic, "line_cell", "ranks")
+
+
+def unload(shell: Any) -> None:
+    """Ends the ranks and takes the magics away."""
+    ranks: CellRanks | None = getattr(shell, "mlaunch_ranks", None)
+    if ranks is not None:
+        shell.mlaunch_ranks = None
+        for kind in ("line", "cell"):
+            shell.magics_manager.magics[kind].pop("ranks", None)
+        ranks.close()

@@ -1,0 +1,1 @@
+"""A notebook's cells on ranks that stay: where they run, and what they leave there."""

@@ -1,0 +1,84 @@
+"""Runs a notebook's cell in this rank, in a ``__main__`` that stays from cell to cell."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from mlaunch.protocol import this_rank
+from mlaunch.protocol.messages.cell_messages import CellAnswer
+from mlaunch.rank.cells.plain_shell import PlainShell
+
+main = types.ModuleType("__main__")  # the cells'
+
+
+class CellRunner(Protocol):
+    """What runs cells."""
+
+    def run(self, source: str, file: str, number: int, lines_above: int, /) -> CellAnswer:
+        """Runs one; raises what the cell raises."""
+
+
+def run_cell(
+    source: str, file: str, place: tuple[int, int], targets: Sequence[int] | None, rich: bool
+) -> CellAnswer | None:
+    """Runs a cell; on the ranks that are no targets, nothing.
+
+    Args:
+        source: Its text.
+        file: What stands for it in tracebacks.
+        place: The cell's number, and how many lines of it are above the text.
+        targets: The ranks on which the cell runs. None: all.
+        rich: All targets answer with all forms of what they show, not only the first of them.
+    """
+    here = rank()
+    if targets is not None and here not in targets:
+        return None
+    with main_of_cells():
+        try:
+            answer = shell().run(source, file, *place)
+        except SystemExit as leaving:
+            said = "" if leaving.code is None else repr(leaving.code)
+            raise RuntimeError(f"the cell called sys.exit({said}); ranks end with %ranks --close") from None
+    # Each rank has made all forms, which may take a collective; one rank's are enough to be seen.
+    return answer if rich or here == (0 if targets is None else min(targets)) else _in_short(answer)
+
+
+def rank() -> int:
+    """Returns the number of this rank; 0 in a process that is none."""
+    return 0 if this_rank.this_rank is None else this_rank.this_rank.rank
+
+
+@functools.cache
+def shell() -> CellRunner:
+    """Returns what runs cells here: IPython, where it is installed."""
+    try:
+        from mlaunch.rank.cells.shell import open_shell
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {"IPython", "traitlets"}:
+            raise
+        return PlainShell(main)
+    return open_shell(main)
+
+
+@contextlib.contextmanager
+def main_of_cells() -> Iterator[types.ModuleType]:
+    """Has the cells' namespace be ``__main__``.
+
+    Not for longer: values that go back are pickled without it, by value, since the notebook has none of its classes.
+    """
+    before = sys.modules.get("__main__")
+    sys.modules["__main__"] = main
+    try:
+        yield main
+    finally:
+        if before is not None:
+            sys.modules["__main__"] = before
+
+
+def _in_short(answer: CellAnswer) -> CellAnswer:
+    return CellAnswer(answer.last and answer.last.plain(), (), answer.without_ipython)

@@ -1,0 +1,145 @@
+"""IPython's shell in a rank: magics, top-level ``await``, rich output; what it shows goes back with the answer.
+
+No history, which would open a database and a thread; no directory of its own; no traceback that it prints, since the
+exception goes back.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import types
+import warnings
+from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
+
+
+class _Collector(DisplayPublisher):
+    """Keeps what is displayed."""
+
+    shell: Any
+
+    def publish(
+        self, data: Any, metadata: Any = None, *_: Any, transient: Any = None, update: bool = False, **__: Any
+    ) -> None:
+        self.shell.displays.append(Bundle(dict(data), dict(metadata or {}), dict(transient or {}), update))
+
+    def clear_output(self, *_: Any, **__: Any) -> None:
+        self.shell.displays.clear()
+
+
+class _LastExpression(DisplayHook):
+    """Keeps what a cell's last expression looks like."""
+
+    shell: Any
+
+    def quiet(self) -> bool:
+        ends_silently: Any = self.semicolon_at_end_of_expression
+        return bool(ends_silently(self.shell.source))
+
+    def start_displayhook(self) -> None: ...
+
+    def write_output_prompt(self) -> None: ...
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        self.shell.last = Bundle(dict(format_dict), dict(md_dict or {}), {})
+
+    def log_output(self, format_dict: Any) -> None: ...
+
+    def finish_displayhook(self) -> None: ...
+
+
+class _NamedByNotebook(CachingCompiler):
+    """Calls a cell's code what the notebook calls it."""
+
+    file = ""
+
+    def get_code_name(self, *_: Any, **__: Any) -> str:
+        return self.file
+
+
+class CellShell(InteractiveShell):
+    """Runs cells."""
+
+    compile: Any
+    compiler_class = Type(_NamedByNotebook)
+    display_pub_class = Type(_Collector)
+    displayhook_class = Type(_LastExpression)
+    source = ""  # of the cell that runs
+    last: Bundle | None = None
+    displays: list[Bundle] = []  # noqa: RUF012  # each instance gets its own, before traitlets are told of it
+    _lines_above = 0
+
+    def run(self, source: str, file: str, number: int, lines_above: int, /) -> CellAnswer:
+        """Runs a cell; raises what the cell raises."""
+        self.source, self._lines_above, self.compile.file, self.execution_count = source, lines_above, file, number
+        self.last, self.displays = None, []
+        run_cell: Any = self.run_cell  # untyped, as what it calls
+        done = run_cell(source)
+        error = done.error_before_exec or done.error_in_exec
+        try:
+            if error is not None:
+                raise _below_ipython(error, file)
+            return CellAnswer(self.last, tuple(self.displays))
+        finally:
+            self.last, self.displays, self.last_execution_result = None, [], None
+            del done, error  # with what the frames of the error hold
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Puts the cell where its lines have the numbers that they have in the notebook."""
+        above, self._lines_above = self._lines_above, 0
+        transform: Any = super().transform_cell
+        return "\n" * above + str(transform(raw_cell))
+
+    def showtraceback(self, *args: Any, running_compiled_code: bool = False, **kwargs: Any) -> None:
+        """Prints what a magic shows of its own accord (``%run``); a cell's exception goes back."""
+        if not running_compiled_code and not isinstance(sys.exc_info()[1], SystemExit):
+            super().showtraceback(*args, **kwargs)
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Does nothing: ranks have no loop of events, and ``%matplotlib inline`` asks for none."""
+
+    def init_virtualenv(self) -> None: ...
+
+    def atexit_operations(self) -> None: ...
+
+
+def open_shell(module: types.ModuleType) -> CellShell:
+    """Makes the one shell of this rank, whose namespace is the module's."""
+    if InteractiveShell.initialized():  # a rank that was forked from a kernel has the kernel's
+        type(InteractiveShell.instance()).clear_instance()
+    warnings.filterwarnings("ignore", message="To exit: use 'exit'")
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.cache_size = 0  # else each value that was shown would stay in memory
+    config.InteractiveShell.colors = "nocolor"
+    config.InteractiveShell.display_page = True
+    before = sys.modules.get("__main__")
+    directory = tempfile.mkdtemp(prefix="mlaunch-cells-")
+    try:
+        config.InteractiveShell.ipython_dir = directory
+        shell: CellShell = CellShell.instance(config=config, user_module=module, user_ns=vars(module))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if before is not None:
+            sys.modules["__main__"] = before
+    return shell
+
+
+def _below_ipython(error: BaseException, file: str) -> BaseException:
+    """Takes all frames above the cell off the traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    return error if trace is None else error.with_traceback(trace)

@@ -1,0 +1,126 @@
+"""Cells on ranks that stay: their namespace, what they show, how they fail, and the magics for them."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaunch import Ranks
+
+pytest.importorskip("torch")
+pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
+Run = Callable[[str], Any]
+RANK = "from mlaunch import comm\nrank = comm.get_rank()"
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    with Ranks(n_gpus=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs a cell in an IPython shell of this process."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    for name in ("ps1", "ps2", "ps3"):
+        monkeypatch.setattr(sys, name, "", raising=False)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    before = dict(vars(builtins))
+    config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"colors": "nocolor"}})
+    shell = InteractiveShell.instance(config=config)
+    try:
+        yield lambda text: shell.run_cell(text, store_history=True)
+    finally:
+        shell.run_cell("%unload_ext mlaunch")
+        InteractiveShell.clear_instance()
+        for name in vars(builtins).keys() - before.keys():
+            delattr(builtins, name)
+
+
+def test_names_stay_and_looks_are_shown_once_where_equal(ranks: Ranks) -> None:
+    ranks.cell(f"{RANK}\nx = 3")
+    assert repr(ranks.cell("x")) == "3"
+    assert repr(ranks.cell("x + rank")) == "[0] 3\n[1] 4"
+    assert ranks.cell("rank", targets=[1]).answers.keys() == {1}
+    with pytest.raises(ValueError, match=r"there is no rank 2; these are ranks 0-1"):
+        ranks.cell("rank", targets=[0, 2])
+
+
+def test_a_cell_is_ipythons(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    result = ranks.cell(
+        "import asyncio\nawait asyncio.sleep(0)\n!echo hello\nfrom IPython.display import HTML, display\n"
+        "display(HTML('<b>1</b>'), display_id='a')\nget_ipython().display_formatter.active_types"
+    )
+    assert "hello\n" in capfd.readouterr().out
+    assert [len(answer.displays) for answer in result.answers.values()] == [1, 0]  # of the first rank
+    (shown,) = result.answers[0].displays
+    assert (shown.data["text/html"], shown.transient) == ("<b>1</b>", {"display_id": "a"})
+    assert all(answer.displays for answer in ranks.cell("display(1)", rich="all").answers.values())
+
+
+def test_a_failure_names_the_line_and_names_live_on_where_ranks_are_in_step(ranks: Ranks) -> None:
+    ranks.cell(f"{RANK}\nx = 3")
+    with pytest.raises(ValueError, match="no") as raised:
+        ranks.cell("x = 4\nif rank == 1:\n    raise ValueError('no')")
+    assert re.search(r'File "<cell \d+>", line 3, in <module>\n +raise ValueError', str(raised.value.__cause__))
+    assert raised.value.__notes__[-1] == "the ranks are in step and stay, with what they hold"
+    assert repr(ranks.cell("x")) == "4"
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(3\); ranks end with"):
+        ranks.cell("import sys; sys.exit(3)")
+
+
+def test_a_failure_tells_where_in_the_cell_the_others_were(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "running")
+    waiting = f"while not os.path.exists({path!r}): os.sched_yield()\nraise ValueError('no')"
+    with pytest.raises(ValueError, match="no") as raised:
+        ranks.cell(f"import os\n{RANK}\nif rank == 0:\n    open({path!r}, 'w')\n    while True: pass\n{waiting}")
+    assert re.search(r"rank 0 was in <module> at <cell \d+>:6", str(raised.value.__cause__))
+
+
+def test_names_go_to_and_fro(ranks: Ranks) -> None:
+    ranks.push({"lr": 3, "targets": lambda: 4})
+    ranks.cell(f"{RANK}\nclass Point:\n    x = lr + rank + targets()\npoint = Point()\nif rank: apart = 1")
+    assert [point.x for point in ranks.pull("point")] == [7, 8]  # by value: this process has no such class
+    assert ranks.pull("apart", targets=[1]) == [1]
+    with pytest.raises(NameError, match=r"'apart' is not on rank 0, but on rank 1; pull it from there"):
+        ranks.pull("apart")
+    with pytest.raises(NameError, match=r"'nothing' is not on ranks 0-1; cells have not set it"):
+        ranks.pull("nothing")
+    ranks.cell("lock = __import__('threading').Lock()")
+    with pytest.raises(Exception, match=r"value\['lock'\] is a _thread.lock"):
+        ranks.pull("lock")
+    with pytest.raises(TypeError, match=r"lock"):
+        ranks.push({"lock": threading.Lock()})
+
+
+def test_the_magics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("%load_ext mlaunch")
+    assert "no ranks are open: %ranks 4" in str(run("%%ranks\n1").error_in_exec)
+    run("%ranks 2 --device-type cpu")
+    assert "2 ranks on cpu, idle\nrank  pid" in capsys.readouterr().out
+    assert repr(run(f"%%ranks\n{RANK}\nx = 1\nrank").result) == "[0] 0\n[1] 1"
+    assert run("z = %ranks --pull rank\nz").result == [0, 1]
+    run("lr = 5")
+    run("%ranks --push lr")
+    assert repr(run("%%ranks {lr - 4}\nlr").result) == "5"
+    assert "the notebook has no names nothing" in str(run("%ranks --push nothing").error_in_exec)
+    assert "with other options: %ranks --restart" in str(run("%ranks 3").error_in_exec)
+    failed = run("%%ranks\n\nif rank == 1:\n    raise ValueError('no')").error_in_exec
+    assert isinstance(failed, ValueError)
+    shown = "\n".join(failed._render_traceback_())  # type: ignore[attr-defined]
+    assert re.search(r"Cell In\[\d+\], line 4, in <module>\n +raise ValueError\('no'\)", shown), shown
+    assert isinstance(run("%%ranks\nx = 1\ndef f(:").error_in_exec, SyntaxError)
+    run("%ranks --restart")
+    assert isinstance(run("%%ranks\nx").error_in_exec, NameError)
+    run("%ranks --close")
+    assert "no ranks are open" in str(run("%ranks").error_in_exec)
