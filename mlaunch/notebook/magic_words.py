@@ -15,9 +15,9 @@ from mlaunch.caller.options.launch_options import Options
 _RUNS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 _OF_RANKS = {"restart": "bool", "idle_timeout": "float | None"}
 _TYPES = {one.name: str(one.type) for one in fields(Options)} | _OF_RANKS
-_WITH_NAMES = ("pull", "push")
-_ALONE = ("close",)
-_OF_CELLS = ("targets", "deadline", "rich")
+_WITH_NAMES = ("pull", "push", "cancel", "stop")
+_ALONE = ("close", "auto", "local")
+_OF_CELLS = ("targets", "deadline", "rich", "bg")
 
 
 class WordError(ValueError):
@@ -28,7 +28,7 @@ class WordError(ValueError):
 class LineWords:
     """What ``%ranks`` is to do.
 
-    ``verb``: "table", "open", "restart", "close", "pull" or "push"; ``names``: to pull or push; ``options``: of the
+    ``verb``: "table", "open", or that of a flag: "pull"; ``names``: to pull or push, or of jobs; ``options``: of the
     ranks.
     """
 
@@ -40,11 +40,16 @@ class LineWords:
 
 @dataclass(frozen=True)
 class CellWords:
-    """How ``%%ranks`` is to run its cell; as the parameters of ``Ranks.cell``."""
+    """How ``%%ranks`` is to run its cell; as the parameters of ``Ranks.cell``.
+
+    ``bg``: the name of its job, if it runs in the background; ``auto``: nobody has written the magic.
+    """
 
     targets: tuple[int, ...] | None = None
     deadline: float | None = None
     rich: str = "first"
+    bg: str = ""
+    auto: bool = False
 
 
 def line_words(line: str) -> LineWords:
@@ -66,6 +71,8 @@ def cell_words(line: str) -> CellWords:
     """Reads what stands behind ``%%ranks``. WordError that says what is wrong."""
     given: dict[str, Any] = {}
     words = _split(line)
+    if words == ["--auto"]:
+        return CellWords(auto=True)
     while words:
         word = words.pop(0)
         name, text = _flag(word, words) if word.startswith("--") else ("targets", word)
@@ -77,6 +84,8 @@ def cell_words(line: str) -> CellWords:
         given[name] = _targets(text) if name == "targets" else _seconds(name, text) if name == "deadline" else text
     if given.get("rich", "all") not in {"all", "first"}:
         raise WordError(f"--rich {given['rich']}: allowed: first (of the ranks), all")
+    if not given.get("bg", "job").isidentifier():
+        raise WordError(f"--bg {given['bg']}: allowed: a name for the job")
     return CellWords(**given)
 
 
@@ -103,7 +112,7 @@ def _naming(verb: str, words: list[str]) -> LineWords:
         word = words.pop(0)
         if word.startswith("--"):
             name, text = _flag(word, words)
-            if name != "targets":
+            if name != "targets" or verb not in {"pull", "push"}:
                 raise WordError(f"{word}: allowed with --{verb}: names, and --targets")
             targets = _targets(text)
         elif word.isidentifier():

@@ -7,11 +7,15 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from mlaunch.base.text import name_ranks
+from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.caller.cells.cell_result import CellResult
-from mlaunch.caller.cells.cell_source import cell_source
+from mlaunch.caller.cells.cell_source import CellSource, cell_source
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.ranks import Ranks
-from mlaunch.notebook.magic_words import LineWords, WordError, cell_words, line_words
+from mlaunch.notebook.automatic import Automatic
+from mlaunch.notebook.job_area import JobArea
+from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell
 from mlaunch.rank.cells import names_of_cells
@@ -26,6 +30,7 @@ class CellRanks:
         self._shell = shell
         self._ranks: Ranks | None = None
         self._options: Mapping[str, Any] = {}
+        self.automatic = Automatic()
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """Opens ranks, runs cells on them, and brings names to and fro.
@@ -34,21 +39,28 @@ class CellRanks:
         %ranks                           a table: memory, and the names that cells have left
         %%ranks [0,2-3] [--deadline 60] [--rich all]
                                          runs the cell on all ranks, or on some
+        %%ranks --bg job                 runs it while the notebook goes on; job is its future
+        %ranks --cancel job, --stop job  ends it, or asks it to stop where mlaunch.stopping() is true
+        %ranks --auto, --local           plain cells run on the ranks from now on, or here again;
+                                         %%ranks --local: this one here
         %ranks --pull loss               a list of its values by rank, also as `losses = %ranks --pull loss`
         %ranks --push lr data            sets names of the notebook on the ranks
         %ranks --restart [...]           fresh ranks, with the same options or others
         %ranks --close                   ends them
         """
+        self.automatic.paused = True
         try:
             return self._run_line(line_words(line)) if cell is None else self._run_cell(line, cell)
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, WordError):
                 raise UsageError(str(error)) from None
             raise told_in_cell(error) from error.__cause__
+        finally:
+            self.automatic.paused = False
 
     def close(self) -> None:
         """Ends the ranks, if there are any."""
-        ranks, self._ranks = self._ranks, None
+        ranks, self._ranks, self.automatic.on = self._ranks, None, False
         if ranks is not None:
             ranks.close(cancel_futures=True)
 
@@ -64,10 +76,23 @@ class CellRanks:
         words, ranks = cell_words(line), self._open
         if not text.strip():
             return None
-        cell = cell_source(text, magic=f"%%ranks {line}".rstrip())
+        cell = cell_source(text, magic="" if words.auto else f"%%ranks {line}".rstrip())
+        if words.auto:
+            print(f"on {name_ranks(range(ranks.world_size))}:")
+        if words.bg:
+            self._begin_job(words, cell, ranks)
+            return None
         result = ranks.run_cell(cell, words.targets, words.deadline, words.rich)
         result.show_displays()
         return None if result.is_empty else result
+
+    def _begin_job(self, words: CellWords, cell: CellSource, ranks: Ranks) -> None:
+        job = CellJob(words.bg)
+        area = JobArea(self._shell, job)
+        job.sink = area.sink
+        ranks.submit_cell(job, cell, words.targets, words.deadline)
+        self._shell.user_ns[words.bg] = job
+        area.open()
 
     # %ranks
 
@@ -79,6 +104,10 @@ class CellRanks:
             "close": lambda _: self.close(),
             "pull": self._pull,
             "push": self._push,
+            "cancel": lambda words: [job.cancel() for job in self._jobs(words)] and None,
+            "stop": lambda words: [job.stop() for job in self._jobs(words)] and None,
+            "auto": self._begin_auto,
+            "local": self._end_auto,
         }
         return do[words.verb](words)
 
@@ -104,6 +133,22 @@ class CellRanks:
         self.close()
         self._open_ranks(LineWords("open", options=options))
 
+    def _jobs(self, words: LineWords) -> list[CellJob]:
+        found = {name: self._shell.user_ns.get(name) for name in words.names}
+        strange = [name for name, job in found.items() if not isinstance(job, CellJob)]
+        if strange:
+            raise WordError(f"{', '.join(strange)} is no job of the notebook; %%ranks --bg {strange[0]} begins one")
+        return [job for job in found.values() if isinstance(job, CellJob)]
+
+    def _begin_auto(self, _: LineWords) -> None:
+        ranks = self._open
+        self.automatic.on = True
+        print(f"cells run on {name_ranks(range(ranks.world_size))} until %ranks --local; one here: %%ranks --local")
+
+    def _end_auto(self, _: LineWords) -> None:
+        self.automatic.on = False
+        print("cells run in the notebook")
+
     def _pull(self, words: LineWords) -> Any:
         found = {name: self._open.pull(name, targets=words.targets) for name in words.names}
         self._shell.user_ns.update(found)
@@ -122,6 +167,7 @@ def load(shell: Any) -> None:
     if getattr(shell, "mlaunch_ranks", None) is None:
         shell.mlaunch_ranks = CellRanks(shell)
         shell.register_magic_function(shell.mlaunch_ranks.magic, "line_cell", "ranks")
+        shell.input_transformers_cleanup.append(shell.mlaunch_ranks.automatic)
 
 
 def unload(shell: Any) -> None:
@@ -129,6 +175,7 @@ def unload(shell: Any) -> None:
     ranks: CellRanks | None = getattr(shell, "mlaunch_ranks", None)
     if ranks is not None:
         shell.mlaunch_ranks = None
+        shell.input_transformers_cleanup.remove(ranks.automatic)
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("ranks", None)
         ranks.close()

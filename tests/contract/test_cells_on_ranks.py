@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import concurrent.futures
 import re
 import sys
 import threading
@@ -124,3 +125,27 @@ def test_the_magics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(run("%%ranks\nx").error_in_exec, NameError)
     run("%ranks --close")
     assert "no ranks are open" in str(run("%ranks").error_in_exec)
+
+
+def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("%load_ext mlaunch")
+    run("%ranks 2 --device-type cpu")
+    wait = "import mlaunch, os\nwhile not mlaunch.stopping(): os.sched_yield()\n3"
+    run(f"%%ranks --bg job\n{wait}")
+    run("%ranks")
+    assert "2 ranks on cpu, running" in capsys.readouterr().out
+    run("%ranks --stop job")
+    assert repr(run("job.result()").result) == "3"
+    run("%%ranks --bg job\nwhile True: pass")
+    run("%ranks --cancel job")
+    assert isinstance(run("job.result()").error_in_exec, concurrent.futures.CancelledError)
+    assert "y is no job of the notebook" in str(run("%ranks --cancel y").error_in_exec)
+    run("%ranks --auto")
+    assert repr(run("y = 4\ny").result) == "4"
+    assert capsys.readouterr().out.splitlines()[-2] == "on ranks 0-1:"
+    assert isinstance(run("%%ranks --local\ny").error_in_exec, NameError)
+    run("%ranks --local")
+    assert isinstance(run("y").error_in_exec, NameError)
+    run("%%ranks --bg job\nwhile True: pass")
+    run("%ranks --close")
+    assert run("job.exception()").result is not None

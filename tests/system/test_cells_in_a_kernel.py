@@ -31,6 +31,9 @@ for cell in json.loads(sys.argv[1]):
             manager.interrupt_kernel()
         if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
             break
+while "job: done" not in str(told):  # a job's end is told by another thread
+    message = client.get_iopub_msg(timeout=60)
+    told[-1].append([message["msg_type"], message["content"]])
 print(json.dumps(told, default=str))
 print(*descendants(manager.provisioner.pid))
 os.kill(manager.provisioner.pid, signal.SIGKILL)
@@ -65,6 +68,8 @@ def test_cells_in_a_kernel(tmp_path: Path) -> None:
         "%%ranks\nx = 3\nif rank == 1:\n    raise ValueError('no')",
         "%%ranks\nimport time\nprint('running')\nwhile True:\n    time.sleep(0.01)",
         "%%ranks\nx",
+        "%%ranks --bg job\nprint('hello')\nx",
+        "job.result()",
     )
     assert of(told[1], "execute_result")[0]["data"]["text/html"] == "<b>1</b>"
     assert of(told[2], "execute_result")[0]["data"]["text/plain"] == "[0] 0\n[1] 1"
@@ -80,5 +85,10 @@ def test_cells_in_a_kernel(tmp_path: Path) -> None:
     assert "in <module> at In[5]:5" in plain(stopped)
     assert "in step and stay" in plain(stopped)
     assert of(told[5], "execute_result")[0]["data"]["text/plain"] == "3"
+    assert of(told[7], "execute_result")[0]["data"]["text/plain"] == "3"
+    (begun,) = of(told[6], "display_data")
+    updates = [shown for messages in told for shown in of(messages, "update_display_data")]
+    last = [shown for shown in updates if shown["transient"] == begun["transient"]][-1]
+    assert re.fullmatch(r"job: done after .*\n\[0-1\] hello\n3", last["data"]["text/plain"]), last
     assert len(family) >= 4
     wait_gone(family)

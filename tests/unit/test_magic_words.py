@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import types
 
 import pytest
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
+from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.caller.cells.cell_result import CellResult
 from mlaunch.caller.cells.cell_source import cell_source
+from mlaunch.notebook.automatic import Automatic
+from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell, traceback_lines
@@ -32,6 +36,8 @@ from mlaunch.rank.cells.plain_shell import PlainShell
         ("--restart 3", LineWords("restart", options={"n_gpus": 3})),
         ("--close", LineWords("close")),
         ("--pull loss", LineWords("pull", ("loss",))),
+        ("--auto", LineWords("auto")),
+        ("--cancel job", LineWords("cancel", ("job",))),
         ("--push lr data --targets 1-2", LineWords("push", ("lr", "data"), (1, 2))),
     ],
 )  # fmt: skip
@@ -46,6 +52,8 @@ def test_lines(line: str, meant: LineWords) -> None:
         ("0,2-3", CellWords((0, 2, 3))),
         ("--targets 0,2 --deadline 60", CellWords((0, 2), 60.0)),
         ("--rich=all", CellWords(rich="all")),
+        ("1 --bg job", CellWords((1,), bg="job")),
+        ("--auto", CellWords(auto=True)),
     ],
 )
 def test_cells(line: str, meant: CellWords) -> None:
@@ -58,6 +66,7 @@ def test_cells(line: str, meant: CellWords) -> None:
         ("--pull", "--pull has no names"),
         ("--pull a.b", "a.b: allowed with --pull: names, as in"),
         ("--pull a --deadline 3", "allowed with --pull: names, and --targets"),
+        ("--stop job --targets 1", "allowed with --stop: names"),
         ("--pull a --close", "--pull and --close are two things"),
         ("--close 3", "--close takes nothing else, but there is 3"),
         ("--bakend gloo", "no option --bakend; did you mean --backend?"),
@@ -80,6 +89,7 @@ def test_lines_that_say_nothing(line: str, said: str) -> None:
         ("0 --targets 1", "targets is given twice"),
         ("--timeout 3", "options of the ranks belong to %ranks"),
         ("--deadline soon", "allowed: a number of seconds"),
+        ("--bg 1", "--bg 1: allowed: a name for the job"),
         ("--rich none", "allowed: first (of the ranks), all"),
     ],
 )
@@ -87,6 +97,50 @@ def test_cells_that_say_nothing(line: str, said: str) -> None:
     with pytest.raises(WordError) as raised:
         cell_words(line)
     assert said in str(raised.value)
+
+
+def test_plain_cells_go_to_the_ranks_until_told_otherwise() -> None:
+    automatic = Automatic()
+    assert automatic(["x = 1\n"]) == ["x = 1\n"]
+    automatic.on = True
+    assert automatic(["x = 1\n"]) == ["%%ranks --auto\n", "x = 1\n"]
+    for cell in (["%%ranks 0\n", "x\n"], ["y = 1\n", "z = %ranks --pull y\n"], ["\n"]):
+        assert automatic(cell) == cell
+    assert automatic(["%%ranks --local\n", "x\n"]) == ["# %%ranks --local\n", "x\n"]
+    automatic.paused = True  # a cell is on its way
+    assert automatic(["x = 1\n"]) == ["x = 1\n"]
+
+
+def area_of(job: CellJob) -> tuple[JobArea, list[tuple[str, bool]]]:
+    """An area in something like a kernel, and what it shows there."""
+    shown: list[tuple[str, bool]] = []
+
+    def publish(data: dict[str, str], _: object, *, update: bool, **__: object) -> None:
+        shown.append((re.sub(r"\d+ ms|\d+\.\d s", "N s", data["text/plain"]), update))
+
+    shell = types.SimpleNamespace(kernel=object(), display_pub=types.SimpleNamespace(publish=publish))
+    area = JobArea(shell, job)
+    area.open()
+    return area, shown
+
+
+def test_a_job_shows_what_it_prints_and_how_it_ends() -> None:
+    job = CellJob("job")
+    area, shown = area_of(job)
+    area.sink(1, b"hello\n")
+    job.set_result([CellAnswer(Bundle({"text/plain": "3"}, {}, {})), None])
+    assert shown[0] == ("job: running", False)
+    assert shown[-1] == ("job: done after N s\nhello\n3", True)
+    assert repr(job.result()) == "3"
+    assert not job.cancel()
+    failed = CellJob("job")
+    _, shown = area_of(failed)
+    failed.set_exception(misuse(NameError("no x")))
+    assert shown[-1] == ("job: failed after N s\nNameError: no x", True)
+    waiting = CellJob("job")
+    _, shown = area_of(waiting)
+    assert waiting.cancel()
+    assert shown[-1] == ("job: cancelled after N s", True)
 
 
 def test_the_table() -> None:

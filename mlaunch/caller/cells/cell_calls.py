@@ -7,12 +7,11 @@ from typing import Any
 
 from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.cells.cell_result import CellResult
+from mlaunch.caller.cells.cell_job import CellJob
+from mlaunch.caller.cells.cell_result import CellResult, result_of
 from mlaunch.caller.cells.cell_source import CellSource, cell_source
 from mlaunch.caller.ranks.rank_set import RankSet
-from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.cell_messages import CellAnswer
 from mlaunch.rank.cells import names_of_cells
 from mlaunch.rank.cells.run_cell import run_cell
 
@@ -85,6 +84,14 @@ class RunsCells:
         _, ended = self._set.run(options, self._cell_call(cell, targets, rich))
         return result_of(ended.result())
 
+    def submit_cell(
+        self, job: CellJob, cell: CellSource, targets: Sequence[int] | None, deadline: float | None
+    ) -> None:
+        """Queues one whose job is made already."""
+        options = self._set.options if deadline is None else self._set.options.replaced({"deadline": deadline})
+        self._set.submit(options, self._cell_call(cell, targets, "first"), job)
+        job.add_done_callback(self._set.note)
+
     def _cell_call(self, cell: CellSource, targets: Sequence[int] | None, rich: str) -> Call:
         if rich not in _RICH:
             raise misuse(ValueError(f"rich={rich!r}: allowed: {', '.join(map(repr, _RICH))}"))
@@ -106,15 +113,6 @@ class RunsCells:
         if not targets:
             raise misuse(ValueError("targets=(): allowed: ranks, at least one, or None for all"))
         return tuple(sorted(set(targets)))
-
-
-def result_of(values: Sequence[CellAnswer | None]) -> CellResult:
-    """Makes the result of what the ranks answered to a cell; warns where some have no IPython."""
-    answers = {rank: answer for rank, answer in enumerate(values) if answer is not None}
-    bare = [rank for rank, answer in answers.items() if answer.without_ipython]
-    if bare:
-        warn_caller(f"{name_ranks(bare)} ran this without IPython, which is not installed there: without magics")
-    return CellResult(answers)
 
 
 def _check_name(name: str, found: Mapping[int, Mapping[str, Any]]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaunch.base.text import ranges
+from mlaunch.base.text import name_ranks, ranges
+from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
 
 
@@ -57,6 +58,15 @@ class CellResult:
             return {"text/plain": self.text}, {}
         last = next(answer.last for answer in self.answers.values() if answer.last is not None)
         return last.data, last.metadata
+
+
+def result_of(values: Sequence[CellAnswer | None]) -> CellResult:
+    """Makes the result of what the ranks answered to a cell; warns where some have no IPython."""
+    answers = {rank: answer for rank, answer in enumerate(values) if answer is not None}
+    bare = [rank for rank, answer in answers.items() if answer.without_ipython]
+    if bare:
+        warn_caller(f"{name_ranks(bare)} ran this without IPython, which is not installed there: without magics")
+    return CellResult(answers)
 
 
 def _labelled(ranks: list[int], text: str) -> str:

@@ -172,6 +172,9 @@ class CallOutput:
 
     def _print(self, stream: int, data: bytes) -> None:
         self._touched = True
+        if self.plan.sink is not None:
+            self.plan.sink(stream, data)
+            return
         with self._display.lock:
             self.console.write(2, self._display.make_room().encode())
             self.console.write(stream, data)

@@ -39,11 +39,12 @@ class OutputPlan:
     name: str = ""
     trial: str = ""
     remember: bool = False
+    sink: Callable[[int, bytes], None] | None = None  # takes what is shown of a stream, in place of this process's
 
     @property
     def plain(self) -> bool:
-        """Whether it asks for neither files nor lines that change."""
-        return self.directory is None and self.area is None
+        """Whether it asks for neither files, nor lines that change, nor another place."""
+        return self.directory is None and self.area is None and self.sink is None
 
     @property
     def rich(self) -> bool:

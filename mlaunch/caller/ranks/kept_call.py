@@ -43,6 +43,10 @@ class RanksFuture(Future[Any]):
         # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
         self._condition = interrupts.Condition()  # type: ignore[assignment]
 
+    def queue(self, call: KeptCall) -> None:
+        """Takes in which call is this future's, before that is queued; again, if other ranks are to run it."""
+        call.future = self
+
     @property
     def report(self) -> LaunchReport | None:
         return None if self.make_report is None else self.make_report()
@@ -92,6 +96,11 @@ class KeptCall:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    def attach(self, future: RanksFuture | None) -> None:
+        """Has a future be that of this call; again, if other ranks are to run it."""
+        if future is not None:
+            future.queue(self)
 
     def begin(self) -> bool:
         """Tells whether to begin it; False if its future was cancelled."""

@@ -68,9 +68,9 @@ class RankSet:
         """Returns a number that no call and no held value of these ranks has."""
         return next(self._numbers)
 
-    def submit(self, options: Options, call: Call) -> RanksFuture:
-        """Queues a call; of the options count those that are a call's own."""
-        session, made, future = None, None, RanksFuture()
+    def submit(self, options: Options, call: Call, future: RanksFuture | None = None) -> RanksFuture:
+        """Queues a call; of the options count those that are a call's own. ``future``: if there is one already."""
+        session, made, future = None, None, RanksFuture() if future is None else future
         try:
             with interrupts.deferred():
                 session, made = self._submit(options, call, future)
@@ -99,7 +99,7 @@ class RankSet:
         while True:
             session = self._present()
             made = self._make(session, options, call)
-            made.future = future
+            made.attach(future)
             try:
                 session.submit(made)
                 return session, made
@@ -229,6 +229,7 @@ class RankSet:
         refused = []
         while (call := lost.take_left()) is not None:
             call.spec, call.plan = self._planned(self.session, call.options, call.name)
+            call.attach(call.future)
             try:
                 self.session.submit(call)
             except RanksLost as error:  # these, too

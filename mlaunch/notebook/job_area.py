@@ -1,0 +1,68 @@
+"""Where a cell that runs in the background shows what its ranks print, and how it ends: an output of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from concurrent.futures import CancelledError
+from typing import Any
+
+from mlaunch.base.text import in_seconds, last_bytes
+from mlaunch.caller.cells.cell_job import CellJob
+from mlaunch.notebook.told import traceback_lines
+
+_MOST = 64 * 1024  # bytes of output that it shows, of the end
+_PERIOD = 0.1  # seconds between two looks
+
+
+class JobArea:
+    """An output of the cell that began the job, which is replaced as the job goes on. At a prompt, lines of its own."""
+
+    def __init__(self, shell: Any, job: CellJob) -> None:
+        self._display_pub = shell.display_pub
+        self._in_kernel = getattr(shell, "kernel", None) is not None
+        self._job, self._id = job, uuid.uuid4().hex
+        self._text = ""
+        self._begun, self._shown_at = time.monotonic(), 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def sink(self) -> Any:
+        """What takes the output of the ranks; None at a prompt, where that comes as always."""
+        return self._take if self._in_kernel else None
+
+    def open(self) -> None:
+        """Makes the place."""
+        self._show(f"{self._job.name}: running", update=False)
+        self._job.add_done_callback(self._close)
+
+    def _take(self, _stream: int, data: bytes) -> None:
+        with self._lock:
+            self._text = last_bytes(self._text + data.decode(errors="replace"), _MOST)
+            due = time.monotonic() >= self._shown_at + _PERIOD
+        if due:
+            self._show(f"{self._job.name}: running")
+
+    def _close(self, job: Any) -> None:
+        took = in_seconds(time.monotonic() - self._begun)
+        error = CancelledError() if job.cancelled() else job.exception()
+        if error is None:
+            how, lines = "done", [job.result().text]
+        elif isinstance(error, CancelledError):
+            how, lines = "cancelled", []
+        else:
+            how, lines = "failed", traceback_lines(error) or [f"{type(error).__name__}: {error}"]
+        with self._lock:
+            self._text = "\n".join(part for part in (self._text.rstrip("\n"), *lines) if part)
+        self._show(f"{job.name}: {how} after {took}")
+
+    def _show(self, head: str, *, update: bool = True) -> None:
+        with self._lock:
+            self._shown_at = time.monotonic()
+            text = f"{head}\n{self._text}".rstrip()
+        if self._in_kernel:
+            data = {"text/plain": text}
+            self._display_pub.publish(data, {}, transient={"display_id": self._id}, update=update)
+        else:
+            print(text, flush=True)
