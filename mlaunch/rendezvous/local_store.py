@@ -13,8 +13,8 @@ import socket
 import threading
 
 from mlaunch.rendezvous.gate import store_keys
+from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from mlaunch.rendezvous.gate.torch_protocol import StoreConnection
 from mlaunch.rendezvous.peer_user import PeerUser
 
 _READ = 1 << 16  # bytes at a time: for more, the allocator asks the kernel each time

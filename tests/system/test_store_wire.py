@@ -21,8 +21,9 @@ import torch.distributed as dist
 from mlaunch.rendezvous import name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.gate import store_keys
+from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import ARRIVED, StoreKeys
-from mlaunch.rendezvous.gate.torch_protocol import Asked, Request, Requests, StoreConnection
+from mlaunch.rendezvous.gate.torch_protocol import Asked, Request, Requests
 from mlaunch.rendezvous.link.store_split import Splitter, marks
 from mlaunch.rendezvous.tcp_store import connect
 from tests.stores import store_of_a_launch, store_of_one_machine, store_of_torch

@@ -38,6 +38,10 @@ class SharedArea:
         """Makes room for what is printed."""
         return self._place.hide()
 
+    def forget(self) -> None:
+        """Begins anew: what was shown is gone."""
+        self._place.forget()
+
     def settle(self) -> None:
         """Leaves of all of it what should stay, once the launches are over."""
         with Display.lock:
@@ -65,3 +69,6 @@ class AreaPart:
 
     def close(self, _lines: list[str]) -> str:
         return self.whole.leave(self)
+
+    def forget(self) -> None:
+        self.whole.forget()

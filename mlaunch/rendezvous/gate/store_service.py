@@ -7,8 +7,8 @@ import functools
 import struct
 from collections.abc import Callable
 
+from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import StoreKeys, Wait
-from mlaunch.rendezvous.gate.torch_protocol import StoreConnection
 from mlaunch.rendezvous.link.streams import COMING, PASSED
 from mlaunch.rendezvous.multiplex import MACHINE, Pieces
 

@@ -7,18 +7,15 @@ many strings as they say first. All numbers are little-endian; lengths, counts a
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mlaunch.rendezvous.gate.store_keys import StoreKeys, Wait
-
-SIZE, _NUMBER, _SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
+SIZE, NUMBER, SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
 _MAGIC = 0x3C85F7CE
 _MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own store takes
 LONGEST = 1 << 23
 _EACH = 40  # bytes that Python takes for a string besides
-_READY, _NOT_READY = b"\0", b"\1"
 GO, GIVEN_UP = b"\0", b"\1"
 GIVE_UP = b"\x0c"
 
@@ -53,7 +50,7 @@ _STRINGS = {
     Asked.POP: 1, Asked.LENGTH: 1, Asked.MEET: 1,
 }  # fmt: skip
 _COUNTED = {Asked.CHECK: 1, Asked.WAIT: 1, Asked.MULTI_GET: 1, Asked.MULTI_SET: 2}
-NUMBERS = {Asked.VALIDATE: _SHORT, Asked.PING: _SHORT, Asked.ADD: _NUMBER, Asked.MEET: _NUMBER}
+NUMBERS = {Asked.VALIDATE: SHORT, Asked.PING: SHORT, Asked.ADD: NUMBER, Asked.MEET: NUMBER}
 
 
 def shape(asked: Asked) -> tuple[int | None, int, int]:
@@ -143,110 +140,6 @@ class Requests:
         return bytes(self._data[start : self._at])
 
 
-class StoreConnection:
-    """One client of a store; ``answer`` is given the bytes for it."""
-
-    def __init__(self, keys: StoreKeys, answer: Callable[[bytes], None]) -> None:
-        self._keys = keys
-        self._answer = answer
-        self._requests = Requests()
-        self._wait: Wait | None = None
-        self._held = 0  # bytes that are kept for it
-
-    def feed(self, piece: bytes) -> None:
-        """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
-        for request in self._requests.feed(piece):
-            self._do(request)
-        self._hold(self._requests.unfinished)
-
-    def _hold(self, size: int) -> None:
-        if size != self._held:
-            self._keys.hold(size - self._held)
-            self._held = size
-
-    def close(self) -> None:
-        """Is called when the client is gone."""
-        self._hold(0)
-        self._give_up()
-
-    def _give_up(self) -> None:
-        if self._wait is not None:
-            self._keys.give_up(self._wait)
-            self._wait = None
-
-    def _do(self, request: Request) -> None:
-        if request.asked is Asked.WAIT:
-            self._wait = self._keys.wait(request.strings, self._go)
-        elif request.asked is Asked.MEET:
-            self._wait = self._keys.meet(request.strings[0], request.number, self._go)
-        elif request.asked is Asked.GIVE_UP:
-            self._give_up()
-            self._answer(GIVEN_UP)
-        else:
-            answer = _ANSWERS[request.asked](self._keys, request.strings, request.number)
-            if answer:
-                self._answer(answer)
-
-    def _go(self) -> None:
-        self._wait = None
-        self._answer(GO)
-
-
-def _set(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
-    for key, value in zip(strings[::2], strings[1::2], strict=True):
-        keys.set(key, value)
-    return b""
-
-
-def _append(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
-    keys.append(*strings)
-    return b""
-
-
-def _get(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
-    return b"".join([_string(keys.get(key)) for key in strings])
-
-
-def _push(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
-    keys.push(*strings)
-    return b""
-
-
-def _pop(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
-    length, value = keys.pop(*strings)
-    return _NUMBER.pack(length) + (_string(value) if length else b"")
-
-
-def _names(keys: StoreKeys, _: list[bytes], __: int) -> bytes:
-    names = keys.names()
-    return _NUMBER.pack(len(names)) + b"".join(map(_string, names))
-
-
-# What is answered at once, b"": not at all.
-_ANSWERS: dict[Asked, Callable[[StoreKeys, list[bytes], int], bytes]] = {
-    Asked.VALIDATE: lambda _keys, _strings, _number: b"",
-    Asked.PING: lambda _keys, _strings, number: _SHORT.pack(number),
-    Asked.SET: _set,
-    Asked.MULTI_SET: _set,
-    Asked.APPEND: _append,
-    Asked.PUSH: _push,
-    Asked.GET: _get,
-    Asked.MULTI_GET: _get,
-    Asked.POP: _pop,
-    Asked.NAMES: _names,
-    Asked.COMPARE_SET: lambda keys, strings, _: _string(keys.compare_set(*strings)),
-    Asked.ADD: lambda keys, strings, number: _NUMBER.pack(keys.add(strings[0], number)),
-    Asked.CHECK: lambda keys, strings, _: _READY if keys.has(strings) else _NOT_READY,
-    Asked.COUNT: lambda keys, _strings, _number: _NUMBER.pack(keys.count()),
-    Asked.DELETE: lambda keys, strings, _: _NUMBER.pack(keys.delete(*strings)),
-    Asked.LENGTH: lambda keys, strings, _: _NUMBER.pack(keys.length(*strings)),
-}
-
-
-def _string(value: bytes) -> bytes:
-    return SIZE.pack(len(value)) + value
-
-
 def greets(said: object) -> bool:
     """Is true. ValueError if that is not what every client says first."""
     if not isinstance(said, Request) or (said.asked, said.number) != (Asked.VALIDATE, _MAGIC):
@@ -256,7 +149,7 @@ def greets(said: object) -> bool:
 
 def pong(request: Request) -> bytes:
     """Returns the answer to a PING."""
-    return _SHORT.pack(request.number)
+    return SHORT.pack(request.number)
 
 
 def count_of_strings(said: int) -> int:

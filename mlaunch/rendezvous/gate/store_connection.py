@@ -1,0 +1,114 @@
+"""What one client of a launch's store is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlaunch.rendezvous.gate.store_keys import StoreKeys, Wait
+from mlaunch.rendezvous.gate.torch_protocol import GIVEN_UP, GO, NUMBER, SHORT, SIZE, Asked, Request, Requests
+
+_READY, _NOT_READY = b"\0", b"\1"
+
+
+class StoreConnection:
+    """One client of a store; ``answer`` is given the bytes for it."""
+
+    def __init__(self, keys: StoreKeys, answer: Callable[[bytes], None]) -> None:
+        self._keys = keys
+        self._answer = answer
+        self._requests = Requests()
+        self._wait: Wait | None = None
+        self._held = 0  # bytes that are kept for it
+
+    def feed(self, piece: bytes) -> None:
+        """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
+        for request in self._requests.feed(piece):
+            self._do(request)
+        self._hold(self._requests.unfinished)
+
+    def _hold(self, size: int) -> None:
+        if size != self._held:
+            self._keys.hold(size - self._held)
+            self._held = size
+
+    def close(self) -> None:
+        """Is called when the client is gone."""
+        self._hold(0)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._wait is not None:
+            self._keys.give_up(self._wait)
+            self._wait = None
+
+    def _do(self, request: Request) -> None:
+        if request.asked is Asked.WAIT:
+            self._wait = self._keys.wait(request.strings, self._go)
+        elif request.asked is Asked.MEET:
+            self._wait = self._keys.meet(request.strings[0], request.number, self._go)
+        elif request.asked is Asked.GIVE_UP:
+            self._give_up()
+            self._answer(GIVEN_UP)
+        else:
+            answer = _ANSWERS[request.asked](self._keys, request.strings, request.number)
+            if answer:
+                self._answer(answer)
+
+    def _go(self) -> None:
+        self._wait = None
+        self._answer(GO)
+
+
+def _set(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
+    for key, value in zip(strings[::2], strings[1::2], strict=True):
+        keys.set(key, value)
+    return b""
+
+
+def _append(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
+    keys.append(*strings)
+    return b""
+
+
+def _get(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
+    return b"".join([_string(keys.get(key)) for key in strings])
+
+
+def _push(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
+    keys.push(*strings)
+    return b""
+
+
+def _pop(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:
+    length, value = keys.pop(*strings)
+    return NUMBER.pack(length) + (_string(value) if length else b"")
+
+
+def _names(keys: StoreKeys, _: list[bytes], __: int) -> bytes:
+    names = keys.names()
+    return NUMBER.pack(len(names)) + b"".join(map(_string, names))
+
+
+# What is answered at once, b"": not at all.
+_ANSWERS: dict[Asked, Callable[[StoreKeys, list[bytes], int], bytes]] = {
+    Asked.VALIDATE: lambda _keys, _strings, _number: b"",
+    Asked.PING: lambda _keys, _strings, number: SHORT.pack(number),
+    Asked.SET: _set,
+    Asked.MULTI_SET: _set,
+    Asked.APPEND: _append,
+    Asked.PUSH: _push,
+    Asked.GET: _get,
+    Asked.MULTI_GET: _get,
+    Asked.POP: _pop,
+    Asked.NAMES: _names,
+    Asked.COMPARE_SET: lambda keys, strings, _: _string(keys.compare_set(*strings)),
+    Asked.ADD: lambda keys, strings, number: NUMBER.pack(keys.add(strings[0], number)),
+    Asked.CHECK: lambda keys, strings, _: _READY if keys.has(strings) else _NOT_READY,
+    Asked.COUNT: lambda keys, _strings, _number: NUMBER.pack(keys.count()),
+    Asked.DELETE: lambda keys, strings, _: NUMBER.pack(keys.delete(*strings)),
+    Asked.LENGTH: lambda keys, strings, _: NUMBER.pack(keys.length(*strings)),
+}
+
+
+def _string(value: bytes) -> bytes:
+    return SIZE.pack(len(value)) + value
