@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mlaunch import launcher
+from mlaunch import Ranks, launcher
 
 counter = [0]
 
@@ -84,3 +84,23 @@ def wait_in_vain(failing: int, key: str) -> None:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     store.set(key, "entered")
     work.wait()
+
+
+def kept_numbers(ranks: Ranks) -> dict[str, int]:
+    """The descriptors by which the caller of these ranks speaks to them."""
+    session = ranks._set.session
+    handle, driver = session.handle, session._driver
+    agent = handle._limits.agent
+    assert agent is not None
+    return {
+        "wakes": driver._wake.fd,
+        "ends": driver._end.fd,
+        "thread": driver._kept.fd,
+        "relay": handle.relay.fileno(),
+        "channel": handle.agent.fileno(),
+        "agent": agent.fd,
+        "way": handle._direct._ranks[0].fileno(),
+        "answers": handle._direct._kept[0].fd,
+        "all there": handle._direct.fd,
+        "output": next(iter(handle.relay._pipes)),
+    }

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from mlaunch import LaunchError, Ranks, launcher
 from tests import builds
 from tests.contract import crashes
-from tests.contract.functions import caught, total
-from tests.processes import wait_gone
+from tests.contract.functions import caught, kept_numbers, total
+from tests.processes import wait_gone, wait_until
 
 LIMIT = 60.0  # seconds, of every wait
 
@@ -347,25 +347,6 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
 # Descriptors of the caller
 
 
-def kept_numbers(ranks: Ranks) -> dict[str, int]:
-    session = ranks._set.session
-    handle, driver = session.handle, session._driver
-    agent = handle._limits.agent
-    assert agent is not None
-    return {
-        "wakes": driver._wake.fd,
-        "ends": driver._end.fd,
-        "thread": driver._kept.fd,
-        "relay": handle.relay.fileno(),
-        "channel": handle.agent.fileno(),
-        "agent": agent.fd,
-        "way": handle._direct._ranks[0].fileno(),
-        "answers": handle._direct._kept[0].fd,
-        "all there": handle._direct.fd,
-        "output": next(iter(handle.relay._pipes)),
-    }
-
-
 KEPT = ["wakes", "ends", "thread", "relay", "channel", "agent", "way", "answers", "all there", "output"]
 
 
@@ -423,6 +404,27 @@ def test_a_call_that_runs_as_the_numbers_are_closed() -> None:
         with pytest.raises(LaunchError, match="other code in this process closed"):
             future.result(LIMIT)
         assert ranks.run(int) == [0, 0]
+
+
+@pytest.mark.parametrize("which", [["relay"], KEPT], ids=["relay", "all"])
+def test_who_waits_for_a_call_hears_that_another_thread_has_closed_the_numbers(which: list[str]) -> None:
+    """Neither a bare error of the system's comes of it, nor does the caller wait for ever."""
+    waiting: Future[None] = Future()
+
+    def wait() -> None:
+        waiting.set_exception(caught(lambda: ranks.run(crashes.hang)))
+
+    with Ranks(n_gpus=2) as ranks:
+        ranks.run(int)
+        threading.Thread(target=wait, daemon=True).start()
+        wait_until(lambda: ranks._set.session._driver._leader is not None)
+        for number in [kept_numbers(ranks)[name] for name in which]:
+            with contextlib.suppress(OSError):  # who waits has heard of it, and closes what is left
+                os.close(number)
+        assert "other code in this process closed" in str(waiting.exception(LIMIT))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the thread may have found it as the call had not begun
+            assert ranks.run(int) == [0, 0]
 
 
 # Signal handlers

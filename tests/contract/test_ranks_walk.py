@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, launcher
-from tests.contract.functions import total, wait_in_vain
+from tests.contract.functions import kept_numbers, total, wait_in_vain
 from tests.processes import wait_gone
 
 SEED = int(os.environ.get("MLAUNCH_WALK_SEED", str(random.SystemRandom().randrange(1_000_000))))
 LIMIT = 60.0  # seconds, of every wait
+VITAL = {"wakes", "ends", "thread", "relay", "channel", "way", "answers", "all there"}  # of the caller's descriptors
 COUNT = int(os.environ.get("MLAUNCH_WALK", "300"))
 
 
@@ -54,6 +56,13 @@ def send_and_fail() -> None:
     raise ValueError("no such luck")
 
 
+def module_value() -> int:
+    import walked_module  # type: ignore[import-not-found]
+
+    value: int = walked_module.VALUE
+    return value
+
+
 def held_numbers() -> list[int]:
     return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
 
@@ -76,10 +85,16 @@ def make(number: int) -> list[int]:
 
 
 class Walk:
-    """``held``: the handles that must work, with what they stand for and the objects' identities; ``gone``: others."""
+    """``held``: the handles that must work, with what they stand for and the objects' identities; ``gone``: others.
 
-    def __init__(self, chance: random.Random) -> None:
-        self.chance = chance
+    ``module``: a file that ranks import; it says ``version``, and ranks have read ``loaded``, None for nothing.
+    """
+
+    def __init__(self, chance: random.Random, module: Path) -> None:
+        self.chance, self.module = chance, module
+        self.version = 0
+        self.loaded: int | None = None
+        self.edit()
         self.held: dict[Held, tuple[int, list[int]]] = {}
         self.gone: list[Held] = []
         self.number = 0
@@ -90,16 +105,22 @@ class Walk:
         self.pids = self.ranks.run(os.getpid)
 
     def lose(self) -> None:
-        self.gone += self.held
-        self.held.clear()
+        self.forget()
         wait_gone(self.pids)
         self.pids = self.ranks.run(os.getpid)
+
+    def forget(self) -> None:
+        self.gone += self.held
+        self.held.clear()
+        self.loaded = None
 
     def step(self) -> str:
         steps: list[Callable[[], None]] = [self.run, self.hold, self.fetch, self.free, self.use_gone, self.fail]
         steps += [self.cancel, self.free_with_a_cancelled_call, self.submit_in_a_callback]
+        steps += [self.use_the_module, self.edit, self.reload]
         rare: list[Callable[[], None]] = [self.interrupt, self.deadline, self.mismatch, self.kill, self.close]
         rare += [self.kill_before_others, self.close_in_a_callback, self.destroy_the_group, self.message, self.fork]
+        rare += [self.take_a_number]
         chosen = self.chance.choice(steps * 3 + rare)
         chosen()
         return chosen.__name__
@@ -171,8 +192,7 @@ class Walk:
         wait_gone(self.pids)
         with pytest.raises(RuntimeError, match="these ranks were closed"):
             self.ranks.run(total)
-        self.gone += self.held
-        self.held.clear()
+        self.forget()
         self.open()
 
     def cancel(self) -> None:
@@ -236,16 +256,44 @@ class Walk:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
+    def use_the_module(self) -> None:
+        """Ranks have what they have imported, until they are others or it is reloaded."""
+        self.loaded = self.version if self.loaded is None else self.loaded
+        assert self.ranks.run(module_value) == [self.loaded] * 2
+
+    def edit(self) -> None:
+        self.version += 1
+        self.module.write_text(f"VALUE = {self.version}  # {'x' * self.version}\n")  # compiled files know the size
+        os.utime(self.module, (self.version, self.version))
+
+    def reload(self) -> None:
+        stale = self.loaded not in {None, self.version}
+        assert self.ranks.reload() == ([self.module.stem] if stale else [])
+        self.loaded = self.version if stale else self.loaded
+
+    def take_a_number(self) -> None:
+        """Other code closes a descriptor of the caller's, and opens its own there."""
+        name, number = self.chance.choice(
+            [(name, fd) for name, fd in kept_numbers(self.ranks).items() if name in VITAL]
+        )
+        print(name, number)
+        with open(os.devnull) as file:
+            os.dup2(file.fileno(), number)
+        assert self.ranks.run(total) == [2.0, 2.0]
+        self.lose()
+        os.close(number)
+
     def some(self) -> list[Held]:
         return [self.chance.choice(list(self.held))] if self.held else []
 
 
 @pytest.mark.slow
-def test_a_random_walk() -> None:
+def test_a_random_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     print(f"MLAUNCH_WALK={COUNT} MLAUNCH_WALK_SEED={SEED}")  # which pytest shows if it fails
-    walk = Walk(random.Random(SEED))
+    walk = Walk(random.Random(SEED), tmp_path / "walked_module.py")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the ranks were lost between calls")
+        warnings.filterwarnings("ignore", message="the ranks (were lost between calls|run older code)")
         try:
             for place in range(COUNT):
                 print(place, walk.step())

@@ -97,8 +97,16 @@ class Relay:
         return None if due is None else max(0.0, due - self._clock())
 
     def wait(self, timeout: float | None = None) -> list[int]:
-        """Waits until something can be read, carrying nothing; returns what. ``timeout`` in seconds, None: none."""
-        return [fd for fd, _ in self._poll.poll(timeout)]
+        """Waits until something can be read, carrying nothing; returns what. ``timeout`` in seconds, None: none.
+
+        Returns nothing, too, if other code has closed what this waits for.
+        """
+        try:
+            return [fd for fd, _ in self._poll.poll(timeout)]
+        except (OSError, ValueError) as error:
+            if interrupts.by_handler(error):
+                raise
+            return []
 
     def carry(self) -> set[int]:
         """Carries what has come, without waiting; returns the watched descriptors that can be read."""

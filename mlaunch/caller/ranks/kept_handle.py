@@ -24,6 +24,7 @@ from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndC
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
 
+_AHEAD = 1.0  # seconds after which a call is no short one
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 
 
@@ -95,9 +96,9 @@ class KeptHandle(LaunchHandle):
     # Ahead: most calls are short, and nothing happens but that all values come
 
     def wait_ahead(self) -> list[int]:
-        """Waits until something has come; returns the descriptors that can be read."""
+        """Waits until something has come, for a while; returns the descriptors that can be read."""
         with interrupts.allowed():
-            return self.relay.wait(self._stall.timeout())
+            return self.relay.wait(min(_AHEAD, self._stall.timeout() or _AHEAD))
 
     def hear_ahead(self, ready: list[int]) -> bool:
         """Takes in values; False if something else has come, or somebody else has taken them in."""
