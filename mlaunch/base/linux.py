@@ -142,7 +142,7 @@ def children() -> set[int]:
                 pids.update(map(int, (task / "children").read_text(encoding="utf-8").split()))
         if os.readlink("/proc/self") != str(os.getpid()):
             pids = _numbers_here(pids)
-    return {pid for pid in pids if _is_child(pid)}
+    return {pid for pid in pids if is_child(pid)}
 
 
 def _numbers_here(foreign: set[int]) -> set[int]:
@@ -173,7 +173,8 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def _is_child(pid: int) -> bool:
+def is_child(pid: int) -> bool:
+    """Tells whether this process has such a child, which may have ended, and has not reaped it."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

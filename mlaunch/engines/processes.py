@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,13 @@ class Processes:
         return ""
 
     def end(self) -> None:
-        """Ends all. Their standard input is closed by now, at which they end by themselves."""
+        """Ends all. Their standard input is closed by now, at which they end by themselves.
+
+        What somebody has stopped goes on first, helpers of theirs, too, which would stay.
+        """
+        for process in self._running.values():
+            if linux.is_child(process.pid):  # it is not reaped, so the number is its group's
+                linux.signal_group(process.pid, signal.SIGCONT)
         self._wait()
         for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._running.values():

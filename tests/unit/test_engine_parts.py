@@ -37,7 +37,7 @@ from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
-from tests.processes import wait_gone
+from tests.processes import wait_gone, wait_until
 
 
 class FakeShell:
@@ -224,6 +224,20 @@ def test_programs_that_reach_machines() -> None:
         assert (out.read(), err.read()) == ("", "done\n")
     assert processes.fate(0, "ssh to a") == "ssh to a exited with code 3"
     processes.end()
+    wait_gone([pid])
+
+
+def test_what_a_program_leaves_stopped_goes_on() -> None:
+    """srun has a helper, which tidies up when srun has ended, and which somebody may have stopped."""
+    processes = Processes()
+    ends = processes.start(0, ["sh", "-c", "(exec >&- 2>&-; kill -STOP $(exec sh -c 'echo $PPID'); exit 0) & echo $!"])
+    with open(ends.stdout) as out:
+        pid = int(out.readline())
+        assert out.read() == ""
+    wait_until(lambda: linux.is_stopped(pid))
+    os.close(ends.stdin)
+    processes.end()
+    os.close(ends.stderr)
     wait_gone([pid])
 
 
