@@ -118,6 +118,12 @@ def signal_group(pgid: int, number: int) -> None:
         os.killpg(pgid, number)
 
 
+def continue_group_of(child: int) -> None:
+    """Continues the processes of a group that a child leads, where somebody has stopped them."""
+    if _is_child(child):  # it is not reaped, so the number is its group's
+        signal_group(child, signal.SIGCONT)
+
+
 def signal_if_not_leader(pid: int, pidfd: int, number: int) -> None:
     """Signals a process that leads no group of its own any more, and that its group's signal would miss."""
     with contextlib.suppress(ProcessLookupError):
@@ -142,7 +148,7 @@ def children() -> set[int]:
                 pids.update(map(int, (task / "children").read_text(encoding="utf-8").split()))
         if os.readlink("/proc/self") != str(os.getpid()):
             pids = _numbers_here(pids)
-    return {pid for pid in pids if is_child(pid)}
+    return {pid for pid in pids if _is_child(pid)}
 
 
 def _numbers_here(foreign: set[int]) -> set[int]:
@@ -173,8 +179,7 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def is_child(pid: int) -> bool:
-    """Tells whether this process has such a child, which may have ended, and has not reaped it."""
+def _is_child(pid: int) -> bool:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -83,7 +83,7 @@ class _Started(Placement):
         if not self._found or len(self._found) < wanted:
             started = f"started {len(self._found)} of {wanted or 'its'} processes"
             if stopped:
-                return f"{self._name} (pid {stopped}) is stopped, and has {started}; kill -CONT {stopped} has it go on"
+                return f"{self._name} (pid {stopped}) is stopped, and has {started}; kill -CONT {stopped} continues it"
             return f"{self._name} has {started}"
         if not self._streams:
             self._lead()

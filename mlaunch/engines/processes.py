@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -61,8 +60,7 @@ class Processes:
         What somebody has stopped goes on first, helpers of theirs, too, which would stay.
         """
         for process in self._running.values():
-            if linux.is_child(process.pid):  # it is not reaped, so the number is its group's
-                linux.signal_group(process.pid, signal.SIGCONT)
+            linux.continue_group_of(process.pid)
         self._wait()
         for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._running.values():

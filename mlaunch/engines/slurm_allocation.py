@@ -157,7 +157,8 @@ class Allocation:
         return fate_of(self._shell, self.job, node)
 
     def release(self) -> None:
-        """Gives it back, without waiting. May be called again."""
+        """Gives it back, without waiting, also if somebody has stopped the guard. May be called again."""
+        linux.continue_group_of(self._guard.pid)
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             with contextlib.suppress(OSError):
                 self._guard.stdin.close()

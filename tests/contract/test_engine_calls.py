@@ -611,7 +611,7 @@ def test_a_member_that_cannot_serve() -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("kill -STOP $$", r"sh \(pid (\d+)\) is stopped, and has started 0 of 2 processes; kill -CONT \1 has it go on"),
+        ("kill -STOP $$", r"sh \(pid (\d+)\) is stopped, and has started 0 of 2 processes; kill -CONT \1 continues it"),
         ('exec "$0" "$@"', "sh has started 1 of 2 processes"),
     ],
 )

@@ -129,13 +129,17 @@ def test_an_allocation_that_is_not_given_back_is_told(
     allocation._guard.wait(60)
 
 
-def test_an_allocation_whose_guard_was_killed_is_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_allocation_whose_guard_was_killed_or_stopped_is_given_back(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
     shell = FakeShell("echo 7", f"echo >> {tmp_path}/gone", states="RUNNING None", scontrol="n1", squeue="n1")
     allocation = Allocation(shell, [], 1, None)
     granted(allocation)
-    allocation._guard.kill()
+    os.kill(allocation._guard.pid, number)
     given_back(allocation)
     assert (tmp_path / "gone").exists()
+    assert not capsys.readouterr().err
 
 
 def test_a_job_in_which_no_member_is_ends(tmp_path: Path) -> None:
