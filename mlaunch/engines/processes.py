@@ -59,8 +59,6 @@ class Processes:
 
         What somebody has stopped goes on first, helpers of theirs, too, which would stay.
         """
-        for process in self._running.values():
-            linux.continue_group_of(process.pid)
         self._wait()
         for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._running.values():
@@ -69,6 +67,8 @@ class Processes:
             self._wait()
 
     def _wait(self) -> None:
+        for process in self._running.values():
+            linux.continue_group_of(process.pid)
         until = time.monotonic() + _END_TIMEOUT
         for process in self._running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -168,7 +168,7 @@ class Allocation:
         if self._confirms() is False:  # somebody has killed it
             _let_go(self._guard)
             self._guard = self._start(_GIVE_BACK)
-            self.release()
+        self.release()
         if not self._confirms():
             what = f"job {self.job}" if self.job else "the job that was asked for"
             say(

@@ -142,6 +142,16 @@ def test_an_allocation_whose_guard_was_killed_or_stopped_is_given_back(
     assert not capsys.readouterr().err
 
 
+def test_a_guard_that_is_stopped_while_it_gives_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mlaunch.engines.slurm_allocation._END_TIMEOUT", 0.5)
+    there = f"[ -e {tmp_path}/stopped ] || {{ touch {tmp_path}/stopped; kill -STOP $$; }}"
+    allocation = Allocation(FakeShell("echo 7", left=there), [], 1, None)
+    allocation.release()
+    wait_until(lambda: linux.is_stopped(allocation._guard.pid))
+    allocation.wait()
+    assert allocation._guard.wait(60) == 0
+
+
 def test_a_job_in_which_no_member_is_ends(tmp_path: Path) -> None:
     """A controller that does not answer has not said so."""
     answers = "1) return 1 ;; 2) echo 7.batch; echo 7.0 ;; 3) echo 7.batch; echo 7.extern ;;"
