@@ -111,3 +111,23 @@ def test_what_is_raised_is_explained() -> None:
     ]
     assert sorted(missing) == []
     assert len(explained) > 60
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("stop", "failures"),
+        ("kill", "failures"),
+        ("hang", "failures"),
+        ("rerun", "failures"),
+        ("resume", "cookbook/checkpoints"),
+        ("sweep", "cookbook/sweeps"),
+        ("debug", "cookbook/debugging"),
+        ("loss", "cookbook/losses"),
+        ("port", "coming_from/index"),
+    ],
+)
+def test_the_search_finds_a_page_by_its_users_words(word: str, page: str) -> None:
+    """The site's search puts main entries of the index first."""
+    entries = re.findall(r"^\.\. index:: (.*)$", (ROOT / "docs" / f"{page}.rst").read_text(), re.MULTILINE)
+    assert f"! {word}" in ", ".join(entries).split(", ")
