@@ -164,10 +164,23 @@ def _compiled(found: tuple[str, int] | str | None) -> re.Pattern[str] | str | No
 
 def _class(name: str) -> object:
     module, _, qualname = name.partition(":")
-    found: Any = __import__(module, fromlist=["_"])
+    return _found(module, qualname) or _Later(qualname, (Warning,), {"__module__": module, "__qualname__": qualname})
+
+
+def _found(module: str, qualname: str) -> object:
+    """Returns what a module that is imported holds under this name, or None."""
+    found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part)
+        found = getattr(found, part, None)
     return found
+
+
+class _Later(type):
+    """Stands for a class of warnings whose module is not imported: to import IPython, say, takes half a second."""
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        found = _found(cls.__module__, cls.__qualname__)
+        return isinstance(found, type) and issubclass(other, found)
 
 
 # torch and numpy

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import locale
 import os
 import resource
+import sys
 import tempfile
 import time
 import warnings
@@ -99,6 +101,27 @@ def test_a_setting_of_the_caller(name: str, way: str) -> None:
         here, there = here[0], there[0]
     assert there == here
     assert here is not None
+
+
+def test_a_filter_imports_no_module_and_counts_once_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel's filters name a class of IPython's, whose import took half a second of each rank."""
+    (tmp_path / "warner.py").write_text("class Outer:\n    class Soon(UserWarning): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    warner = importlib.import_module("warner")
+
+    def warn() -> bool:
+        was = "warner" in sys.modules
+        with pytest.raises(UserWarning, match="now"):
+            warnings.warn("now", importlib.import_module("warner").Outer.Soon, stacklevel=1)
+        warnings.warn("of another class", UserWarning, stacklevel=1)
+        return was
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=warner.Outer.Soon)
+        assert launcher(warn, 1)() == [False]
+    sys.modules.pop("warner", None)
 
 
 def test_a_filter_of_the_caller_counts_before_those_of_a_rank() -> None:
