@@ -16,9 +16,11 @@ examples:
                            a script on four ranks (mlaunch run --help tells more)
   mlaunch ps               what is running, and what each rank is doing
   mlaunch stacks 3f2a      where the ranks of the launch 3f2a... are in their code
+  mlaunch why 3f2a         which rank the others wait for
   mlaunch stop 3f2a        ends that launch
   mlaunch warm             keeps torch imported, so that commands start at once
   mlaunch doctor           what this machine offers, and what would go wrong
+  mlaunch doctor --report  the same with versions and limits, for a bug report
 
 exit status: 0, 1 for an error that is told, 2 for a wrong command line; of run: see mlaunch run --help
 """

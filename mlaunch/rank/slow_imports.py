@@ -19,7 +19,7 @@ from mlaunch.protocol.board import Board
 
 _PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _NOT_TOLD = sys.stdlib_module_names | {"torch", "mlaunch"}
-_LONG = 0.3  # seconds of a call, which nobody minds once
+_LONG = 0.5  # seconds of a call, which nobody minds once
 
 
 @dataclass

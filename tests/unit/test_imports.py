@@ -25,6 +25,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.setattr(slow_imports, "_watch", slow_imports._Watch())
     monkeypatch.setattr(slow_imports, "_LONG", 0.0)
     monkeypatch.setattr(anew, "_calls", {})
+    monkeypatch.setattr(anew, "_TOLD_AT", 2)
     (tmp_path / "packages" / "big").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlaunch.caller.output.console import Console
 from mlaunch.protocol.board import Board
 
+_TOLD_AT = 2  # calls
 _calls: dict[str, int] = {}  # by package: how many have imported it
 
 
@@ -14,7 +15,7 @@ def tell(name: str, board: Board | None) -> None:
     if not package:
         return
     _calls[package] = _calls.get(package, 0) + 1
-    if _calls[package] == 2:
+    if _calls[package] == _TOLD_AT:
         console = Console()
         console.say(
             f"{name} imports {package} anew in the ranks of each call, {seconds} s in this one; to import it once: "
