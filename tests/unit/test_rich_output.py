@@ -97,8 +97,12 @@ def test_what_is_displayed_stands_between_the_lines(
         assert shown == b"[0] before\nshown {'text/html': 1}\n[0] after\n"
         assert pipes.relay.output.tails() == {0: b"before\nafter\n"}
         pipes.relay.turn_to(dataclasses.replace(wanted, name="again"), size, board)
+    pipes.write(0, STREAM, line(2)[:20])
+    pipes.relay.finish_call()
+    pipes.relay.turn_to(wanted, size, board)
+    pipes.write(0, STREAM, line(2)[20:])  # a thread of the rank was writing it
     pipes.finish()
-    assert len(publisher.told) == 2
+    assert len(publisher.told) == 3
 
 
 def test_what_the_notebook_does_not_take_is_printed(publisher: Publisher) -> None:

@@ -159,7 +159,7 @@ class Relay:
         self.output = CallOutput(plan, size, 0, self._clock)
         for fd, was in self._streams.items():
             stream = self._streams[fd] = self.output.open_stream(was.rank, was.local_rank, was.number, board)
-            stream.times = was.times  # the rank counts on, too
+            stream.times, stream.displays = was.times, was.displays  # the rank goes on, too
 
     def close(self) -> None:
         """Lets go of what ``finish`` did not come to."""
