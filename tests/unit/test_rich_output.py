@@ -97,10 +97,11 @@ def test_what_is_displayed_stands_between_the_lines(
         assert shown == b"[0] before\nshown {'text/html': 1}\n[0] after\n"
         assert pipes.relay.output.tails() == {0: b"before\nafter\n"}
         pipes.relay.turn_to(dataclasses.replace(wanted, name="again"), size, board)
-    pipes.write(0, STREAM, line(2)[:20])
+    whole = line(2)
+    pipes.write(0, STREAM, whole[:20])
     pipes.relay.finish_call()
     pipes.relay.turn_to(wanted, size, board)
-    pipes.write(0, STREAM, line(2)[20:])  # a thread of the rank was writing it
+    pipes.write(0, STREAM, whole[20:])  # a thread of the rank was writing it
     pipes.finish()
     assert len(publisher.told) == 3
 
