@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.kept import kept
 from benchmarks.measure import Row, alternate, compare, seconds
 
 _OURS = """
@@ -22,25 +24,31 @@ from benchmarks.work import join_by_environment
 import os
 assert join_by_environment() == float(os.environ["WORLD_SIZE"])
 """
+_WARM = "mlaunch, mlaunch warm"
 _ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(rounds: int) -> list[Row]:
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for size, bounds in ((2, ("<= 1.0", "<= 0.55", "<= 0.6")), (8, ("<= 0.5", "<= 0.3", "<= 0.35"))):
+    alone = {**os.environ, "PYTHONPATH": str(_ROOT), "MLAUNCH_WARM": "0"}
+    with tempfile.TemporaryDirectory() as folder, kept({**alone, "MLAUNCH_WARM": ""}) as warm:
+        for size, bounds in (
+            (2, ("<= 1.0", "<= 0.55", "<= 0.6", "<= 0.5")),
+            (8, ("<= 0.5", "<= 0.3", "<= 0.35", "")),
+        ):
             variants = {
                 "mlaunch": _OURS.format(first="", size=size, options=""),
                 "mlaunch, fork": _OURS.format(first="", size=size, options=", start_method='fork'"),
                 "mlaunch, warm_up()": _OURS.format(first="import mlaunch; mlaunch.warm_up()", size=size, options=""),
             }
             contestants = {
-                name: _timed(_script(folder, f"{index}_{size}", text), [sys.executable])
+                name: _timed([sys.executable, _script(folder, f"{index}_{size}", text)], alone)
                 for index, (name, text) in enumerate(variants.items())
             }
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
-            contestants["torchrun"] = _timed(_script(folder, "torchrun", _TORCHRUN), torchrun)
-            aims = {name: ("torchrun", bound) for name, bound in zip(variants, bounds, strict=True)}
+            contestants["torchrun"] = _timed([*torchrun, _script(folder, "torchrun", _TORCHRUN)], alone)
+            contestants[_WARM] = _timed([sys.executable, _script(folder, f"0_{size}", variants["mlaunch"])], warm)
+            aims = {name: ("torchrun", bound) for name, bound in zip([*variants, _WARM], bounds, strict=True)}
             rows += compare(f"cold script, {size} ranks", alternate(contestants, rounds), aims, "s")
     return rows
 
@@ -51,12 +59,8 @@ def _script(folder: str, name: str, text: str) -> str:
     return str(path)
 
 
-def _timed(script: str, command: list[str]) -> Callable[[], float]:
-    import os
-
-    environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
-
+def _timed(command: list[str], environ: dict[str, str]) -> Callable[[], float]:
     def once() -> None:
-        subprocess.run([*command, script], check=True, env=environ, stderr=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=environ, stderr=subprocess.DEVNULL)
 
     return lambda: seconds(once)

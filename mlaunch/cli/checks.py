@@ -18,6 +18,7 @@ from mlaunch.protocol import token as tokens
 _NEVER = "none"
 _log = logging.getLogger("mlaunch")
 _LONGEST_ROLE = 255  # characters: all machines hear it
+PRINT_COMPLETION = "--print-completion"
 SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
 
 

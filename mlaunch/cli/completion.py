@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlaunch._version import __version__
-from mlaunch.cli.parser import mlaunch_parser
 
 
 class _Print(argparse.Action):
@@ -36,7 +35,7 @@ class PrintCompletion(_Print):
         shtab = _imported(parser, flag, "shtab", "shtab")
         if wanted not in shtab.SUPPORTED_SHELLS:
             parser.error(f"{flag} {wanted}: allowed: {', '.join(shtab.SUPPORTED_SHELLS)}")
-        return str(shtab.complete(mlaunch_parser(parser), shell=wanted))
+        return str(shtab.complete(_whole(parser), shell=wanted))
 
 
 class PrintManPage(_Print):
@@ -45,7 +44,7 @@ class PrintManPage(_Print):
     def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
         del wanted
         manpage = _imported(parser, flag, "argparse_manpage.manpage", "argparse-manpage")
-        whole = mlaunch_parser(parser)
+        whole = _whole(parser)
         about = {"project_name": "mlaunch", "version": __version__, "manual_title": "mlaunch"}
         about["description"] = "run functions and scripts of PyTorch once per device"
         return str(manpage.Manpage(whole, about, format="single-commands-section")).rstrip()
@@ -57,3 +56,10 @@ def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: 
         return importlib.import_module(module)
     except ImportError:
         parser.error(f"{flag} needs the package {package}: pip install 'mlaunch[completion]'")
+
+
+def _whole(run: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Makes the parser of the whole command, whose other parts ``mlaunch run`` does not import."""
+    from mlaunch.cli.parser import mlaunch_parser
+
+    return mlaunch_parser(run)

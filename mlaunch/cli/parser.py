@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from mlaunch._version import __version__
 from mlaunch.cli import doctor, ps_and_stacks, warm_command
+from mlaunch.cli.checks import PRINT_COMPLETION
 
-PRINT_COMPLETION = "--print-completion"
 _EXAMPLES = """\
 examples:
   mlaunch run --nproc-per-node 4 train.py

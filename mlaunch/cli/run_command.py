@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from mlaunch.base import rlimits
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
@@ -25,18 +26,23 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.stop_order import StopOrder, StopSignal
 from mlaunch.cli import flags, on_lease
+from mlaunch.caller.stop_order import StopOrder
+from mlaunch.cli import failed_run, flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
 from mlaunch.cli.job_server import interpreter_of, server_for
 from mlaunch.cli.job_spec import spec_of
 from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
-from mlaunch.cli.run_on_engine import There, engine_of
-from mlaunch.engines.engine import Engine
 from mlaunch.protocol import error_file
 from mlaunch.rank.setup import device
 
-_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses
+if TYPE_CHECKING:
+    import argparse
+
+    from mlaunch.engines.engine import Engine
+
+_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses; see failed_run.py
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
@@ -51,7 +57,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         job, wishes, engine = (
             on_lease.check(args, job_of(args, os.environ)),
             wishes_of(args, os.environ),
-            engine_of(args),
+            _engine_of(args),
         )
         if engine is not None:
             return _run_there(job, wishes, engine)
@@ -95,8 +101,19 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
             server.close()
 
 
+def _engine_of(args: argparse.Namespace) -> Engine | None:
+    """Returns the engine that the flags name; only then engines are imported."""
+    if args.engine is None:
+        return None
+    from mlaunch.cli.run_on_engine import engine_of
+
+    return engine_of(args)
+
+
 def _run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
     """Runs the job on an engine's machines; returns the exit status."""
+    from mlaunch.cli.run_on_engine import There
+
     with _stopping_at(job.signals):
         size = job.size if isinstance(job.size, int) else 1
         there = There(job, engine, wishes, _directory(wishes, size, job))
@@ -224,27 +241,11 @@ def _let_go_of_streams() -> None:
             continue
 
 
-def _record(error: LaunchError) -> None:
-    """Writes what the rank wrote of its failure, or else what we know, for what started this command and asked."""
-    path = os.environ.get(error_file.VARIABLE)
-    if path and error.failures:
-        cause, first_line = error.failures[0], str(error).partition("\n")[0]
-        record = error.recorded or error_file.new_record(first_line, cause.traceback or str(error))
-        try:
-            error_file.write(path, record, cause.exitcode)
-        except OSError as problem:
-            _say(f"{error_file.VARIABLE}={path}: {problem}")
-
-
 def _fail(error: LaunchError, status: int | None = None) -> int:
     """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
     _say(str(error))
-    _record(error)
-    return _status(error) if status is None else status
-
-
-def _status(error: LaunchError) -> int:
-    code = error.failures[0].exitcode if error.failures else None
-    if code is None:
-        return _RAISED
-    return code if code > 0 else _SIGNALLED - code
+    try:
+        failed_run.record(error)
+    except OSError as problem:
+        _say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
+    return failed_run.status_of(error) if status is None else status

@@ -80,14 +80,14 @@ def _import(directory: Path, idle: float, preload: tuple[str, ...], word: Channe
 
 def _refusal(name: str) -> str:
     """Imports a module, and says what it leaves behind that no fork may have; "": nothing."""
-    files, threads = held()
+    files, threads = _held_by_forks()
     try:
         __import__(name)
     except ModuleNotFoundError as error:
         if error.name == name.partition(".")[0] or error.name == name:
             return f"--preload {name}: there is no module of this name in {sys.prefix}"
         raise
-    files_now, threads_now = held()
+    files_now, threads_now = _held_by_forks()
     if threads_now > threads:
         return f"--preload {name}: its import starts a thread, which no fork has; import it in the script"
     if opened := sorted(set(files_now) - set(files)) or (files_now != files and ["a file"]):
@@ -95,6 +95,15 @@ def _refusal(name: str) -> str:
     if linux.has_children():
         return f"--preload {name}: its import starts a process; import it in the script"
     return ""
+
+
+def _held_by_forks() -> tuple[list[str], int]:
+    """Returns what is open, and the number of threads. Those of libraries that know forks (OpenBLAS) end at one."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return held()
 
 
 def _silence() -> None:
