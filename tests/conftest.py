@@ -92,6 +92,7 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     caller_warm.start_interpreter = _start_prepared
     anew._TOLD_AT = 0  # on a busy machine any package takes long, and what is told would stand in a test's output
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
+    os.environ.pop("MLAUNCH_WARM", None)  # each process would leave one
     os.environ["MLAUNCH_UVLOOP"] = "0"  # what users without it have
     os.environ["MLAUNCH_PREPARE"] = "0"  # what is prepared would be there when things are counted
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user

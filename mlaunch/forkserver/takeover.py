@@ -28,6 +28,8 @@ def take_over(caller: CallersProcess, path: Sequence[str], stdin: int, stderr: i
     _take_signals(caller.ignored)
     process.set_environ(dict(caller.environ))
     sys.path[:] = path
+    sys.executable = caller.executable
+    multiprocessing.set_executable(caller.executable)
     importlib.invalidate_caches()
     settings.apply(caller.settings)
     _draw_afresh()

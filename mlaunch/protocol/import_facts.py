@@ -46,7 +46,7 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
     """Returns all that counts, for an import under ``environ``."""
     read = variables(environ) | {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
     return {
-        "interpreter": f"{sys.executable} {_file(os.path.realpath(sys.executable))}",
+        "interpreter": f"{os.path.realpath(sys.executable)} {_file(sys.executable)}",
         "Python": sys.version,
         "prefix": f"{sys.prefix} {_file(sys.prefix)}",
         "mlaunch": f"{__version__} {_file(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}",

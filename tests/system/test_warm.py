@@ -166,6 +166,31 @@ def test_its_directory_is_removed(zygote: ZygoteState) -> None:
     wait_gone([zygote.pid])
 
 
+def test_it_ends_by_itself_after_some_time() -> None:
+    done = warm("--for", "0.2s")
+    (pid,) = map(int, re.findall(r"\(pid (\d+)\)", done.stdout))
+    wait_gone([pid])
+    assert kept() == []
+
+
+def test_it_ends_when_a_file_changes_that_it_has_imported(tmp_path: Path) -> None:
+    library = tmp_path / "warm_library.py"
+    library.write_text("version = 1")
+    script = write(tmp_path, "import warm_library; print(warm_library.version)", "script.py")
+    changes = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "MLAUNCH_DEBUG": "1"}
+    try:
+        warm("--preload", "warm_library", **changes)
+        (state,) = kept()
+        assert run(tmp_path, script, **changes).stdout == "1\n"
+        library.write_text("version = 'two'")
+        done = run(tmp_path, script, **changes)
+        assert done.stdout == "two\n"
+        assert f"of no use: {library} has changed since it was imported" in done.stderr
+        wait_gone([state.pid])
+    finally:
+        zygote_upkeep.end_all(os.environ)
+
+
 def test_two_that_start_become_one() -> None:
     commands = [
         subprocess.Popen(WARM, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

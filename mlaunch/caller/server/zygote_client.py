@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,7 +42,7 @@ def ask_zygote(environ: Mapping[str, str], like: Interpreter) -> ForkServer | No
         wish = zygote_upkeep.wish_of(os.environ)
     except ValueError as error:
         raise misuse(error) from None
-    if wish == 0 or os.path.realpath(like.executable) != os.path.realpath(sys.executable):
+    if wish == 0 or not _is_this_program(like.executable):
         return None
     places = list(zygote_place.names(os.environ))
     if not places and wish is None:
@@ -51,6 +52,13 @@ def ask_zygote(environ: Mapping[str, str], like: Interpreter) -> ForkServer | No
     if server is None and wish is not None:
         zygote_upkeep.leave_one(environ, wish, like.preload)
     return server
+
+
+def _is_this_program(executable: str) -> bool:
+    """Tells whether it is this interpreter. By where it stands it finds its virtual environment."""
+    found, ours = shutil.which(executable) or executable, sys.executable
+    beside = os.path.realpath(os.path.dirname(os.path.abspath(found)))
+    return os.path.realpath(found) == os.path.realpath(ours) and beside == os.path.realpath(os.path.dirname(ours))
 
 
 def _ask_one_of(
@@ -98,7 +106,13 @@ def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interprete
 
 def _send(zygote: Channel, control: Channel, environ: Mapping[str, str], like: Interpreter) -> None:
     ignored = tuple(int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN)
-    surroundings = CallersProcess(os.getpid(), with_huge_heap(environ), settings.inherited(), ignored)
+    surroundings = CallersProcess(
+        os.getpid(),
+        shutil.which(like.executable) or sys.executable,
+        with_huge_heap(environ),
+        settings.inherited(),
+        ignored,
+    )
     null, caller = os.open(os.devnull, os.O_RDWR), os.pidfd_open(os.getpid())
     try:
         stdin = 0 if like.stdin != subprocess.DEVNULL and is_open(0) else null

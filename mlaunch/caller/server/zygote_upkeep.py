@@ -67,10 +67,11 @@ def states(environ: Mapping[str, str], *, facts: bool = False) -> list[ZygoteSta
     return [answer for answer in answers if answer is not None]
 
 
-def keep(environ: Mapping[str, str], key: str, seconds: float) -> ZygoteState | None:
-    """Has the one of this key stay so long after its last use; None if there is none."""
+def keep(environ: Mapping[str, str], key: str, seconds: float | None) -> ZygoteState | None:
+    """Has the one of this key stay so long after its last use (None: as long as before); None if there is none."""
+    record = AskZygote() if seconds is None else KeepZygote(seconds)
     for directory, found in zygote_place.names(environ):
-        if found == key and (state := _converse(directory, key, KeepZygote(seconds))) is not None:
+        if found == key and (state := _converse(directory, key, record)) is not None:
             return state
     return None
 
@@ -212,7 +213,7 @@ def _leave() -> None:
     with contextlib.suppress(OSError):
         directory = _directory(environ)
         with zygote_place.locked(directory) as lock:
-            if keep(environ, key_of(environ), seconds) is None:
+            if keep(environ, key_of(environ), None) is None:
                 process, word = _start(environ, seconds, preload, directory, lock)
                 process.returncode = 0  # whoever is its parent then reaps it
                 word.close()

@@ -18,12 +18,14 @@ class CallersProcess:
 
     Attributes:
         caller: The caller's pid.
+        executable: Its ``sys.executable``: the same program, maybe by another name.
         environ: All variables.
         settings: The settings of the caller's process, as ``protocol.settings`` has them.
         ignored: Signals that the caller ignores.
     """
 
     caller: int
+    executable: str
     environ: Mapping[str, str]
     settings: tuple[tuple[str, object], ...]
     ignored: tuple[int, ...]
