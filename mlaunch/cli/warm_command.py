@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from mlaunch.protocol.messages.zygote_messages import ZygoteState
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_INTERRUPTED = 130  # the exit status for Ctrl-C
 _USUAL_TIME = "30m"
 _ABOUT = """\
 Keeps a fork server, which has imported torch, for this user on this machine. mlaunch run, scripts with decorated
@@ -53,6 +55,9 @@ def _warm(args: argparse.Namespace) -> int:
         args.refuse(f"--preload {args.preload}: allowed: names of modules with commas between them")
     try:
         state = zygote_upkeep.begin(os.environ, seconds, wanted)
+    except KeyboardInterrupt:
+        print("mlaunch: interrupted: no fork server is kept", file=sys.stderr)
+        return _INTERRUPTED
     except BlockingIOError:
         raise OSError("another mlaunch warm has been starting for a minute; look for one that is stopped") from None
     except LaunchError as error:

@@ -27,8 +27,12 @@ _REASON = 8192  # bytes that a person is shown
 _USUAL = ("mlaunch.caller.launcher",)  # what a module with a decorated function imports
 
 
-def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Sequence[str]) -> NoReturn:
-    """Lives the life of a zygote in a fresh interpreter. ``lock_fd``: that of its place, until it listens."""
+def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Sequence[str], *, awaited: bool) -> NoReturn:
+    """Lives the life of a zygote in a fresh interpreter.
+
+    ``lock_fd``: that of its place, until it listens. ``awaited``: somebody waits for the word that it is there, and
+    wants none any more if he has left.
+    """
     if os.fork() > 0:
         os._exit(0)  # for whoever waits for the process that it started
     linux.open_standard_streams()
@@ -42,7 +46,7 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
         zygote = _import(Path(directory), idle, tuple(preload), word)
         if zygote is not None:
             zygote.open()
-            word.try_send(zygote.state())
+            zygote.ending = not _tell(word, zygote) and awaited
             word.close()
             os.close(lock_fd)
             _silence()
@@ -76,6 +80,15 @@ def _import(directory: Path, idle: float, preload: tuple[str, ...], word: Channe
     gc.freeze()
     settle()
     return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
+
+
+def _tell(word: Channel, zygote: Zygote) -> bool:
+    """Says that it is there; False if nobody hears it."""
+    try:
+        word.send(zygote.state())
+    except OSError:
+        return False
+    return True
 
 
 def _refusal(name: str) -> str:

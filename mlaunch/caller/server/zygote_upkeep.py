@@ -26,7 +26,7 @@ from mlaunch.protocol.messages.zygote_messages import AskZygote, EndZygote, Keep
 
 VARIABLE = "MLAUNCH_WARM"  # "0": none is used; a time: one is left, which stays so long after its last use
 _CURIOUS = "MLAUNCH_DEBUG"
-_BOOTSTRAP = "from mlaunch.forkserver.zygote_start import main; main({}, {}, {!r}, {}, {})"
+_BOOTSTRAP = "from mlaunch.forkserver.zygote_start import main; main({}, {}, {!r}, {}, {}, awaited={})"
 _ANSWER_TIMEOUT = 5.0  # seconds
 _IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with what the user wants besides
 _START_TIMEOUT = 60.0  # seconds for another start to end
@@ -144,7 +144,7 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
         found = keep(environ, key_of(environ), seconds)
         if found is not None:
             return found
-        process, word = _start(environ, seconds, preload, directory, lock)
+        process, word = _start(environ, seconds, preload, directory, lock, awaited=True)
         with contextlib.closing(word):
             if process.wait():
                 raise LaunchError(f"the fork server that was to be kept {describe_exit(process.returncode)}")
@@ -168,11 +168,11 @@ def _directory(environ: Mapping[str, str]) -> Path:
 
 
 def _start(
-    environ: Mapping[str, str], seconds: float, preload: Sequence[str], directory: Path, lock: int
+    environ: Mapping[str, str], seconds: float, preload: Sequence[str], directory: Path, lock: int, *, awaited: bool
 ) -> tuple[subprocess.Popen[bytes], Channel]:
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload))
+    code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload), awaited)
     kept = {name: value for name, value in environ.items() if name != token.VARIABLE}
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
@@ -214,7 +214,7 @@ def _leave() -> None:
         directory = _directory(environ)
         with zygote_place.locked(directory) as lock:
             if keep(environ, key_of(environ), None) is None:
-                process, word = _start(environ, seconds, preload, directory, lock)
+                process, word = _start(environ, seconds, preload, directory, lock, awaited=False)
                 process.returncode = 0  # whoever is its parent then reaps it
                 word.close()
 
