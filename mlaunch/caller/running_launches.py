@@ -34,4 +34,4 @@ def why_call(name: str) -> str:
     """Says it of the calls of the function of that name which this process has made and which run, a line each."""
     ours = [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
     named = [launch["id"] for launch in ours if f"{name}()" in {launch["function"], launch.get("call")}]
-    return "\n".join(said for launch_id in named if (said := why_launch(launch_id)))
+    return "\n".join(said for launch_id in dict.fromkeys(named) if (said := why_launch(launch_id)))

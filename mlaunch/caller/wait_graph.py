@@ -62,7 +62,8 @@ def why(views: Sequence[RankView]) -> str:
     inside = [view for view in views if view.operation]
     if not inside or len(inside) < len(views):
         return "no rank waits for another one in a collective"
-    return _at_one_number(inside)
+    elsewhere = {other for view in views for members, _ in (view.entered or {}).values() for other in members}
+    return _at_one_number(inside, sorted(elsewhere - known.keys()))
 
 
 def _waits(known: Mapping[int, RankView]) -> list[_Wait]:
@@ -106,16 +107,21 @@ def _named(group: str, view: RankView) -> str:
 
 def _crossed(waits: Sequence[_Wait], known: Mapping[int, RankView]) -> str:
     told: dict[int, str] = {}
+    awaited = {wait.other for wait in waits}
+    names = {wait.group: _named(wait.group, known[wait.rank]) for wait in waits}
     for wait in waits:
-        view = known[wait.rank]
-        told.setdefault(
-            wait.rank, f"rank {wait.rank} waits for rank {wait.other} in {_named(wait.group, view)}, {view.doing}"
-        )
+        if wait.rank in awaited:  # else nobody is held up by it
+            group = names[wait.group]
+            if list(names.values()).count(group) > 1:
+                group += f" that torch calls {wait.group.partition(' ')[0]!r}"
+            where = f"rank {wait.rank} waits for rank {wait.other} in {group}, {known[wait.rank].doing}"
+            told.setdefault(wait.rank, where)
     ranks = "; ".join(list(told.values())[:4])
     return f"ranks wait for each other, as they have entered groups in crossed order: {ranks}"
 
 
-def _at_one_number(views: Sequence[RankView]) -> str:
+def _at_one_number(views: Sequence[RankView], elsewhere: Sequence[int]) -> str:
+    """Says it of ranks none of which is behind another. ``elsewhere``: those whose agents were not asked."""
     operations: dict[str, list[RankView]] = {}
     for view in views:
         operations.setdefault(view.operation, []).append(view)
@@ -123,6 +129,11 @@ def _at_one_number(views: Sequence[RankView]) -> str:
         told = [f"{name_some_ranks([view.rank for view in those])} {'are' if len(those) > 1 else 'is'} {those[0].doing}"
                 for those in operations.values()]  # fmt: skip
         return f"the ranks are in different operations that stand for the same one: {'; '.join(told)}"
+    if elsewhere:
+        return (
+            f"the ranks here are in {views[0].operation}, and none is behind; ask for {name_some_ranks(elsewhere)} on "
+            f"their machines"
+        )
     return (
         f"all ranks are in {views[0].operation}, and none is behind: the device or the network is slow or stuck, or "
         f"much is sent"

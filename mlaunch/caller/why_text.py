@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frames import is_library
+from mlaunch.caller.report.blocks import block_of
 from mlaunch.caller.report.failure_text import in_words, operation_of
 from mlaunch.caller.wait_graph import RankView, why
 from mlaunch.protocol.messages.launch_messages import RankStacks
@@ -39,13 +40,17 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
     told, children = rank.get("entered"), rank.get("children", [])
     entered = None if told is None else {name: (tuple(members), number) for name, members, number in told}
     place = next((i for i, frame in enumerate(frames) if not is_library(frame[0])), len(frames))
-    doing = in_words(frames) if frames and rank["state"].startswith(_RUNNING) else rank["state"]
+    runs, returned = rank["state"].startswith(_RUNNING), _RETURNED in rank["state"]
+    doing = in_words(frames) if frames and runs else rank["state"]
+    blocks = [block_of(file, line) for file, line, _ in frames if not is_library(file)] if runs else []
+    doing += next((f", {block}" for block in blocks if block), "")
     if "(it " in rank["state"] and doing != rank["state"]:  # the kernel holds it, or a signal has stopped it
         doing += f" ({rank['state'].partition('(')[2]}"
     elif entered is None and frames:
         doing += f", {_SILENT}"
     if children:
         doing += "".join(f"; its child {child}" for child in children[:2])
+    if returned:
+        return RankView(rank["rank"], doing, "", False, entered, returned)
     inside = any("/torch/" in file for file, _, _ in frames[:place])
-    returned = _RETURNED in rank["state"]
-    return RankView(rank["rank"], doing, operation_of(frames), inside, entered, returned)
+    return RankView(rank["rank"], doing, operation_of(frames), inside, entered)

@@ -285,7 +285,8 @@ def test_a_stall_is_reported_and_may_end_the_run(where: str, tmp_path: Path, cap
         assert set(told[0]) == {1}
 
 
-def test_a_deadline_says_who_holds_up_whom() -> None:
+@pytest.mark.parametrize("machines", [False, True])
+def test_a_deadline_says_who_holds_up_whom(machines: bool) -> None:
     """A rank that returns early, which the others wait for."""
 
     def uneven() -> None:
@@ -294,6 +295,6 @@ def test_a_deadline_says_who_holds_up_whom() -> None:
             dist.all_reduce(torch.ones(1))
 
     with pytest.raises(LaunchTimeout) as caught:
-        launcher(uneven, 3, deadline=5.0)()
+        launcher(uneven, 2 if machines else 3, deadline=5.0, engine=Threads() if machines else None)()
     second = str(caught.value).splitlines()[1]
     assert second.startswith("rank 1 has returned (ranks 0, 2 wait for it, in all_reduce at test_stopping.py:")

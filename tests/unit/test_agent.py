@@ -327,6 +327,19 @@ def test_stacks_that_came_too_late_are_not_taken_for_the_next() -> None:
         os.close(fd)
 
 
+def test_a_signal_that_got_lost_is_sent_again() -> None:
+    now, sent = [0.0], []
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    rank: Any = SimpleNamespace(stack_fd=reader, stacks="", pid=1)
+    requests = StackRequests(lambda *asked: sent.append(asked) is None, lambda: now[0])
+    for at in (0.0, STACKS_TIMEOUT / 2, STACKS_TIMEOUT, STACKS_TIMEOUT * 1.5):
+        now[0] = at
+        requests.ask(rank, launch_messages.Phase.RUNNING)
+    assert len(sent) == 2
+    for fd in (reader, writer):
+        os.close(fd)
+
+
 def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
     may_end: list[bool] = []
 

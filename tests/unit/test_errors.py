@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +14,8 @@ from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, Ran
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller.report.failure_text import in_order
 from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase
 from mlaunch.rank import remote_error
 
 
@@ -93,3 +97,12 @@ def test_where_all_are_consequences_what_serves_ranks_comes_first() -> None:
 def test_a_consequence_without_a_traceback_is_described() -> None:
     error = RuntimeError("Connection closed by peer")
     assert remote_error.describe(error, Phase.RUNNING, "cpu", catchable=False).traceback.startswith("RuntimeError:")
+
+
+def test_the_deadline_is_the_cause_of_what_only_looks_like_a_consequence() -> None:
+    """Ranks of one machine are ended, and one of another machine says first that they are gone."""
+    for consequence in (True, False):
+        outcome = Outcome(cast("Any", SimpleNamespace(local_world_size=2)))
+        outcome.failures.append(RankFailure(1, 1, "raised RuntimeError", consequence=consequence))
+        outcome.take(DeadlinePassed(), [])
+        assert outcome.late is consequence

@@ -5,15 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlaunch.agent.activity import activity, children_of
+from mlaunch.agent.activity import activity, children_of, file_of
 from mlaunch.caller import stall_signs
 from mlaunch.caller.launch.stall_watch import StallWatch
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.visitors import PULSE, WHY
+from tests.processes import wait_until
 
 IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9}
 TORCH = ["/x/site-packages/torch/distributed/distributed_c10d.py", "9", "all_reduce"]
@@ -173,6 +175,24 @@ def test_places_of_several() -> None:
         "rank 1 is in train at train.py:18",
         "rank 2 is in train at train.py:9",
     ]
+
+
+def test_the_file_that_a_process_waits_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "shard-7")
+
+    def read() -> None:
+        (tmp_path / "shard-7").read_text()
+
+    child = multiprocessing.get_context("fork").Process(target=read, daemon=True)
+    child.start()
+    held = os.open(tmp_path / "shard-7", os.O_WRONLY)  # once it reads
+    try:
+        said = f", reading {tmp_path}/shard-7" if os.uname().machine == "x86_64" else ""
+        wait_until(lambda: file_of(child.pid or 0) == said)
+    finally:
+        os.close(held)
+        child.join()
+    assert file_of(2**22 + 1) == ""
 
 
 def test_the_activity_of_a_process_and_its_children() -> None:

@@ -40,8 +40,8 @@ def view(rank: int, number: int | None, line: int = 0, operation: str = "", **ot
         (
             [view(0, 4, 7, "all_reduce", a=6, b=5), view(1, 4, 9, "all_reduce", a=5, b=6)],
             "ranks wait for each other, as they have entered groups in crossed order: rank 0 waits for rank 1 in the "
-            "group of ranks 0-1, in all_reduce at train.py:7; rank 1 waits for rank 0 in the group of ranks 0-1, in "
-            "all_reduce at train.py:9",
+            "group of ranks 0-1 that torch calls 'a', in all_reduce at train.py:7; rank 1 waits for rank 0 in the "
+            "group of ranks 0-1 that torch calls 'b', in all_reduce at train.py:9",
         ),
         (
             [view(0, 4, 7, "all_reduce"), view(1, 4, 9, "broadcast"), view(2, 4, 7, "all_reduce")],
@@ -52,6 +52,10 @@ def view(rank: int, number: int | None, line: int = 0, operation: str = "", **ot
             [view(rank, 4, 7, "all_reduce") for rank in WORLD],
             "all ranks are in all_reduce, and none is behind: the device or the network is slow or stuck, or much is "
             "sent",
+        ),
+        (
+            [view(rank, 4, 7, "all_reduce") for rank in WORLD[:2]],
+            "the ranks here are in all_reduce, and none is behind; ask for rank 2 on their machines",
         ),
         ([view(0, 5, 7), view(1, 4, 7)], "no rank waits for another one in a collective"),  # one computes ahead
     ],

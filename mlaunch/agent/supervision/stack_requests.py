@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Collection
 
-from mlaunch.agent.activity import children_of
+from mlaunch.agent.activity import children_of, file_of
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STATES, in_letters, is_whole
+from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, STATES, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
 _FIELD = re.compile(r"^(State|VmSize|SigCgt|SigPnd|ShdPnd):\s+(\w+)", re.MULTILINE)
@@ -22,9 +23,10 @@ class StackRequests:
     ``request`` asks one rank by a signal, and is false if that rank cannot answer.
     """
 
-    def __init__(self, request: Callable[[int, Phase, int], bool]) -> None:
+    def __init__(self, request: Callable[[int, Phase, int], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._request = request
-        self._pending: dict[int, RankProcess] = {}  # by stack_fd
+        self._clock = clock
+        self._pending: dict[int, tuple[RankProcess, float]] = {}  # by stack_fd; when it was asked
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -33,18 +35,23 @@ class StackRequests:
         return list(self._pending)
 
     def ask(self, rank: RankProcess, phase: Phase, *, all_threads: bool = False) -> None:
-        """Asks for the stack of its main thread; with ``all_threads`` it may die of it."""
-        if rank.stack_fd in self._pending:
+        """Asks for the stack of its main thread; with ``all_threads`` it may die of it.
+
+        One that has not answered in time is asked again: the kernel drops a signal that comes as faulthandler, at the
+        end of an earlier answer, has put its handler aside for a moment.
+        """
+        _, asked_at = self._pending.get(rank.stack_fd, (rank, -STACKS_TIMEOUT))
+        if rank.stack_fd in self._pending and self._clock() < asked_at + STACKS_TIMEOUT:
             return
         while read_some(rank.stack_fd):  # an earlier answer that came too late
             pass
         rank.stacks = ""
         if self._request(rank.pid, phase, ALL_STACKS_SIGNAL if all_threads else STACK_SIGNAL):
-            self._pending[rank.stack_fd] = rank
+            self._pending[rank.stack_fd] = rank, self._clock()
 
     def read(self, ready: Collection[int]) -> None:
         for stack_fd in self._pending.keys() & set(ready):
-            rank = self._pending[stack_fd]
+            rank, _ = self._pending[stack_fd]
             text = read_some(stack_fd)
             rank.stacks = in_letters(rank.stacks + text)  # a letter may have come in parts
             if not text or is_whole(rank.stacks):
@@ -79,7 +86,7 @@ def _status(pid: int) -> dict[str, str]:
 def held_children(pid: int) -> list[str]:
     """Says which children of a rank do not run since something holds them, such as a data loader's worker."""
     states = [(child, state_of(child)) for child in children_of(pid)]
-    return [f"(pid {child}): {STATES[state]}" for child, state in states if state in STATES]
+    return [f"(pid {child}): {STATES[state]}{file_of(child)}" for child, state in states if state in STATES]
 
 
 def _listens(status: dict[str, str], number: int) -> bool:

@@ -18,10 +18,11 @@ from mlaunch.agent.supervision.early_ends import Endings
 from mlaunch.agent.supervision.first_step import NEVER, FirstStep
 from mlaunch.agent.supervision.stack_requests import StackRequests, state_of
 from mlaunch.agent.supervision.system import System
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
 
 _MOST_MEMBERS = 2000  # of a rank's groups, that a record carries beside its stack
@@ -43,7 +44,7 @@ class Stopping:
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self.begun = False  # the first step has been taken
-        self.asked = StackRequests(system.request)
+        self.asked = StackRequests(system.request, system.clock)
         self.endings = Endings(ranks, system)
         self.entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self.number = signal.SIGTERM  # which asks them to end
@@ -88,6 +89,12 @@ class Stopping:
             self._kill_at = now + self._grace_period
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
+
+    def follow(self, failure: RankFailure, questions: Questions) -> None:
+        """Takes in that another machine has failed. Of a deadline the report tells who waits for whom, on all."""
+        if failure.final:
+            self.explain(questions)
+        self.within(CAUSE_DELAY if failure.consequence else 0.0)
 
     def explain(self, questions: Questions) -> None:
         """Takes in that a deadline has passed: nobody is spared, and all are asked what they have entered."""

@@ -218,8 +218,8 @@ class Supervisor:
             self._cancel(record)
 
     def _is_asked(self, record: object) -> bool:
-        inspection = self._inspection
-        return inspection is not None and inspection.obey(record, self._launcher, self._stopping.asked, self._questions)
+        asked = self._stopping.asked, self._questions
+        return self._inspection is not None and self._inspection.obey(record, self._launcher, *asked)
 
     def _receive(self) -> tuple[object, list[int]]:
         try:
@@ -256,4 +256,4 @@ class Supervisor:
     def _hear_peers(self, ready: set[int]) -> None:
         if (failure := self._peers.hear(ready, self._launcher)) is not None:
             self._launcher.try_send(failure)
-            self._stopping.within(CAUSE_DELAY if failure.consequence else 0.0)
+            self._stopping.follow(failure, self._questions)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from mlaunch.base.exceptions import RankFailure
 
 _NO_MODULE = "raised ModuleNotFoundError"
@@ -10,6 +13,11 @@ _TIMEOUT = (
     "a collective took longer than timeout=, an option of launcher in seconds: another rank does not take part in it "
     "(the report says what each was doing), or needs more time"
 )
+_ABORTED = (
+    "it was in a collective: gloo ends a process so whose tensor has another shape or dtype than another rank's. "
+    "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment (env=) torch compares them, and names both sides"
+)
+_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _HINTS = {
     _NO_MODULE: "ranks look for modules on the sys.path that the caller has when they start, with the caller's "
     "interpreter: put the module's directory on sys.path before, or install the module into this environment (on other "
@@ -26,6 +34,8 @@ _HINTS = {
 
 def hints_of(failure: RankFailure) -> list[str]:
     """Says what to do about the failure, a line each; nothing if nothing is known."""
+    if failure.exitcode == -signal.SIGABRT and _COLLECTIVES in failure.traceback:
+        return [_ABORTED]
     known = _NO_MODULE if _OF_THE_CALL in failure.traceback else ""
     return [hint for words, hint in _HINTS.items() if words in failure.what and words != known]
 
