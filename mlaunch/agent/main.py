@@ -174,8 +174,8 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(
-        ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers, stops=spec.stops,
-        stop_grace=spec.stop_grace,
+        ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers,
+        stop_on=spec.stop_on, stop_grace=spec.stop_grace,
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, priority)
     went_well = _run(supervisor, inspection, names, launcher)

@@ -64,7 +64,7 @@ class StopRequest:
 
     def __init__(self, scene: Supervision, questions: Questions) -> None:
         self._members, self._launcher = RankMembers(scene.ranks, questions), scene.launcher
-        self._expected, self._grace = scene.stops, scene.stop_grace
+        self._expected, self._grace = bool(scene.stop_on), scene.stop_grace
         self._clock = scene.system.clock
         self._asked_at = 0.0
         self._freeze: Freeze | None = None  # this machine's part

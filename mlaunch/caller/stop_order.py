@@ -28,7 +28,7 @@ class StopOrder:
     """
 
     def __init__(self, stop_on: str | None) -> None:
-        self._numbers = () if stop_on is None else signals.numbers_of(f"stop_on={stop_on!r}", stop_on)
+        self._numbers = signals.numbers_of_option(stop_on)
         self._before: dict[int, Any] = {}
         self._pass_on: Callable[[str], object] | None = None
         self.reason = ""  # why; "": it was not asked for

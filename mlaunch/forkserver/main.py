@@ -62,8 +62,9 @@ def serve(
         name_process("fork server", str(caller))
         # A scheduler sends it to all processes of a job; ours tidy up, and end with the caller. Ranks unblock it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)  # the terminal's; the caller decides what they mean
+        # The terminal's, or a scheduler's; the caller decides what they mean. Ranks have the usual ones.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours
         linux.adopt_orphans()
         linux.wake_with(caller)

@@ -13,6 +13,7 @@ from mlaunch.caller.launch.watchdog import Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
 from mlaunch.member.term import Term
+from mlaunch.member.told_to_stop import SignalsHere
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.kept_messages import (
@@ -35,7 +36,7 @@ from mlaunch.protocol.messages.launch_messages import (
     Reaped,
 )
 from mlaunch.protocol.messages.member_messages import FromAgent, Lease, Look, MachineDone, Printed, Rows, ServerEnded
-from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
+from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, StopRanks, ThawRanks
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -63,6 +64,7 @@ class MachineLaunch:
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
         self._looks = Looks(stream, spec.context.environ)
+        self._signals = SignalsHere(spec.stop_on)
         self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
 
     def run(self) -> None:
@@ -93,6 +95,8 @@ class MachineLaunch:
         self._looks.serve(ready)
         if time.monotonic() >= self._look_at:
             self._tell_rows()
+        if reason := self._signals.take():
+            self._stream.send(FromAgent(AskToStop(0, reason)))
         if self._limits.overdue() == "nobody":
             return False
         return self._agent.fileno() not in ready or self._hear_agent()

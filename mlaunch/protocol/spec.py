@@ -111,11 +111,16 @@ class LaunchSpec:
     gather_all: bool = False  # the caller wants the values of all machines' ranks
     command: ScriptTarget | None = None  # None: ranks receive a function
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
-    stops: bool = False  # its options say that the ranks ask ``mlaunch.stopping()``
+    stop_on: tuple[int, ...] = ()  # signals that ask the ranks to stop (``mlaunch.stopping()``), by the caller
     stop_grace: float = 300.0  # seconds in which they stop when they are asked to
     stall: float | None = None  # seconds without progress after which its caller says so; None: never
     stall_ends: bool = False  # and ends it
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
+
+    @property
+    def stops(self) -> bool:
+        """Whether the options say that the ranks ask ``mlaunch.stopping()``."""
+        return bool(self.stop_on)
 
     @property
     def seconds(self) -> float | None:

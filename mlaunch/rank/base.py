@@ -91,6 +91,7 @@ class Rank:
         args, context = self._args, self._spec.context
         faulthandler.enable(linux.aside(args.crash_fd))  # which is written to without a look, whatever it has become
         stack_dump.answer_requests(linux.aside(args.stack_fd))
+        process.leave_to_caller(self._spec.stop_on)
         process.set_environ(environ)
         os.chdir(context.cwd)
         # Where its children look for a script with a relative path.

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
@@ -67,6 +68,54 @@ def test_ranks_of_several_machines_stop_at_the_same_step(in_step: bool) -> None:
     assert ours.last is not None
     assert ours.last.stopped is not None
     assert ours.last.stopped.step == told[0][0]
+
+
+class Struck(Dataset[int]):
+    """Its worker gets what a scheduler sends to all processes."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        strike(os.getpid())
+        return index
+
+
+def strike(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGUSR1)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("machines", [False, True])
+def test_a_signal_to_all_processes_asks_once_the_caller_has_it(machines: bool) -> None:
+    def work(caller: int) -> tuple[int, str]:
+        strike(os.getpid(), os.getppid(), parent_of(os.getppid()))
+        assert [int(one) for one in DataLoader(Struck(), num_workers=1)] == [0, 1]
+        dist.barrier()
+        return train(caller, 3, True)
+
+    ours = launcher(work, 2, stop_on="TERM,USR1", engine=Threads() if machines else None)
+    told = ours(os.getpid())
+    assert told == [told[0]] * len(told)
+    assert told[0][1] == "USR1"
+
+
+def test_ranks_that_let_SIGTERM_pass_are_ended_all_the_same(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    def fail() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise ValueError("the others are ended")
+        (tmp_path / "fifo").read_text()
+
+    with pytest.raises(ValueError, match="the others are ended"):
+        launcher(fail, 2, stop_on="TERM", grace_period=10**6)()
 
 
 SCRIPT = """

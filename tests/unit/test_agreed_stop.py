@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -16,7 +18,8 @@ from mlaunch.agent.stop_text import why_not
 from mlaunch.base import signals
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.engines.launch.machines_stop import MachinesStop
-from mlaunch.protocol.messages.stop_messages import FreezeRanks, RanksFrozen, StopRanks
+from mlaunch.member.told_to_stop import SignalsHere
+from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, RanksFrozen, StopRanks
 from mlaunch.rank.stop_point import StopPoint, stopping
 
 
@@ -218,6 +221,17 @@ def test_machines_agree_as_ranks_do() -> None:
     assert stop.serve() is None
     assert sent == [(0, StopRanks(0, 6, "TERM")), (1, StopRanks(0, 6, "TERM"))]
     assert [(record.reason, record.look) for record in told] == [("TERM", 6)]
+
+
+def test_a_signal_on_a_machine_asks_the_ranks_of_all() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    here = SignalsHere([signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+    assert [here.take(), here.take()] == ["USR1", ""]
+    stop, [first, _, _], sent = machines_stop(Visited(stops=True))
+    stop.take(first, AskToStop(0, "USR1"))
+    assert sent == [(0, FreezeRanks(0, "USR1")), (1, FreezeRanks(0, "USR1"))]
 
 
 @pytest.mark.parametrize(("looks", "unused"), [(0, True), (1, False)])

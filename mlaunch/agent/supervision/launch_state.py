@@ -29,7 +29,7 @@ class Supervision:
     inspection: Inspection | None = None
     peers: Peers = field(default_factory=Peers)
     system: System = field(default_factory=System)
-    stops: bool = False  # as in LaunchSpec
+    stop_on: tuple[int, ...] = ()  # as in LaunchSpec
     stop_grace: float = 300.0
 
 

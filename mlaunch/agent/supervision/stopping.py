@@ -48,6 +48,7 @@ class Stopping:
         self.endings = Endings(ranks, system)
         self.entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self.number = signal.SIGTERM  # which asks them to end
+        self.ignored: Collection[int] = ()  # signals of which ranks hear by the caller alone
         self.spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
         self.on_begin: Callable[[], None] = lambda: None
 
@@ -123,7 +124,7 @@ class Stopping:
         stacks = [self.stacks_of(rank) for rank in working]
         for rank in working:  # at one go: the end of one would be "Connection closed by peer" to the next
             rank.stopped = True
-            self._signal(rank, self.number)
+            self._signal(rank, self.heard(self.number))
         for record in stacks:
             self._launcher.try_send(record)
         for rank in self._ranks.values():
@@ -136,6 +137,11 @@ class Stopping:
                 rank.stopped = True
                 self._system.process(rank.pid, signal.SIGKILL)  # what it has started is ended later
         self._kill_at = None
+
+    def heard(self, number: int) -> int:
+        """Returns this signal, or another that asks ranks to end which ignore it."""
+        asking = (number, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        return next((one for one in asking if one not in self.ignored), signal.SIGKILL)
 
     def _signal(self, rank: RankProcess, number: int) -> None:
         self._system.group(rank.pid, number)

@@ -54,7 +54,7 @@ class Supervisor:
         self._shared = SharedFailure(scene.peers, scene.system.clock)
         board, grace_period = scene.results.board, scene.grace_period
         self._stopping = Stopping(self._ranks, board, scene.launcher, grace_period, scene.system)
-        self._stopping.on_begin = self._begin_stopping
+        self._stopping.on_begin, self._stopping.ignored = self._begin_stopping, scene.stop_on
         self._stop = StopRequest(scene, self._questions)
 
     def begin_call(
@@ -176,7 +176,7 @@ class Supervisor:
 
     def _reap(self, rank: RankProcess) -> None:
         # Its group goes while the dead leader still holds the number, so that no other group can be hit.
-        self._signal_group(rank.pid, signal.SIGTERM)
+        self._signal_group(rank.pid, self._stopping.heard(signal.SIGTERM))
         _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode, peak_memory = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024

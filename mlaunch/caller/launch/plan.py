@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import current_process
 
-from mlaunch.base import rlimits
+from mlaunch.base import rlimits, signals
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options import stall_option
@@ -70,7 +70,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
         context=_context(environ),
         cluster=cluster,
-        stops=options.stop_on is not None,
+        stop_on=signals.numbers_of_option(options.stop_on),
         stop_grace=options.stop_grace,
         stall=None if cluster is not None else stall_option.parse(options.stall)[0],
         stall_ends=stall_option.parse(options.stall)[1],

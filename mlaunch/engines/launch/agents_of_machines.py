@@ -220,7 +220,7 @@ class MergedAgent:
                 self._fail(RankFailure(None, 0, describe_exit(record.exitcode), host=machine.host, subject=who))
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
-        elif isinstance(record, RanksFrozen):
+        elif isinstance(record, RanksFrozen | AskToStop):
             self._stop.take(machine, record)
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
+from mlaunch.base import signals
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import working_directory
@@ -196,7 +197,7 @@ class MachinesLaunch:
             secret=tokens.draw(),
             context=self._context(),
             rank0_only=self.options.results == "rank0",
-            stops=self.options.stop_on is not None,
+            stop_on=signals.numbers_of_option(self.options.stop_on),
             stop_grace=self.options.stop_grace,
             stall=stall_option.parse(self.options.stall)[0],
             stall_ends=stall_option.parse(self.options.stall)[1],

@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection, Mapping
 from mlaunch.agent.agreed_stop import AgreedStop
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.protocol.messages.stop_messages import FreezeRanks, RanksFrozen, StopAgreed, StopRanks, ThawRanks
+from mlaunch.protocol.messages.stop_messages import (
+    AskToStop,
+    FreezeRanks,
+    RanksFrozen,
+    StopAgreed,
+    StopRanks,
+    ThawRanks,
+)
 
 
 class MachinesStop:
@@ -55,9 +62,11 @@ class MachinesStop:
         self.take_steps()
         return self._unused_by if self._lookout.stopped_by is None else self._lookout.stopped_by
 
-    def take(self, machine: Machine, record: RanksFrozen) -> None:
-        """Takes in that a machine's ranks wait."""
-        if self._agreed is not None and record.call == self._call:
+    def take(self, machine: Machine, record: RanksFrozen | AskToStop) -> None:
+        """Takes in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop."""
+        if isinstance(record, AskToStop):
+            self.ask(record.reason, self._call)
+        elif self._agreed is not None and record.call == self._call:
             self._agreed.freeze.take(machine.number, record.looks)
 
     @property

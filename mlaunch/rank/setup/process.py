@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, which take 50 times as long
 import atexit
 import ctypes
 import gc
@@ -12,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from mlaunch.rank.whole_lines import Text, WholeLines
@@ -55,6 +56,21 @@ def reset_process(
 def _shut_down_logging(inherited: list[object]) -> None:
     known = {id(reference) for reference in inherited}
     logging.shutdown([reference for reference in logging._handlerList if id(reference) not in known])  # type: ignore[attr-defined]
+
+
+def leave_to_caller(numbers: Sequence[int]) -> None:
+    """Lets these signals do nothing here, which a scheduler may send to all processes of a job.
+
+    Forks block them, as a data loader's workers have handlers of their own. A program that is started has the usual.
+    """
+    for number in numbers:
+        signal.signal(number, _do_nothing)
+    if numbers:
+        os.register_at_fork(after_in_child=lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+
+
+def _do_nothing(_number: int, _frame: object) -> None:
+    pass
 
 
 def set_environ(wanted: dict[str, str]) -> None:
