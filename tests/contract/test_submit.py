@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.caller.many.loop import THREAD
 from mlaunch.leases.site import place
@@ -92,6 +94,25 @@ def test_cancel_of_one_that_runs_and_of_one_that_waits(tmp_path: Path) -> None:
         (tmp_path / f"third-{pid}").unlink()
     assert not list(tmp_path.glob("second*"))
     assert third.result(120) == ["third", "third"]
+
+
+def count(folder: Path) -> tuple[int, str]:
+    """Counts steps until it is to stop."""
+    (folder / str(dist.get_rank())).touch()
+    return next((step, reason) for step in itertools.count() if (reason := mlaunch.stopping()))
+
+
+def test_one_that_is_asked_to_stop(tmp_path: Path) -> None:
+    run = launcher(count, n_gpus=2).submit(tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    run.stop("enough")
+    (step, reason), other = run.result(120)
+    assert (step, reason) == other == (step, "enough")
+    assert run.report is not None
+    assert run.report.stopped is not None
+    early = launcher(count, n_gpus=2).submit(tmp_path)
+    early.stop()
+    assert early.result(120)[0] == early.result()[1]
 
 
 def test_misuse_is_raised_where_it_is_submitted() -> None:

@@ -96,16 +96,16 @@ class Run(Future[list[Any]]):
         handle = self._course.handle
         return "" if handle is None or self.done() else why_launch(handle.outcome.spec.launch_id)
 
-    def stop(self) -> bool:
-        """Asks the ranks to stop at a step that they agree on: see ``mlaunch.stopping``. Does not wait.
+    def stop(self, reason: str = "asked") -> bool:
+        """Asks the ranks to stop at a step that they agree on, where ``mlaunch.stopping`` returns the reason.
 
-        The values become the result, as ever; ranks that do not look are ended after ``stop_grace``. One that has not
-        begun hears of it at its first look, and it is not started again.
+        Does not wait. The values become the result, as ever; ranks that do not look are ended after ``stop_grace``. A
+        run that has not begun hears of it at its first look, and is not started again.
 
         Returns:
             Whether it is not over.
         """
-        self._course.stop_reason = "asked"
+        self._course.stop_reason = self._course.stop_reason or reason
         self._course.notify()
         return not self.done()
 
