@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from mlaunch.rank.for_users.current_device import device
     from mlaunch.rank.for_users.logs import RankZeroFilter
     from mlaunch.rank.for_users.progress import progress
+    from mlaunch.rank.for_users.reporting import report
     from mlaunch.rank.joining.join import (
         init_process_group,
         join,
@@ -70,6 +71,7 @@ _NAMES = {
     "join_from_torch",
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
     "mlaunch.rank.for_users.progress": "progress",
+    "mlaunch.rank.for_users.reporting": "report",
     "mlaunch.rank.stop_point": "stopping",
     "mlaunch.rendezvous.client": "Client",
     "mlaunch.rendezvous.server": "Server",
@@ -120,6 +122,7 @@ __all__ = [
     "new_group",
     "override_backend",
     "progress",
+    "report",
     "scatter",
     "stopping",
     "synchronized",

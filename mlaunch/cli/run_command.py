@@ -25,8 +25,6 @@ from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.stop_order import StopOrder, StopSignal
-from mlaunch.cli import flags, on_lease
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli import failed_run, flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe

@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.fds import KeptFd, fix_size, memory_file
+from mlaunch.protocol import report_ring
 from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.report_ring import ReportRing
 
 _HEAD = 64  # bytes before the first row
 _CALL = struct.Struct("=I")
@@ -31,6 +33,7 @@ _IMPORT_LIMIT = 64  # bytes
 _STAMPS_AT = _IMPORT_AT + _IMPORT_LIMIT
 _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
+_OF_RANK = _ROW + _CALL.size + report_ring.SIZE
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
 _TIME = struct.Struct("=d")
@@ -69,14 +72,15 @@ class Board:
         self.fd = fd
         self._kept = KeptFd(fd)
         self._memory = mmap.mmap(fd, 0)
-        self._ranks = (len(self._memory) - _HEAD) // (_ROW + _CALL.size)
+        self._ranks = (len(self._memory) - _HEAD) // _OF_RANK
         self._done_at = _HEAD + self._ranks * _ROW
+        self._rings_at = self._done_at + self._ranks * _CALL.size
 
     @classmethod
     def create(cls, ranks: int) -> Board:
         """Makes a new one."""
         fd = memory_file("board")
-        os.ftruncate(fd, _HEAD + ranks * (_ROW + _CALL.size))
+        os.ftruncate(fd, _HEAD + ranks * _OF_RANK)
         fix_size(fd)
         return cls(fd)
 
@@ -160,7 +164,7 @@ class Board:
 
     def all_done(self, number: int) -> bool:
         """Tells whether all ranks have. One of them hears so that ask after a system call that follows their note."""
-        return self._memory[self._done_at :] == _CALL.pack(number) * self._ranks
+        return self._memory[self._done_at : self._rings_at] == _CALL.pack(number) * self._ranks
 
     def stop(self, local_rank: int, number: int) -> None:
         """Notes that the rank is to end this call, if it has not begun it yet; written by the agent."""
@@ -224,6 +228,10 @@ class Board:
         (count,) = _COUNT.unpack_from(self._memory, base)
         for index in range(count - 1, max(count - _STAMPS, 0) - 1, -1):
             yield _STAMP.unpack_from(self._memory, base + _COUNT.size + index % _STAMPS * _STAMP.size)
+
+    def ring(self, local_rank: int) -> ReportRing:
+        """Returns where a rank's reports are."""
+        return ReportRing(self._memory, self._rings_at + local_rank * report_ring.SIZE)
 
     def close(self) -> None:
         self._memory.close()

@@ -43,6 +43,7 @@ def test_the_digits_example() -> None:
     [
         ("examples/first.py", r"\[30\.0, 30\.0\]\n"),
         ("docs/listings/submitting.py", r"([123] \[\d, \d\]\n){3}"),
+        ("docs/listings/reporting.py", r"1\.0 pruned after \d+ steps\n0\.1 done after 31 steps\n"),
         ("docs/listings/sweeping.py", r"(0\.\d+ (64|128) \[[\d.]+, [\d.]+\]\n){4}"),
         ("docs/listings/staying.py", r"\d\.\d+, then 0\.000; 5 weights\n"),
     ],

@@ -12,9 +12,8 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
 from mlaunch.base.misuse import is_misuse, misuse
-from mlaunch.caller.report.failure_text import in_order
-from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.report.failure_text import in_order
 from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase
 from mlaunch.rank import remote_error
 

@@ -140,6 +140,8 @@ INSIDE = {
     "mlaunch.protocol.messages.kept_messages": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.protocol.messages.prepared_messages": "test_the_next_call_takes_what_was_prepared_and_each_call_gets_"
     "other_processes",
+    "mlaunch.protocol.report_ring": "test_reports_of_a_launch_that_goes_on",
+    "mlaunch.rank.for_users.reporting": "test_reports_of_a_launch_that_goes_on",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # These the fast loop imports alone; test_rank_tests.py runs them, in forks that count as fresh.
     "mlaunch.pytest.body": "test_a_fork_server_that_is_there_stays",

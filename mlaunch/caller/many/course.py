@@ -136,14 +136,18 @@ def _driven(handle: LaunchHandle, course: RunCourse) -> Steps:
     course.handle, asked = handle, False
     try:
         while handle.step():
+            course.reports.attach(handle.history.board, handle.outcome.spec)
+            course.reports.pass_on()
             if course.stop_reason:
                 handle.ask_to_stop(course.stop_reason)
             if course.cancelling and not asked:
                 asked = not handle.outcome.failed and not handle.answered
                 handle.ask_to_end()
-            yield Need((handle.fileno(),), handle.timeout())
+            yield Need((handle.fileno(),), course.reports.period(handle.timeout()))
+        course.reports.pass_on()
         course.cancelled = asked and not handle.answered
         return handle.end()
     finally:
         course.handle = None
+        course.reports.detach()
         handle.close()

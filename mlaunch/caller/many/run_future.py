@@ -12,6 +12,7 @@ from typing import Any
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.many.reported import Reported, ReportLog
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol import registry
@@ -56,6 +57,27 @@ class Run(Future[list[Any]]):
         if not self.done():
             return "running" if self.running() else "waiting"
         return "cancelled" if self.cancelled() else "returned" if self.exception() is None else "failed"
+
+    @property
+    def reports(self) -> list[Reported]:
+        """What its ranks have reported until now (``mlaunch.report``).
+
+        10,000 at most. Of what a rank has reported since the last look at it, the latest 256.
+        """
+        return self._course.reports.read()
+
+    @property
+    def latest(self) -> Reported | None:
+        """What was reported last, by whichever rank."""
+        return self._course.reports.latest()
+
+    def on_report(self, callback: Callable[[Reported], object]) -> None:
+        """Has a callback told of each report to come, within a tenth of a second, in the thread that drives launches.
+
+        To prune: ``run.on_report(lambda report: report["loss"] > 10 and run.stop())``.
+        """
+        self._course.reports.tell(callback)
+        self._course.notify()
 
     def running(self) -> bool:
         """Tells whether ranks were started for it and it is not over."""
@@ -140,6 +162,7 @@ class RunCourse:
     handle: LaunchHandle | None = None
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None
+    reports: ReportLog = field(default_factory=ReportLog)
     over: threading.Event = field(default_factory=threading.Event)
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
     place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own

@@ -110,7 +110,10 @@ class Sweep(Sequence[Run]):
         return self
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a dict for each run, for pandas: arguments, ``state``, ``seconds``, and ``values`` or ``error``."""
+        """Returns a dict for each run, for pandas.
+
+        Its arguments, ``state``, ``seconds``, the last of what it ``reported``, and ``values`` or ``error``.
+        """
         return [sweep_table.row(trial) for trial in self._trials]
 
     def table(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -25,6 +25,8 @@ def _outcome(trial: Trial) -> dict[str, Any]:
     found: dict[str, Any] = {"state": trial.state}
     if trial.seconds is not None:
         found["seconds"] = trial.seconds
+    if trial.latest is not None:
+        found["reported"] = {"step": trial.latest.step, **trial.latest.values}
     if trial.state == "returned":
         found["values"] = trial.result()
     elif trial.state == "failed":
@@ -67,7 +69,7 @@ def _cells(trials: Sequence[Trial]) -> list[list[str]]:
     given = [{name: in_words(value) for name, value in trial.given.items()} for trial in trials]
     found = [{name: _told(value) for name, value in _outcome(trial).items()} for trial in trials]
     arguments = varying_names(given)
-    ours = [name for name in ("state", "seconds", "values", "error") if any(name in one for one in found)]
+    ours = [name for name in ("state", "seconds", "reported", "values", "error") if any(name in one for one in found)]
     lines = [
         [*(one.get(name, "") for name in arguments), *(other.get(name, "") for name in ours)]
         for one, other in zip(given, found, strict=True)
@@ -78,7 +80,12 @@ def _cells(trials: Sequence[Trial]) -> list[list[str]]:
 def _told(value: object) -> str:
     if isinstance(value, float):
         return in_seconds(value)
-    said = ", ".join(map(_in_short, value)) if isinstance(value, list) else str(value)
+    parts: Iterable[str] = [str(value)]
+    if isinstance(value, list):
+        parts = map(_in_short, value)
+    elif isinstance(value, dict):
+        parts = (f"{name}={_in_short(part)}" for name, part in value.items())
+    said = ", ".join(parts)
     return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
 
 
