@@ -6,20 +6,16 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import re
 import select
 import signal
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_OMP_PAUSE_HARD = 2
 _STDERR = 2
 _IOLBF = 1
 _ASIDE = 500  # below the usual limit of 1,024
-_OPENMP = re.compile("lib(g|i)?omp")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -226,37 +222,3 @@ def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return [fd for fd, _ in poller.poll(None if timeout is None else max(0, timeout) * 1000)]
-
-
-def give_back_openmp_threads() -> None:
-    """Ends the OpenMP pool that torch started in this process, so that a fork of it starts with a clean one.
-
-    A child of fork that inherits libgomp's idea of a pool, without its threads, hangs in its first parallel
-    operation. The next parallel operation of this process makes a new pool.
-    """
-    libraries = {mapping.path for mapping in mappings() if _OPENMP.match(os.path.basename(mapping.path))}
-    for path in libraries:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """A part of this process's memory. ``path``: of the file, "[heap]", or "" of what has no name."""
-
-    start: int
-    end: int
-    permissions: str
-    inode: int
-    path: str
-
-
-def mappings() -> list[Mapping]:
-    """Returns what this process has mapped; nothing if there is no /proc."""
-    found = []
-    with contextlib.suppress(OSError):
-        for row in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:
-            addresses, permissions, _, _, inode, *path = row.split(None, 5)  # a path may have spaces
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            found.append(Mapping(start, end, permissions, int(inode), "".join(path)))
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import linecache
 
-from mlaunch.base import linux
+from mlaunch.base import memory_maps
 
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -30,7 +30,7 @@ def _use_huge_pages() -> None:
 
     torch leaves some 40,000 pages in the heap, and each fork copies every entry of a page table.
     """
-    for mapping in linux.mappings():
+    for mapping in memory_maps.mappings():
         if not mapping.permissions.startswith("rw") or mapping.inode != 0 or mapping.path not in {"", "[heap]"}:
             continue
         start, end = -(-mapping.start // _HUGE_PAGE) * _HUGE_PAGE, mapping.end // _HUGE_PAGE * _HUGE_PAGE

@@ -13,19 +13,18 @@ import re
 import resource
 import sys
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlaunch.base import timers
+from mlaunch.protocol import warning_filters
 
 Settings = tuple[tuple[str, object], ...]  # in types that any process knows
 
 _UMASK = re.compile(r"^Umask:\s+(\d+)$", re.MULTILINE)
 _LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 _SCORE = Path("/proc/self/oom_score_adj")
-_MOST_FILTERS = 200
 _OF_THE_MACHINE = {"nice", "affinity", "limits", "score", "slack"}
 _NUMPY = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 # By name: the settings of torch with what they are at first.
@@ -49,7 +48,7 @@ _FLAGS: Mapping[tuple[str, str], bool] = {
 
 def of_this_process() -> Settings:
     """Returns what a rank has to ``apply``."""
-    found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": _filters()}
+    found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": warning_filters.of_this_process()}
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -131,58 +130,6 @@ def _set_locale(value: str) -> None:
         locale.setlocale(locale.LC_ALL, value)
 
 
-# warnings
-
-
-def _filters() -> tuple[tuple[object, ...], ...]:
-    """Returns the filters of warnings, less those of classes that are the script's own."""
-    return tuple(
-        (action, _pattern(text), f"{kind.__module__}:{kind.__qualname__}", _pattern(module), line)
-        for action, text, kind, module, line in warnings.filters[:_MOST_FILTERS]
-        if isinstance(kind, type) and kind.__module__ != "__main__"
-    )
-
-
-def _pattern(found: re.Pattern[str] | str | None) -> tuple[str, int] | str | None:
-    return (found.pattern, found.flags) if isinstance(found, re.Pattern) else found
-
-
-def _set_filters(value: tuple[tuple[Any, ...], ...]) -> None:
-    if value == _filters():
-        return
-    found = []
-    for action, text, kind, module, line in value:
-        with contextlib.suppress(Exception):  # whatever a module may raise
-            found.append((action, _compiled(text), _class(kind), _compiled(module), line))
-    warnings.filters[:] = [*found, *(one for one in warnings.filters if one not in found)]  # type: ignore[index]
-    warnings._filters_mutated()  # type: ignore[attr-defined]
-
-
-def _compiled(found: tuple[str, int] | str | None) -> re.Pattern[str] | str | None:
-    return re.compile(*found) if isinstance(found, tuple) else found
-
-
-def _class(name: str) -> object:
-    module, _, qualname = name.partition(":")
-    return _found(module, qualname) or _Later(qualname, (Warning,), {"__module__": module, "__qualname__": qualname})
-
-
-def _found(module: str, qualname: str) -> object:
-    """Returns what a module that is imported holds under this name, or None."""
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-class _Later(type):
-    """Stands for a class of warnings whose module is not imported: to import IPython, say, takes half a second."""
-
-    def __subclasscheck__(cls, other: type) -> bool:
-        found = _found(cls.__module__, cls.__qualname__)
-        return isinstance(found, type) and issubclass(other, found)
-
-
 # torch and numpy
 
 
@@ -257,7 +204,7 @@ _APPLY: Mapping[str, Callable[[Any], object]] = {
     "score": _set_score,
     "slack": timers.set_slack,
     "locale": _set_locale,
-    "filters": _set_filters,
+    "filters": warning_filters.apply,
     "numpy": _set_numpy,
     "dtype": lambda value: _torch().set_default_dtype(getattr(_torch(), value)),
     "deterministic": lambda value: _torch().use_deterministic_algorithms(value[0], warn_only=value[1]),

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
-from mlaunch.base import linux
+from mlaunch.base import memory_maps
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.calls import Reference, portable
@@ -417,7 +417,7 @@ def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
 
 def test_a_busy_openmp_pool_of_a_library_anywhere(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """In an environment below "My Documents", say, or in a directory whose name is not UTF-8."""
-    path = next((mapping.path for mapping in linux.mappings() if "libgomp" in mapping.path), None)
+    path = next((mapping.path for mapping in memory_maps.mappings() if "libgomp" in mapping.path), None)
     if path is None:
         pytest.skip("this torch has another OpenMP than libgomp")
     folder = os.path.join(os.fsencode(tmp_path), b"M\xfcller 2")

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.base import linux
+from mlaunch.base import linux, memory_maps
 from mlaunch.base.fds import KeptFd
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
@@ -86,7 +86,7 @@ os.register_at_fork(after_in_child=_disown)
 def start_fork(call: Call) -> ForkServer:
     """Starts a fork of this process that serves one launch, with the call in memory."""
     _check_forkable()
-    linux.give_back_openmp_threads()
+    memory_maps.give_back_openmp_threads()
     ours, theirs = Channel.pair()
     caller = os.getpid()
     process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
