@@ -67,9 +67,22 @@ class Processes:
             self._wait()
 
     def _wait(self) -> None:
-        for process in self._running.values():
-            linux.continue_group_of(process.pid)
         until = time.monotonic() + _END_TIMEOUT
         for process in self._running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until - time.monotonic()))
+            linux.continue_group_of(process.pid)
+        for process in self._running.values():
+            if process.returncode is None and _has_ended(process.pid, max(0.0, until - time.monotonic())):
+                linux.continue_group_of(process.pid)  # as long as its number is certainly its own
+                process.wait()
+
+
+def _has_ended(pid: int, timeout: float) -> bool:
+    """Waits for the end of a child, without reaping it; True once that has come."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:  # others have reaped it
+        return True
+    try:
+        return bool(linux.wait_readable([pidfd], timeout))
+    finally:
+        os.close(pidfd)
