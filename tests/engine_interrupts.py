@@ -3,6 +3,9 @@
 By hand: ``python -m tests.engine_interrupts ssh mpirun slurm --count 100``. One calling process holds machines, calls
 on them and gives them back, again and again; each time, SIGINT comes at a moment between the beginning and the end of
 what that takes undisturbed. The last time is undisturbed again.
+
+What it gave on 2026-11-26: nothing was left by 100 interrupts over ssh (72 raised KeyboardInterrupt, 14 came when the
+call had returned, 14 outside of it), nor by 100 with mpirun (36, 32, 32).
 """
 
 from __future__ import annotations

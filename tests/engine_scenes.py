@@ -3,6 +3,11 @@
 By hand: ``python -m tests.engine_scenes slurm ssh mpirun ray``, with ``--stages``, ``--victims``, ``--signals`` for a
 part. A line per scene: what the caller was told, and what was wrong; nothing at its end means that nothing was. Real
 daemons, as in ``tests/system/test_engines.py``.
+
+What it gave on 2026-11-26: of Ray's 35 scenes in join, return and tidy none left anything, but for a fork server that
+was stopped while it left by itself, which stayed until it went on. Of Slurm's with a killed or stopped command, in all
+stages, none loses a job. A stopped mpirun, or process of its, is named when ``join_timeout`` is over; a gate that is
+stopped while values are on their way, as the silence of the first machine.
 """
 
 from __future__ import annotations
