@@ -25,11 +25,11 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 @launcher(n_gpus=None if torch.accelerator.is_available() else 2)
-def train(data: TensorDataset, held_out: TensorDataset, epochs: int, lr: float) -> float:
+def train(data: TensorDataset, held_out: TensorDataset, epochs: int, lr: float, width: int = 128) -> float:
     """Returns the accuracy on the held-out digits, as this rank measures it."""
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    network = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)).to(device)
+    network = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)).to(device)
     model = DistributedDataParallel(network)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     sampler = DistributedSampler(data, seed=0)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ def test_the_digits_example() -> None:
     accuracies = [float(value) for value in re.findall(r"rank \d+ measured an accuracy of (\S+)", done.stdout)]
     assert len(accuracies) == (torch.accelerator.device_count() or 2)
     assert min(accuracies) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the page has the table of two CPU ranks")
+def test_the_sweep_of_the_digits(run_script: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+    """Prints the table of the page, up to seconds and the last digits."""
+    page = (ROOT / "docs" / "sweeps.rst").read_text()
+    table = textwrap.dedent(page[page.index("    lr     width") : page.index("A sweep that goes on")]).splitlines()
+    code = f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); "
+    done = run_script(code + f"runpy.run_path({str(ROOT / 'examples' / 'sweep.py')!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr
+    for row, told in zip(table, done.stdout.splitlines(), strict=False):
+        assert row.split()[:3] == told.split()[:3]
+    assert "the best: lr=0.01, width=128" in table
+    assert done.stdout.splitlines()[-1] == "the best: lr=0.01, width=128"
 
 
 @pytest.mark.parametrize(
