@@ -49,6 +49,6 @@ def _take_signals(ignored: Sequence[int]) -> None:
 def _draw_afresh() -> None:
     """Draws anew what each interpreter draws as it imports. Python's own generator sees to itself."""
     multiprocessing.current_process().authkey = os.urandom(_KEY_SIZE)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    generators = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
+    if generators is not None:
+        generators.seed()

@@ -24,7 +24,7 @@ from mlaunch.protocol.messages.launch_messages import NotReady
 from mlaunch.rank.setup import device
 
 _REASON = 8192  # bytes that a person is shown
-_USUAL = ("mlaunch.caller.launcher",)  # what a module with a decorated function imports
+_USUAL = ("mlaunch.caller.launcher", "mlaunch.rank.script")  # what ranks of functions import, and those of scripts
 
 
 def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Sequence[str], *, awaited: bool) -> NoReturn:

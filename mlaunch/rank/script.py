@@ -96,9 +96,9 @@ def _seed_afresh() -> None:
     import torch
 
     torch.default_generator.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    generators = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
+    if generators is not None:
+        generators.seed()
 
 
 def _bind_to_numa_node(local_rank: int, mode: str) -> None:
