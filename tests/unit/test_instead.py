@@ -1,0 +1,25 @@
+"""What to send in the place of what belongs to one process."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from mlaunch.protocol import instead
+
+
+@pytest.mark.parametrize(
+    ("culprit", "passed", "returned"),
+    [
+        ((x for x in ()), ": pass a list of its items, or make it in the function, which each rank runs",
+         ": return a list of its items"),
+        (io.BytesIO(), ": pass its path, and open it in the function, which each rank runs",
+         ": return its path, or what it holds"),
+        (threading.Lock(), ": make it in the function, which each rank runs", ""),
+        (object(), "", ""),
+    ],
+)  # fmt: skip
+def test_what_to_send_instead(culprit: object, passed: str, returned: str) -> None:
+    assert (instead.to_pass(culprit), instead.to_return(culprit)) == (passed, returned)
