@@ -56,12 +56,12 @@ def is_out_of_step(findings: Findings) -> bool:
     verdicts = findings.verdicts
     if findings.told or len(verdicts) < findings.size:
         return False
+    told = [dict(verdicts[rank].entered) for rank in sorted(verdicts)]
     passed = all(verdict.outcome == "passed" for verdict in verdicts.values())
-    ignored = {in_step.GROUPS, *((in_step.MESSAGES,) if passed else ())}  # each test names its groups by itself
-    told = [
-        {name: found for name, found in verdicts[rank].entered.items() if name not in ignored}
-        for rank in sorted(verdicts)
-    ]
+    if passed and any(numbers.get(in_step.MESSAGES, ((), 0))[1] is None for numbers in told):
+        return False  # backends count messages among their operations; a test that passes has received its own
+    for numbers in told:
+        numbers.pop(in_step.GROUPS, None)  # each test names its groups by itself
     return not in_step.agree(told)
 
 

@@ -78,7 +78,7 @@ def test_ranks_that_have_not_entered_the_same_are_out_of_step() -> None:
 
     assert not is_out_of_step(Findings(2, {0: stands(1), 1: stands(1)}))
     assert is_out_of_step(Findings(2, {0: stands(1), 1: stands(2)}))
-    assert not is_out_of_step(Findings(2, {0: stands(1, None), 1: stands(1, None)}))
+    assert not is_out_of_step(Findings(2, {0: stands(1, None), 1: stands(2, None)}))  # one sends, one receives
     assert is_out_of_step(Findings(2, {0: stands(1, None, "failed"), 1: stands(1, None)}))
     assert is_out_of_step(Findings(2, {0: stands(1), 1: Verdict("passed")}))
     assert not is_out_of_step(Findings(2, {0: stands(1), 1: stands(2)}, told="the launcher has looked"))
