@@ -65,6 +65,9 @@ class Handle:
     def fileno(self) -> int:
         return self._poll.fileno()
 
+    def timeout(self) -> None:
+        """Is never due."""
+
     def report(self) -> None:
         """Reports nothing."""
 

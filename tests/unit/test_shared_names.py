@@ -6,7 +6,16 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from mlaunch.agent.supervision import shared_names
 from mlaunch.agent.supervision.shared_names import SharedNames
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of this user but this one: others may run what tidies up."""
+    monkeypatch.setattr(shared_names, "_own_processes", lambda: iter([str(os.getpid())]))
 
 
 def dead() -> int:
