@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mlaunch._version import __version__
 from mlaunch.base.text import both_ends
 
 _FIRST = """\
@@ -19,7 +20,7 @@ _NO_FAILURE = """\
 None was given. In the process that made the call, print(train.last) shows its report, and a failed call has printed
 another one: put both below, or into a file, and give its name: mlaunch doctor --report FILE
 """
-_PACKAGES = ("mlaunch", "torch", "cloudpickle", "numpy", "ipykernel", "IPython", "rich", "tqdm", "ray", "uvloop")
+_PACKAGES = ("torch", "cloudpickle", "numpy", "ipykernel", "IPython", "rich", "tqdm", "ray", "uvloop")
 _LIMITS = {
     "open files": "RLIMIT_NOFILE",
     "processes": "RLIMIT_NPROC",
@@ -79,6 +80,7 @@ def _read(path: str) -> str:
 
 def _versions() -> Iterator[str]:
     yield f"Python {sys.version}"
+    yield f"mlaunch {__version__}"
     for name in _PACKAGES:
         try:
             yield f"{name} {importlib.metadata.version(name)}"

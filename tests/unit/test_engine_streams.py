@@ -216,7 +216,7 @@ def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("mlaunch.member.machine_launch.replace", lambda spec, **_: spec)
     spec: Any = SimpleNamespace(
         grace_period=1.0, seconds=None, streams=lambda _: (1,), rank_start=0, local_world_size=1, launch_id="full",
-        context=SimpleNamespace(environ={}),
+        context=SimpleNamespace(environ={}), stop_on=(),
     )  # fmt: skip
     hear, printed = os.pipe()
     os.set_blocking(printed, False)

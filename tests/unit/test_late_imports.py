@@ -93,7 +93,7 @@ def test_it_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def standard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module of Python's own that this process has not imported, and a fork of it has; others that do not count."""
-    name = "wave"
+    name = "colorsys"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delenv("MLAUNCH_PREPARE")
     pid = os.fork()
@@ -101,7 +101,7 @@ def standard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         late_imports.begin()
         for own in ("antigravity", "my_module"):
             sys.modules[own] = sys
-        sys.modules["colorsys"] = ModuleType("colorsys")  # a file of the user's
+        sys.modules["wave"] = ModuleType("wave")  # a file of the user's
         __import__(name)
         late_imports.note(leads=True)
         os._exit(0)
