@@ -186,11 +186,11 @@ os.kill(os.getpid(), 9)
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files stands for it; what is shown goes on."""
-    script = write(tmp_path, "print('x' * 70_000, flush=True); print('the end')")
+    script = write(tmp_path, "for _ in range(20): print('x' * 70_000, flush=True)\nprint('the end')")
     done = subprocess.run(
         [*MLAUNCH, "--tee", "1", "--log-dir", "logs", script],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[default0]:the end\n")
