@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import mlaunch
-from mlaunch.caller.launch import anew
+from mlaunch.caller.launch import hints
 from mlaunch.caller.server import warm as caller_warm
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
@@ -90,7 +90,7 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The fork server is meant to stay, so it is there before anything is counted."""
     request.getfixturevalue("dispositions")
     caller_warm.start_interpreter = _start_prepared
-    anew._TOLD_AT = 0  # on a busy machine any package takes long, and what is told would stand in a test's output
+    hints._TOLD_AT = 0  # on a busy machine any package takes long, and what is told would stand in a test's output
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ.pop("MLAUNCH_WARM", None)  # each process would leave one
     os.environ["MLAUNCH_UVLOOP"] = "0"  # what users without it have

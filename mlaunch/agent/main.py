@@ -16,7 +16,6 @@ import traceback
 from dataclasses import dataclass
 from typing import NoReturn
 
-from mlaunch.agent import host_store
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.kept.many_calls import KeptSupervisor
@@ -38,6 +37,7 @@ from mlaunch.protocol.messages.machine_messages import Refused
 from mlaunch.protocol.messages.server_messages import Free
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rendezvous import local_store
 from mlaunch.rendezvous.address import listen
 
 _NAMES = 100  # that are told of
@@ -108,7 +108,7 @@ def _serve(order: Order, link: Channel | None, parent: int) -> bool:
 
 def _rest(link: Channel, parent: int) -> Order | None:
     """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
-    host_store.let_go()
+    local_store.let_go()
     _leave_streams()
     os.chdir("/")  # nor does it keep a file system busy
     if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
@@ -170,7 +170,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     names = SharedNames()
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:
-        host_store.host(listener)
+        local_store.host(listener)
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(

@@ -24,8 +24,6 @@ from mlaunch.rendezvous.gate.membership import Join, shortened
 from mlaunch.rendezvous.link.link_handle import Link
 from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 
-FAREWELL_TIMEOUT = 1.0  # seconds for the others to hear of a failure
-
 
 class NoLaunchError(Exception):
     """The machines did not come together; the launcher has been told."""

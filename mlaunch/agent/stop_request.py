@@ -10,15 +10,15 @@ A caller who hears several machines agrees with all of them, and this agent only
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.agent.agreed_stop import AgreedStop, Freeze
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stop_text import why_not
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.text import name_some_ranks
 from mlaunch.protocol import failures
 from mlaunch.protocol.messages.control_messages import FreezeLooks, StopAtLook, TellLooks, ThawLooks
 from mlaunch.protocol.messages.stop_messages import (
@@ -187,3 +187,30 @@ class StopRequest:
         """Forgets it: the call is over."""
         self._freeze = self._agreed = None
         self._half_at = self._end_at = self._tell_at = _NEVER
+
+
+def why_not(look: int | None, looks: Mapping[int, int | None]) -> str:
+    """Says what is known of ranks that still work.
+
+    ``look``: where all were to stop; None: they have not agreed. ``looks``: how often each has asked
+    ``mlaunch.stopping()``; None: its control thread does not answer.
+    """
+    silent = [rank for rank, count in looks.items() if count is None]
+    counts = {rank: count for rank, count in looks.items() if count is not None}
+    never = [rank for rank, count in counts.items() if count == 0]
+    behind = {rank: count for rank, count in counts.items() if look is not None and 0 < count < look}
+    heard = [rank for rank, count in counts.items() if look is not None and count >= look]
+    parts = []
+    if silent:
+        parts.append(f"{name_some_ranks(silent)} cannot answer (C code holds the interpreter lock, or the process is "
+                     f"stopped)")  # fmt: skip
+    if never:
+        parts.append(f"{name_some_ranks(never)} never asked mlaunch.stopping()")
+    if behind and max(behind.values()) - min(behind.values()) > 1:
+        counted = ", ".join(f"rank {rank} {count} times" for rank, count in list(behind.items())[:8])
+        parts.append(f"the ranks ask unequally often ({counted}; all stop at time {look})")
+    elif behind:
+        parts.append(f"{name_some_ranks(list(behind))} did not ask mlaunch.stopping() again")
+    if heard:
+        parts.append(f"{name_some_ranks(heard)} got the answer and went on")
+    return "; ".join(parts)

@@ -11,6 +11,10 @@ import signal
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+_REMOVED = 0x40 | 0x200 | 0x400 | 0x800  # IN_MOVED_FROM, IN_DELETE, IN_DELETE_SELF, IN_MOVE_SELF
+_EVENTS = 65_536  # bytes of them at a time
+_libc = ctypes.CDLL(None, use_errno=True)
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STDERR = 2
@@ -222,3 +226,19 @@ def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return [fd for fd, _ in poller.poll(None if timeout is None else max(0, timeout) * 1000)]
+
+
+def watch_removals(directory: str) -> int:
+    """Returns a descriptor that can be read when a file there was removed or renamed, or the directory; -1: none."""
+    fd: int = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd >= 0 and _libc.inotify_add_watch(fd, os.fsencode(directory), _REMOVED) < 0:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def take_removals(fd: int) -> None:
+    """Reads what there is to hear."""
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, _EVENTS):
+            pass

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frames import is_library
-from mlaunch.caller.report.blocks import block_of
 from mlaunch.caller.report.failure_text import in_words, operation_of
 from mlaunch.caller.wait_graph import RankView, why
 from mlaunch.protocol.messages.launch_messages import RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
+
+_HANDLES = "handling an exception"
+_FINALLY = "in a finally block"
 
 _RUNNING = "running"
 _RETURNED = "(it returned)"
@@ -42,7 +47,7 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
     place = next((i for i, frame in enumerate(frames) if not is_library(frame[0])), len(frames))
     runs, returned = rank["state"].startswith(_RUNNING), _RETURNED in rank["state"]
     doing = in_words(frames) if frames and runs else rank["state"]
-    blocks = [block_of(file, line) for file, line, _ in frames if not is_library(file)] if runs else []
+    blocks = [_block_of(file, line) for file, line, _ in frames if not is_library(file)] if runs else []
     doing += next((f", {block}" for block in blocks if block), "")
     if "(it " in rank["state"] and doing != rank["state"]:  # the kernel holds it, or a signal has stopped it
         doing += f" ({rank['state'].partition('(')[2]}"
@@ -54,3 +59,25 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
         return RankView(rank["rank"], doing, "", False, entered, returned)
     inside = any("/torch/" in file for file, _, _ in frames[:place])
     return RankView(rank["rank"], doing, operation_of(frames), inside, entered)
+
+
+def _block_of(file: str, line: str) -> str:
+    """Says "handling an exception" or "in a finally block"; "" for any other line, and without the source."""
+    if not line.isdigit():
+        return ""
+    return next((words for first, last, words in _blocks(file) if first <= int(line) <= last), "")
+
+
+@functools.lru_cache(maxsize=64)
+def _blocks(file: str) -> list[tuple[int, int, str]]:
+    """Returns the first and last lines of such blocks, inner ones before those around them."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            parts = [(handler.body, _HANDLES) for handler in node.handlers] + [(node.finalbody, _FINALLY)]
+            found += [(body[0].lineno, body[-1].end_lineno or 0, words) for body, words in parts if body]
+    return found[::-1]

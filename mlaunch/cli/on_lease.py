@@ -14,8 +14,8 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError, at_least
 from mlaunch.cli.job import Job
+from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
-from mlaunch.leases.standing import standing
 
 
 def check(args: argparse.Namespace, job: Job) -> Job:

@@ -25,12 +25,11 @@ from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.stop_order import StopOrder, StopSignal
-from mlaunch.cli import failed_run, flags, on_lease
+from mlaunch.cli import flags, on_lease
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.job_server import interpreter_of, server_for
-from mlaunch.cli.job_spec import spec_of
+from mlaunch.cli.job_spec import interpreter_of, server_for, spec_of
 from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
 from mlaunch.protocol import error_file
 from mlaunch.rank.setup import device
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from mlaunch.engines.engine import Engine
 
-_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses; see failed_run.py
+_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses; 128 + a signal's number, as a shell tells it
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
@@ -243,7 +242,12 @@ def _fail(error: LaunchError, status: int | None = None) -> int:
     """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
     _say(str(error))
     try:
-        failed_run.record(error)
+        error_file.pass_on(error)
     except OSError as problem:
         _say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
-    return failed_run.status_of(error) if status is None else status
+    if status is not None:
+        return status
+    code = error.failures[0].exitcode if error.failures else None
+    if code is None:
+        return _RAISED
+    return code if code > 0 else _SIGNALLED - code

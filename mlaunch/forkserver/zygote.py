@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from mlaunch.base import inotify, linux
+from mlaunch.base import linux
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import is_this_user
 from mlaunch.forkserver.loaded_files import LoadedFiles
@@ -74,7 +74,7 @@ class Zygote:
     def open(self) -> None:
         """Listens; under the lock of the place."""
         self._listener, self._inode = zygote_place.listen(self.directory, self.key)
-        self._removals = inotify.watch_removals(str(self.directory))
+        self._removals = linux.watch_removals(str(self.directory))
 
     def run(self) -> None:
         """Serves until it is to end."""
@@ -110,7 +110,7 @@ class Zygote:
         if not ready:
             self.ending = linux.memory_is_short()
         if self._removals in ready:
-            inotify.take_in(self._removals)
+            linux.take_removals(self._removals)
         if not ready or self._removals in ready:
             self.ending |= not zygote_place.is_there(self.directory, self.key, self._inode)
         for visitor in list(self.visitors):

@@ -16,9 +16,10 @@ import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlaunch.base.fds import close_all
-from mlaunch.leases.site import LeaseSite
+from mlaunch.leases.site import LeaseSite, opened
 
 DEVICE, TICKET = "device.", "ticket."
 _open: set[int] = set()  # what a fork of this process must not hold: it would keep devices from others
@@ -174,3 +175,22 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+def standing(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns what is held (device, pid, who, since), and who waits (names, count, pid, who, since) in their order.
+
+    ``since`` is in seconds since 1970. Both are empty where there is no directory.
+    """
+    if not directory.is_dir():
+        return [], []
+    with opened(directory) as site, site:
+        held = [{"device": device_of(name), **site.said(name)} for name in site.names(DEVICE) if _is_taken(site, name)]
+        return held, [site.said(name) for name in site.names(TICKET) if _is_taken(site, name)]
+
+
+def _is_taken(site: LeaseSite, name: str) -> bool:
+    watched = site.watch(name)
+    if watched is not None:
+        os.close(watched)
+    return watched is not None

@@ -12,8 +12,7 @@ from mlaunch.base.fds import KeptFd, close_all
 from mlaunch.caller.launch.watchdog import Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
-from mlaunch.member.term import Term
-from mlaunch.member.told_to_stop import SignalsHere
+from mlaunch.member.term import SignalsHere, Term
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.kept_messages import (

@@ -6,11 +6,15 @@ The caller's side, and why a lease is needed, is in ``mlaunch/engines/lease.py``
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Collection
+from types import FrameType
 
-from mlaunch.base import linux
+from mlaunch.base import linux, signals
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import Lease
 
@@ -58,3 +62,20 @@ class Term:
                 if done.returncode == 0:
                     return
                 time.sleep(_FAREWELL_DELAY)
+
+
+class SignalsHere:
+    """Hears signals by which a scheduler asks to stop, for the caller. A member that is a thread leaves them alone."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._reason = ""
+        for number in numbers if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self._reason = signals.name_of(number)
+
+    def take(self) -> str:
+        """Returns the name of one that has come, once; "": none has."""
+        reason, self._reason = self._reason, ""
+        return reason

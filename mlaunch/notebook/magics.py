@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -13,12 +14,14 @@ from mlaunch.caller.cells.cell_result import CellResult
 from mlaunch.caller.cells.cell_source import CellSource, cell_source
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.ranks import Ranks
-from mlaunch.notebook.automatic import Automatic
 from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell
 from mlaunch.rank.cells import names_of_cells
+
+_MAGIC = re.compile(r"\s*(\w+\s*=\s*)?%{1,2}ranks\b")
+_HERE = re.compile(r"\s*%%ranks\s+--local\s*$")
 
 _NONE_OPEN = "no ranks are open: %ranks 4 opens four, %ranks with options others (%ranks? shows them)"
 
@@ -179,3 +182,19 @@ def unload(shell: Any) -> None:
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("ranks", None)
         ranks.close()
+
+
+class Automatic:
+    """Called with the lines of each cell. ``on``: they go to the ranks; ``paused``: a magic has come so far."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.paused = False
+
+    def __call__(self, lines: Sequence[str]) -> list[str]:
+        if lines and _HERE.match(lines[0]):  # the cell is the notebook's
+            return ["# %%ranks --local\n", *lines[1:]]
+        is_plain = any(line.strip() for line in lines) and not any(map(_MAGIC.match, lines))
+        if self.on and not self.paused and is_plain:
+            return ["%%ranks --auto\n", *lines]
+        return list(lines)

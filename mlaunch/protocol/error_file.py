@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.protocol.spec import LaunchSpec
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -97,3 +98,15 @@ def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
         record = {**record, "message": {**message, "errorCode": exitcode}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+def pass_on(error: LaunchError) -> None:
+    """Writes what a failed rank wrote, or else what we know, for the launcher that has started this one and asked.
+
+    OSError: it cannot be written.
+    """
+    path = os.environ.get(VARIABLE)
+    if path and error.failures:
+        cause, first_line = error.failures[0], str(error).partition("\n")[0]
+        known = error.recorded or new_record(first_line, cause.traceback or str(error))
+        write(path, known, cause.exitcode)

@@ -7,6 +7,7 @@ nothing is sent.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import locale
 import os
 import re
@@ -17,8 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaunch.base import timers
 from mlaunch.protocol import warning_filters
+
+_PR_SET_TIMERSLACK = 29
+_PR_GET_TIMERSLACK = 30
+_libc = ctypes.CDLL(None)
 
 Settings = tuple[tuple[str, object], ...]  # in types that any process knows
 
@@ -75,7 +79,7 @@ def _of_the_system() -> dict[str, object]:
         "affinity": tuple(sorted(os.sched_getaffinity(0))),
         "limits": tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
         "score": _score(),
-        "slack": timers.slack(),
+        "slack": _timer_slack(),
     }
 
 
@@ -196,13 +200,22 @@ def _set_numpy(value: tuple[tuple[str, Any], ...]) -> None:
         np.seterr(**dict(value))
 
 
+def _timer_slack() -> int:
+    """Returns by how many nanoseconds timers of this thread may be late."""
+    return int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
+
+
+def _set_timer_slack(nanoseconds: int) -> None:
+    _libc.prctl(_PR_SET_TIMERSLACK, nanoseconds, 0, 0, 0)
+
+
 _APPLY: Mapping[str, Callable[[Any], object]] = {
     "umask": os.umask,
     "limits": _set_limits,
     "nice": _set_nice,
     "affinity": _set_affinity,
     "score": _set_score,
-    "slack": timers.set_slack,
+    "slack": _set_timer_slack,
     "locale": _set_locale,
     "filters": warning_filters.apply,
     "numpy": _set_numpy,

@@ -28,7 +28,7 @@ from mlaunch.rank import rehearsal, slow_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
-from mlaunch.rank.setup.stamped import StampedFile
+from mlaunch.rank.setup.process import StampedFile
 
 if TYPE_CHECKING:
     import torch

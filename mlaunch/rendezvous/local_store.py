@@ -123,3 +123,21 @@ class LocalStore:
         if self._is_full:
             self._is_full = False
             self._poll.register(self._listener, select.EPOLLIN)
+
+
+_hosted: list[LocalStore] = []
+
+
+def host(listener: socket.socket) -> None:
+    """Hosts a store on ``listener`` in this process, which forks nothing until it lets go of it.
+
+    The ranks can already connect, since the socket listens, and have work to do until they need it. In a launch over
+    several machines the gate's process has the store, since machines join before ranks are forked.
+    """
+    _hosted.append(LocalStore(listener.dup()))
+
+
+def let_go() -> None:
+    """Ends the store and its thread, so that this process may fork again."""
+    while _hosted:
+        _hosted.pop().close()

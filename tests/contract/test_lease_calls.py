@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlaunch import launcher
+from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
-from mlaunch.leases.standing import standing
 from tests.processes import wait_gone, wait_until
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from mlaunch import Ranks, launcher
-from mlaunch.base import timers
 from mlaunch.protocol import settings
 from tests.contract.preparing import prepared, preparing
 
@@ -44,7 +43,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "umask": change_umask,
     "limits": change_limits,
     "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
-    "slack": lambda: timers.set_slack(70_000),
+    "slack": lambda: settings._set_timer_slack(70_000),
     "score": lambda: settings._SCORE.write_text("1000"),
     "locale": lambda: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8"),
     "filters": filter_warnings,

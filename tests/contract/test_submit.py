@@ -16,8 +16,8 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.caller.many.loop import THREAD
+from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
-from mlaunch.leases.standing import standing
 from tests.processes import alive, wait_until
 
 

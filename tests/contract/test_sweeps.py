@@ -16,8 +16,8 @@ import torch.distributed as dist
 from mlaunch import launcher
 from mlaunch.caller.many import sweep, sweep_table
 from mlaunch.caller.many.sweep import Sweep
+from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
-from mlaunch.leases.standing import standing
 from tests.contract.test_submit import hold, holding
 from tests.processes import alive, wait_until
 from tests.unit.test_output import Place

@@ -26,8 +26,8 @@ from mlaunch.agent.peers import Peers
 from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.supervision import ends_of_threads
 from mlaunch.agent.supervision import supervisor as supervisor_module
+from mlaunch.agent.supervision import system
 from mlaunch.agent.supervision.first_step import END_DELAY
 from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
 from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
@@ -547,15 +547,15 @@ def test_ranks_that_have_answered_are_watched_no_more(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
 def test_what_the_ends_of_threads_tell_of_a_process(code: int) -> None:
     pid, end = fork_with_a_thread()
-    assert not ends_of_threads.is_failing(pid)
-    watched = ends_of_threads.watch(pid)
+    assert not system.is_failing(pid)
+    watched = system.watch_threads(pid)
     if code < 0:
         os.kill(pid, -code)
     else:
         os.write(end, bytes([code]))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     ended = wait_readable(watched, 0.0)
-    assert ends_of_threads.is_failing(pid) == bool(code)
+    assert system.is_failing(pid) == bool(code)
     os.waitpid(pid, 0)
     for fd in (*watched, end):
         os.close(fd)
@@ -580,8 +580,8 @@ def fork_with_a_thread() -> tuple[int, int]:
 
 
 def test_nothing_is_told_of_threads_where_proc_numbers_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends_of_threads.os, "readlink", lambda _: "1")
-    assert ends_of_threads.watch(os.getpid()) == []
+    monkeypatch.setattr(system.os, "readlink", lambda _: "1")
+    assert system.watch_threads(os.getpid()) == []
 
 
 def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:

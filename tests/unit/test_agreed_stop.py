@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.agent.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
-from mlaunch.agent.stop_text import why_not
+from mlaunch.agent.stop_request import why_not
 from mlaunch.base import signals
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.engines.launch.machines_stop import MachinesStop
-from mlaunch.member.told_to_stop import SignalsHere
+from mlaunch.member.term import SignalsHere
 from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, RanksFrozen, StopRanks
 from mlaunch.rank.stop_point import StopPoint, stopping
 

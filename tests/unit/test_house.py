@@ -153,6 +153,32 @@ def test_files_can_be_read_at_once() -> None:
     assert not {path.name: size for path, size in sizes.items() if size > 260}
 
 
+def test_a_small_file_has_two_readers() -> None:
+    """One that is shorter is a part of what imports it, unless users import it, or it is imported when it is needed."""
+    small = {
+        module
+        for module in MODULES
+        if (path := (ROOT / module.replace(".", "/")).with_suffix(".py")).exists()
+        and module.count(".") > 1
+        and path.name not in {"main.py", "__main__.py"}
+        and len(path.read_text().splitlines()) < 40
+    }
+    readers = Counter(imported for module in MODULES for imported in imports_of(module) if imported in small)
+    public = imports_of("mlaunch")
+    late = {imported for module in MODULES for imported in imported_late(module)}
+    apart = {"mlaunch.caller.ways"}  # it may import what the decorator's own file must not
+    assert sorted(module for module in small if readers[module] < 2 and module not in public | late | apart) == []
+
+
+def imported_late(module: str) -> set[str]:
+    """What functions of a module import, which is what a mere import of it spares."""
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
+    functions = ast.walk(ast.parse(path.read_text())) if path.exists() else ()
+    found = [node for function in functions if isinstance(function, ast.FunctionDef) for node in ast.walk(function)]
+    imports = [node for node in found if isinstance(node, ast.ImportFrom)]
+    return {str(node.module) for node in imports} | {f"{node.module}.{a.name}" for node in imports for a in node.names}
+
+
 def test_a_name_stands_for_one_thing() -> None:
     paths = [path for path in (ROOT / "mlaunch").rglob("*.py") if path.name not in {"__init__.py", "main.py"}]
     trees = [ast.parse(path.read_text()) for path in (ROOT / "mlaunch").rglob("*.py")]

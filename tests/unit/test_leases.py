@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.linux import wait_readable
-from mlaunch.leases import site, standing
+from mlaunch.leases import acquisition, site
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
 from tests.lease_storm import storm
 
@@ -139,19 +139,19 @@ def test_a_fork_of_the_caller_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_tells_who_holds_and_who_waits(tmp_path: Path) -> None:
-    assert standing.standing(tmp_path / "none") == ([], [])
+    assert acquisition.standing(tmp_path / "none") == ([], [])
     lease = take(tmp_path, ["GPU-1/2"])  # type: ignore[arg-type]
     waiter = Acquisition(tmp_path, Wish(["GPU-1/2"], 1, "train()"))
     assert waiter.step() is None
     assert waiter.waits_for() == f"test (pid {os.getpid()})"
-    ((held,), (waits,)) = standing.standing(tmp_path)
+    ((held,), (waits,)) = acquisition.standing(tmp_path)
     assert (held["device"], held["who"], held["pid"]) == ("GPU-1/2", "test", os.getpid())
     assert (waits["names"], waits["count"], waits["who"]) == (["GPU-1/2"], 1, "train()")
     (tmp_path / "device.GPU-1%2F2.json").write_text('{"torn')  # by who was killed as it wrote
     assert waiter.waits_for() == "? (pid None)"
     waiter.close()
     lease.close()
-    assert standing.standing(tmp_path) == ([], [])
+    assert acquisition.standing(tmp_path) == ([], [])
 
 
 def test_refuses_a_directory_that_is_not_this_users_alone(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from mlaunch.base.misuse import misuse
 from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.caller.cells.cell_result import CellResult
 from mlaunch.caller.cells.cell_source import cell_source
-from mlaunch.notebook.automatic import Automatic
 from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
+from mlaunch.notebook.magics import Automatic
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell, traceback_lines
 from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer, NamesOfRank

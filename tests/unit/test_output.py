@@ -18,15 +18,14 @@ from mlaunch.base import linux
 from mlaunch.caller.output import relay
 from mlaunch.caller.output.bars import line
 from mlaunch.caller.output.display import Display
-from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter
+from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter, Tails
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.output.starting import StartingLine
-from mlaunch.caller.output.tails import Tails
 from mlaunch.caller.output.write_times import WriteTimes
 from mlaunch.protocol.board import Board, Loop
-from mlaunch.rank.setup.stamped import StampedFile
+from mlaunch.rank.setup.process import StampedFile
 
 
 def test_lines_come_whole() -> None:

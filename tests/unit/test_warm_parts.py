@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.base import inotify, linux
+from mlaunch.base import linux
 from mlaunch.base.durations import duration
 from mlaunch.base.peer_process import is_this_user, peer_process
 from mlaunch.cli import main
@@ -67,14 +67,14 @@ def test_files_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_removals_are_heard(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    fd = inotify.watch_removals(str(tmp_path))
+    fd = linux.watch_removals(str(tmp_path))
     assert linux.wait_readable([fd], 0.0) == []
     (tmp_path / "file").unlink()
     assert linux.wait_readable([fd], 30.0) == [fd]
-    inotify.take_in(fd)
+    linux.take_removals(fd)
     assert linux.wait_readable([fd], 0.0) == []
     os.close(fd)
-    assert inotify.watch_removals(str(tmp_path / "nosuch")) == -1
+    assert linux.watch_removals(str(tmp_path / "nosuch")) == -1
 
 
 def test_places(tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.system import System
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.result_queue import Results
 from mlaunch.rendezvous.store_process import StoreProcess
+
+_FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to hear of a failure
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,34 @@ class OngoingCall:
     errand: Errand = Errand.RUN
     details: Details | None = None  # for ranks that were prepared
     from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us
+
+
+class SharedFailure:
+    """What the peers are told of this machine's failures. ``clock`` gives monotonic seconds."""
+
+    def __init__(self, peers: Peers, clock: Callable[[], float]) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._first: RankFailure | None = None
+        self.farewell_at: float | None = None  # when we no longer wait for the peers to hear of it
+
+    def remember(self, describe: Callable[[], RankFailure]) -> None:
+        """Keeps the first failure here, or the first that is no consequence, for the peers if there are any."""
+        if not self._peers.awaited or (self._first is not None and not self._first.consequence):
+            return
+        failure = describe()
+        if self._first is None or not failure.consequence:
+            self._first = failure
+
+    def tell(self) -> None:
+        """Tells the peers why the ranks here are stopped."""
+        if self._first is not None:
+            self._peers.tell(self._first)
+
+    def is_awaited(self, *, stopping: bool) -> bool:
+        """Tells whether the peers' ranks may still be there. After a failure they are given the time to hear of it."""
+        self._peers.finish()
+        if stopping and self.farewell_at is None:
+            self.tell()
+            self.farewell_at = self._clock() + _FAREWELL_TIMEOUT
+        return self._peers.awaited and not (self.farewell_at is not None and self._clock() >= self.farewell_at)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import signal
 
-from mlaunch.agent.peers_failure import SharedFailure
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.stop_request import StopRequest
 from mlaunch.agent.supervision.evidence import Evidence
-from mlaunch.agent.supervision.launch_state import OngoingCall, Supervision
+from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
 from mlaunch.base import orphans
 from mlaunch.base.exceptions import RankFailure

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlaunch.agent.supervision import ends_of_threads, stack_requests
+from mlaunch.agent.supervision import stack_requests
 from mlaunch.base import linux
 from mlaunch.protocol.messages.launch_messages import Phase
+
+_PIDFD_THREAD = os.O_EXCL  # as the kernel defines it
+_EXIT_CODE = 49  # its place in /proc/PID/stat behind the name
+
+
+def watch_threads(pid: int) -> list[int]:
+    """Opens pidfds of two threads of a process, the main one and another if there is one; of none on older kernels."""
+    found: list[int] = []
+    if os.readlink("/proc/self") != str(os.getpid()):  # it numbers processes otherwise
+        return found
+    others = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
+    for thread in (pid, *others[:1]):
+        with contextlib.suppress(OSError):
+            found.append(os.pidfd_open(thread, _PIDFD_THREAD))
+    return found
+
+
+def is_failing(pid: int) -> bool:
+    """Tells whether a process has begun to end with a status other than 0, which nothing can change any more."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[_EXIT_CODE]) != 0
+    return False
 
 
 @dataclass(frozen=True)
@@ -26,5 +49,5 @@ class System:
     stray: Callable[[int, int, int], None] = linux.signal_if_not_leader
     request: Callable[[int, Phase, int], bool] = stack_requests.request
     is_ending: Callable[[int, Phase], bool] = stack_requests.is_ending
-    is_failing: Callable[[int], bool] = ends_of_threads.is_failing
-    watch: Callable[[int], list[int]] = ends_of_threads.watch
+    is_failing: Callable[[int], bool] = is_failing
+    watch: Callable[[int], list[int]] = watch_threads

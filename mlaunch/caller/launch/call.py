@@ -20,7 +20,7 @@ from mlaunch.base import rlimits
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch import anew
+from mlaunch.caller.launch import hints
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
@@ -107,7 +107,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt, order: StopOr
             order.attach(handle.ask_to_stop)
             ended = handle.wait()
             if options.start_method == "forkserver":
-                anew.tell(name, history.board)
+                hints.tell_imports(name, history.board)
             return ended
         finally:
             handle.close()

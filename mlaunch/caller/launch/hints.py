@@ -6,7 +6,11 @@ import os
 import signal
 
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.output.console import Console
+from mlaunch.protocol.board import Board
 
+_TOLD_AT = 2  # calls
+_calls: dict[str, int] = {}  # by package: how many have had to import it
 _NO_MODULE = "raised ModuleNotFoundError"
 _OF_THE_CALL = "the rank could not import"  # what a note says of the call itself, with the same advice
 _TIMEOUT = (
@@ -48,3 +52,19 @@ def of_value(error: BaseException) -> str:
         "; it belongs to a process group, and there is none here: of a model in DistributedDataParallel return "
         "model.module, or its state_dict()"
     )
+
+
+def tell_imports(name: str, board: Board | None) -> None:
+    """Says which package each call imports anew: after the second call that took long for it, once per package."""
+    package, seconds = board.imported(0) if board is not None else ("", "")
+    if not package:
+        return
+    _calls[package] = _calls.get(package, 0) + 1
+    if _calls[package] == _TOLD_AT:
+        console = Console()
+        console.say(
+            f"{name} imports {package} anew in the ranks of each call, {seconds} s in this one; to import it once: "
+            f"mlaunch.warm_up(preload=[{package!r}]) before the first call, provided that it starts no thread and uses "
+            f"no device"
+        )
+        console.close()

@@ -9,11 +9,9 @@ from mlaunch.caller.output import rich
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
-from mlaunch.caller.output.lines import LineSplitter
+from mlaunch.caller.output.lines import LineSplitter, Tails
 from mlaunch.caller.output.merging import WINDOW, Merger
-from mlaunch.caller.output.output_plan import OutputPlan, Policy
-from mlaunch.caller.output.side_by_side import Number
-from mlaunch.caller.output.tails import Tails
+from mlaunch.caller.output.output_plan import LaunchNumber, OutputPlan, Policy
 from mlaunch.caller.output.write_times import WriteTimes
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.board import Board
@@ -47,7 +45,7 @@ class CallOutput:
         self._merger = Merger(size) if plan.merge and (size > 1 or plan.rich) else None
         self._tails = Tails(size) if plan.remember else None
         self._display = Display(plan.area, clock())
-        self._number = Number()
+        self._number = LaunchNumber()
         self._streams: list[RankStream] = []
         self._fresh: list[tuple[float, RankStream, bytes]] = []  # lines of this round, with the time of their writing
         self.status: Callable[[], list[str]] = list  # the lines above the bars
@@ -73,7 +71,7 @@ class CallOutput:
         reused = self.serves(plan)
         if reused:
             self._number.give_back()
-            self._number, self.plan = Number(), plan
+            self._number, self.plan = LaunchNumber(), plan
         return reused
 
     def serves(self, plan: OutputPlan) -> bool:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from mlaunch.caller.launch.handle import Backing
+
 
 class Awaited(Protocol):
     """What is waited for. ``wait`` is for those who do not drive."""
@@ -43,3 +45,13 @@ class Driven(Protocol[Call]):
     def fileno(self) -> int: ...
 
     def timeout(self) -> float | None: ...
+
+
+class KeptServer(Backing, Protocol):
+    """What is behind ranks that stay."""
+
+    def ended(self) -> bool:
+        """Tells whether it has ended."""
+
+    def close(self) -> None:
+        """Ends it, if it is theirs alone, after they have ended."""

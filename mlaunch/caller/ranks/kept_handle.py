@@ -16,8 +16,8 @@ from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.direct_channels import DirectWays
+from mlaunch.caller.ranks.driven import KeptServer
 from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.caller.ranks.kept_server import KeptServer
 from mlaunch.caller.ranks.settle_call import settle_call, settle_values
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall

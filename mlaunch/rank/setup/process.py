@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from mlaunch.rank.whole_lines import Text, WholeLines
 
@@ -117,3 +117,21 @@ def exit_code(leaving: SystemExit) -> int:
         return (leaving.code or 0) & 0xFF
     print(leaving.code, file=sys.stderr)
     return 1
+
+
+class StampedFile(io.FileIO):
+    """A standard stream of a rank. ``stamp`` notes the time of the bytes from one position to another.
+
+    It does so before they are written, so that no reader is ahead of it.
+    """
+
+    def __init__(self, fd: int, stamp: Callable[[int, int], None]) -> None:
+        super().__init__(fd, "wb", closefd=False)
+        self._stamp = stamp
+        self._written = 0
+
+    def write(self, data: Any) -> int:
+        self._stamp(self._written, self._written + len(data))
+        written = super().write(data) or 0
+        self._written += written
+        return written
