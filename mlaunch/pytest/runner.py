@@ -5,9 +5,11 @@ Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: only
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import pytest
@@ -15,11 +17,13 @@ import pytest
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import name_ranks
-from mlaunch.pytest import body, cases, timeouts, travel
+from mlaunch.pytest import body, cases, travel
 from mlaunch.pytest.crossing import Findings, RankTest
 from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge
 from mlaunch.pytest.mark import WANTED, Wanted
 from mlaunch.pytest.pool import POOL, RankPool, SharedRanks, only_devices_lack
+
+_PLUGIN = "pytest_timeout"
 
 _JUDGED = pytest.StashKey[Judgement]()
 _SMALL = (int, float, bool, str, bytes, type(None))
@@ -55,7 +59,7 @@ class Runner:
         """Runs a test on its ranks, and raises what they have found."""
         wanted = pyfuncitem.stash[WANTED]
         pyfuncitem.stash[_JUDGED] = Judgement()
-        with timeouts.suspended(pyfuncitem):
+        with _timeouts_suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
         pyfuncitem.stash[_JUDGED] = judgement = judge(findings)
         _pass_on(pyfuncitem, findings)
@@ -165,7 +169,7 @@ class Runner:
     def _deadline(self, item: pytest.Item, wanted: Wanted) -> float:
         config = self._config
         own = wanted.deadline or config.getoption("ranks_deadline") or config.getini("ranks_deadline")
-        return min(float(own), timeouts.limit_of(item) or float(own))
+        return min(float(own), _timeout_of(item) or float(own))
 
     def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
         """Replaces ranks that are out of step, or whose memory has grown too much."""
@@ -217,3 +221,26 @@ def _category(name: str) -> type[Warning]:
     except (ImportError, AttributeError):
         return UserWarning
     return cast("type[Warning]", found)
+
+
+def _timeout_of(item: pytest.Item) -> float:
+    """Returns the seconds that pytest-timeout gives a test; 0: no limit. On ranks the deadline keeps it."""
+    mark = item.get_closest_marker("timeout")
+    given = (mark.args[0] if mark.args else mark.kwargs.get("timeout")) if mark is not None else None
+    return float(getattr(item.config, "_env_timeout", None) or 0 if given is None else given)
+
+
+@contextlib.contextmanager
+def _timeouts_suspended(item: pytest.Item) -> Iterator[None]:
+    """Makes pytest-timeout wait while the ranks run: it would interrupt pytest's process before these have answered."""
+    hooks: Any = item.ihook
+    settings = getattr(sys.modules.get(_PLUGIN), "_get_item_settings", None)
+    if settings is None or not hasattr(hooks, "pytest_timeout_cancel_timer"):
+        yield
+        return
+    hooks.pytest_timeout_cancel_timer(item=item)
+    try:
+        yield
+    finally:
+        if (found := settings(item)).timeout:
+            hooks.pytest_timeout_set_timer(item=item, settings=found)
