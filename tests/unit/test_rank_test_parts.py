@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.pytest import cases, early, rank_coverage, rank_fixtures, station, timeouts, workers
+from mlaunch.pytest import cases, early, rank_coverage, rank_fixtures, runner, station, workers
 from mlaunch.pytest.crossing import Findings, Verdict
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from mlaunch.pytest.mark import Shape
@@ -86,8 +86,8 @@ def test_ranks_that_have_not_entered_the_same_are_out_of_step() -> None:
 
 def test_the_limit_of_pytest_timeout(request: pytest.FixtureRequest) -> None:
     """This suite has one; while ranks run its timer is off, and on again afterwards."""
-    assert timeouts.limit_of(request.node) == getattr(request.config, "_env_timeout", None)
-    with timeouts.suspended(request.node):
+    assert runner._timeout_of(request.node) == getattr(request.config, "_env_timeout", None)
+    with runner._timeouts_suspended(request.node):
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
