@@ -70,7 +70,9 @@ def run_agent(order: Order, home: Home) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Whatever ranks start and leave falls to this process, which ends it before the launch is over.
         linux.adopt_orphans()
+        # If the fork server dies while this process is stopped, it goes on, sees that, and ends its ranks.
         linux.wake_with(home.server)
         home.foreign.close_in_child()
         _serve_all(order, home.link, os.pidfd_open(home.server))
@@ -108,6 +110,7 @@ def _serve(order: Order, link: Channel | None, parent: int) -> bool:
 
 def _rest(link: Channel, parent: int) -> Order | None:
     """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
+    # A process that hosts a thread and then forks can leave the child waiting for a lock of that thread's.
     local_store.let_go()
     _leave_streams()
     os.chdir("/")  # nor does it keep a file system busy
@@ -169,6 +172,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     owned.add(listener.fileno())
     names = SharedNames()
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
+    # After the last fork (see _rest). Ranks need the store some milliseconds later; its socket listens already.
     if spec.cluster is None:
         local_store.host(listener)
     listener.close()
@@ -181,6 +185,8 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     went_well = _run(supervisor, inspection, names, launcher)
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
+    # Ranks are reaped and nothing of theirs is left, so the call may return: this process has only to exit, which
+    # takes as long as unmapping torch does, a tenth of a call of 2 ranks.
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
     launcher.try_send(Finished())

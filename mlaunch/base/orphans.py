@@ -25,6 +25,7 @@ def end_children(spare: Collection[int] = ()) -> None:
     """
     if linux.has_children() and linux.children() - set(spare):
         _wait(spare, ask=True)
+        # Killed with their ranks, these programs left some ten files in /dev/shm per call.
         linux.kill_children({*spare, *filter(_tidies_up, linux.children())})
         _wait(spare, ask=False)
         linux.kill_children(spare)

@@ -58,6 +58,8 @@ class Slurm(Engine):
             return _OnNodes(self._shell, Existing(self._shell, job, machines), command, self._per_task)
         count = machines or 1
         flags = [f"--nodes={count}", "--ntasks-per-node=1", *self._options]
+        # A batch job, not salloc: with that no process is in the job before a member is, so one that begins while its
+        # caller sleeps would stay until its time is over.
         return _OnNodes(self._shell, Allocation(self._shell, flags, count, self.lease), command, self._per_task)
 
     def __repr__(self) -> str:

@@ -38,6 +38,8 @@ def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> 
     """Begins a launch; of its descriptors the socket stays here. ``owned``: what is none of its agent's business."""
     for child in children:
         child.end_stopped()
+    # A new agent costs a third of what a rank does: its fork, 1,500 page faults, its end. So calls in a row share
+    # one: two ranks in a row took 1.45 of the bare fork without, and 1.24 with it.
     rested = children.resting if launch.more else None
     if rested is None:
         _begin_anew(launch, children, owned)

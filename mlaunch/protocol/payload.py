@@ -201,6 +201,7 @@ def parts(fd: int) -> tuple[bytes | memoryview, list[memoryview]]:
     size = os.fstat(fd).st_size
     if size < OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
         return os.pread(fd, size, 0), []
+    # Whoever has the descriptor could shrink the file under the mapping, and the kernel would end us by SIGBUS.
     size = fix_size(fd)
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)

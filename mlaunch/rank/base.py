@@ -188,6 +188,8 @@ class Rank:
         if self._is_fork or os.getpid() != self._pid:
             _end(f"process {os.getpid()}, a fork of {self._who}, has returned from the function as if it were the "
                  f"rank; it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
+        # os.closerange is common in code that makes daemons, and what stands at the number then is a file of the
+        # user's.
         if linux.identities(self._kept) != self._kept:
             self._enter(Phase.SEVERED)
             _end(f"{self._who} cannot answer: its function closed file descriptors that belong to mlaunch "

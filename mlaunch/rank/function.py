@@ -110,6 +110,8 @@ class FunctionRank(Rank):
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
+        # What differs between two launches of one shape travels with the call (Details), so joining need not wait for
+        # it.
         if spec.prepared and not self._is_early:
             if spec.rehearses:
                 self._rehearse()

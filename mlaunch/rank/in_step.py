@@ -81,6 +81,8 @@ def watch_messages() -> None:
     """Has this process note from now on that a message was begun; of these no backend tells."""
     from torch._C._distributed_c10d import Backend, ProcessGroup
 
+    # Where all of torch's functions pass. NCCL numbers no messages; counting them by sender, receiver and tag would
+    # not cover one that receives from anybody, or that was interrupted inside torch.
     for kind in (ProcessGroup, Backend):
         for name in ("send", "recv", "recv_anysource"):
             setattr(kind, name, _noted(getattr(kind, name)))
@@ -116,6 +118,8 @@ def since_the_call(call: int | None = None) -> Numbers:
     for name, group in _groups().items():
         members = tuple(dist.get_process_group_ranks(group))
         for part, now in _numbers(name, group):
+            # As differences: gloo counts messages too, and a pipeline that worked leaves its ranks at different
+            # numbers.
             found[part] = members, None if now is None else now - (beginning.numbers.get(part) or 0)
     if dist.is_initialized():  # the user may have destroyed all groups
         everyone = tuple(range(dist.get_world_size()))

@@ -42,6 +42,8 @@ class KeptRank(FunctionRank):
     def _become_rank(self) -> None:
         super()._become_rank()
         held_objects.table.owner = self._spec.launch_id
+        # Numbers of operations do not say that each isend has found its recv: n left by one rank equal n left by
+        # another.
         in_step.watch_messages()
         reload.begin()
         signal.signal(signal.SIGINT, self._call_back)

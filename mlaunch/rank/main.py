@@ -22,6 +22,8 @@ def run(args: RankArgs) -> NoReturn:
     finally:
         try:
             process.flush()
+            # The last thread of a process takes its memory down; threads of gloo's that slept on other cores did so
+            # for one rank after the other.
             if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
                 cores.end_on_one(os.getppid() + args.local_rank)
         finally:

@@ -113,6 +113,8 @@ class LocalStore:
             self._is_full = True
             self._poll.unregister(self._listener)
             return
+        # Whoever reads here where gloo listens, and writes a port of his own there, stands between two ranks (5 of
+        # 5).
         if self._users.is_ours(end):
             self._clients[end.fileno()] = _Client(self._keys, end, self._poll)
         else:

@@ -111,6 +111,8 @@ class Stopping:
     def _ask(self) -> None:
         """Asks for their stacks, before they are stopped."""
         self._begin()
+        # A rank in C code that holds the interpreter lock answers, too (a signal handler in C), but not one that is
+        # stopped.
         self._terminate_at = self._system.clock() + STACKS_TIMEOUT
         for rank in self._working():
             self.asked.ask(rank, self._board[rank.local_rank])

@@ -239,6 +239,7 @@ class LaunchHandle:
 
     def _press(self) -> bool:
         """Kills what does not answer although it should have; False if nobody is left to hear."""
+        # The agent bounds ranks, but somebody may have stopped the agent (SIGSTOP, a debugger, a frozen cgroup).
         killed = self._limits.overdue()
         if killed and not self.outcome.broken:
             self.outcome.broken = "its agent or its fork server did not answer (was one stopped?) and was killed"

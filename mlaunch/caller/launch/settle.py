@@ -124,6 +124,7 @@ def _raise_failure(outcome: Outcome) -> None:
     if remote is None or remote.pickled is None:
         raise report
     try:
+        # The user catches what the rank raised, by its own class; the report is its cause.
         error: BaseException = pickle.loads(remote.pickled)
     except (Exception, SystemExit):  # its class does not exist here, or cannot be made: the text must do
         raise report from None

@@ -71,6 +71,8 @@ class Console:
         while not self.drain():
             self.raise_interrupt()  # before it waits once more; what is not written yet stays
             patience = max(until - time.monotonic(), _READER_TIMEOUT)
+            # Not a thread with a queue: one that hangs in a write at the interpreter's end holds the lock of the
+            # stream.
             poll = select.poll()
             poll.register(self.blocked or 0, select.POLLOUT)
             with interrupts.allowed():

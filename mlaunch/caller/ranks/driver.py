@@ -77,6 +77,8 @@ class Driver(Generic[Call]):
                     return False
                 if over():  # since it was asked: who tells while nobody leads wakes nobody
                     break
+                # Who waits drives: output lands in the running cell, Ctrl-C comes where it is handled, no thread is
+                # woken on the way.
                 interrupts.wait_readable([self._driven.fileno()], self._patience())
                 self._read_wake()
                 self._driven.step()

@@ -45,6 +45,7 @@ class Preparation:
             found, self._next = self._next, None
         if found is None:
             return None
+        # What may differ (name, deadline, seed, arguments) is not in the shape: it travels with the call.
         alike = (found.server, found.shape, found.streams) == (server, shape_of(spec), _streams())
         if alike and _is_there(found.channel):
             return found.channel

@@ -71,6 +71,7 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, nam
     from mlaunch.rendezvous.store_client import StoreClient
 
     client = StoreClient(*rendezvous, name, device.limit(spec.timeout))
+    # So that who waits in vain can name who did not come.
     client.arrive(member.rank)
     try:
         join_world(client.store, member)

@@ -86,6 +86,7 @@ class Door:
             task = self._loop.create_task(self._attend(end))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        # The others wait in the kernel's queue, where a burst of machines costs nothing and is not refused.
         self._loop.remove_reader(self._listener)
 
     def leave(self) -> None:

@@ -32,6 +32,7 @@ class Meetings:
         """Takes in one; ``go`` is called once ``size`` are there, here and elsewhere."""
         here = self._coming.setdefault((key, size), {})
         here[who] = go
+        # Only what all ranks are to come to is held back: for less, ranks of this machine may wait for nobody here.
         if size != self._world_size or len(here) == self._ranks:
             self._pass_on(key, size)
         elif len(here) == 1:
