@@ -1,0 +1,52 @@
+"""What people ask first, and the words by which they search: the documentation answers in two clicks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+
+DOCS = ROOT / "docs"
+QUESTIONS = (
+    "How do I move my script here?",
+    "How do I get a loss per epoch back?",
+    "How do I use several machines?",
+    "How do I limit which devices it uses?",
+    "How do I run a sweep?",
+    "Why does it hang?",
+    "How do I debug?",
+    "How do I end a run from another terminal?",
+    "What happens when a machine dies?",
+    "What does it leave on a machine?",
+)
+WORDS = ("stop", "sweep", "hang", "kill", "resume", "rerun", "debug", "loss", "migrate", "uninstall", "background")
+
+
+def answers() -> dict[str, str]:
+    """Returns what the page of questions says, by question, in its order."""
+    parts = re.split(r"^(.+)\n-{3,}\n", (DOCS / "faq.rst").read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_front_page_leads_to_the_ten_questions() -> None:
+    assert ":doc:`faq`" in (DOCS / "index.rst").read_text().partition(".. toctree")[0]
+    assert tuple(answers())[: len(QUESTIONS)] == QUESTIONS
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_an_answer_leads_to_a_page_that_is_there(question: str) -> None:
+    pages = re.findall(r":doc:`(?:[^`<]*<)?([^`>]+)>?`", answers()[question])
+    assert pages
+    assert all((DOCS / f"{page}.rst").exists() for page in pages)
+
+
+def test_pages_are_found_by_the_words_that_users_have() -> None:
+    entries = [
+        word.strip(" !")
+        for page in DOCS.rglob("*.rst")
+        for line in re.findall(r"^\.\. index:: (.+)$", page.read_text(), re.MULTILINE)
+        for word in line.split(",")
+    ]
+    assert not set(WORDS) - set(entries)
