@@ -440,6 +440,9 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     class Place:
+        def __init__(self, *, blocks: bool) -> None:
+            assert blocks
+
         def show(self, text: str) -> str:
             shown.append(text)
             return ""
@@ -456,6 +459,25 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == []
     launcher(lambda: 1, 1)()
     assert "<lambda>()  0:00  " in shown[0]
+
+
+class _Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_lines_are_drawn_over_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that were submitted at one; a call that blocks has the terminal for itself."""
+    pytest.importorskip("rich", reason="rich is not installed (extra: notebook)")
+    monkeypatch.setattr(sys, "stderr", _Screen())
+    monkeypatch.setenv("TERM", "xterm")
+    assert display.area() is not None
+    assert display.area(blocks=False) is not None
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert display.area() is not None
+    assert display.area(blocks=False) is None
+    assert launcher(lambda: 1, n_gpus=1).submit().result() == [1]
+    assert sys.stderr.getvalue() == ""
 
 
 def until(terminal: int, words: str | None) -> str:

@@ -21,12 +21,14 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import Grant, request_of, wants_lease
 from mlaunch.caller.many.run_future import RunCourse
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import new_directory, output_plan
+from mlaunch.caller.output.output_options import new_directory, output_plan, place_of
+from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.acquisition import DeviceLease
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import LaunchSpec
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,18 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
             server,
             spec,
             sent_as(options, call),
-            output_plan(options, spec, course.place(), course.trial),
+            _output_plan(options, spec, course),
             history,
         )
     finally:
         if lease is not None:
             lease.close()
     return (yield from _driven(handle, course))
+
+
+def _output_plan(options: Options, spec: LaunchSpec, course: RunCourse) -> OutputPlan:
+    place = course.place() or place_of(options, blocks=False)
+    return output_plan(options if place else options.replaced({"progress": False}), spec, place, course.trial)
 
 
 def _go_on(course: RunCourse) -> None:

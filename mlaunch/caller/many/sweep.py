@@ -47,7 +47,7 @@ class Sweep(Sequence[Run]):
         self._failed: Trial | None = None  # the first that did
         self._lock = threading.Lock()
         self._begun = time.monotonic()
-        place = area() if plan.options.progress else None
+        place = area(blocks=False) if plan.options.progress else None
         self._area = None if place is None else SharedArea(place, self._total, self._begun)
 
     @overload

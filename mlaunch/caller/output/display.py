@@ -114,13 +114,17 @@ class Notebook:
         self._id, self._shown = uuid.uuid4().hex, None
 
 
-def area() -> Area | None:
-    """Returns the place for changing lines that this process has; None if it has none."""
+def area(*, blocks: bool = True) -> Area | None:
+    """Returns the place for changing lines that this process has; None if it has none.
+
+    ``blocks``: the call waits for its ranks. Lines of one that does not would be drawn over the prompt of a terminal.
+    """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is not None:
         return Notebook()
     with contextlib.suppress(AttributeError, ValueError, ImportError):
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        has_prompt = hasattr(sys, "ps1") and not blocks
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not has_prompt:
             return Terminal()
     return None
 

@@ -24,9 +24,9 @@ def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | No
         raise OSError(error.errno, f"log_dir={log_dir!r}: {error.strerror}") from None
 
 
-def place_of(options: Options) -> Area | None:
-    """Returns where lines change, if the options want any that do."""
-    return area() if options.progress else None
+def place_of(options: Options, *, blocks: bool = True) -> Area | None:
+    """Returns where lines change, if the options want any that do. ``blocks``: as of ``area``."""
+    return area(blocks=blocks) if options.progress else None
 
 
 def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None, trial: str = "") -> OutputPlan:
