@@ -24,7 +24,8 @@ MODULES = {
 }
 
 
-def forget_notes() -> None:
+@pytest.fixture(autouse=True)
+def nothing_noted() -> None:
     """Launches of earlier tests may have noted something in the memory that this process shares with their ranks."""
     late_imports._noted[:] = bytes(len(late_imports._noted))
     late_imports._standard[:] = bytes(len(late_imports._standard))
@@ -33,7 +34,6 @@ def forget_notes() -> None:
 @pytest.fixture(params=MODULES)
 def noted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module that a fork of this process has imported."""
-    forget_notes()
     name: str = request.param
     (tmp_path / f"{name}.py").write_text(MODULES[name])
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -100,7 +100,6 @@ def test_it_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def standard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module of Python's own that this process has not imported, and a fork of it has; others that do not count."""
-    forget_notes()
     name = "colorsys"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delenv("MLAUNCH_PREPARE")
