@@ -172,9 +172,8 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     owned.add(listener.fileno())
     names = SharedNames()
     ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
-    # After the last fork (see _rest). Ranks need the store some milliseconds later; its socket listens already.
     if spec.cluster is None:
-        local_store.host(listener)
+        local_store.host(listener)  # after the last fork (see _rest); its socket listens already
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(
@@ -185,8 +184,6 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     went_well = _run(supervisor, inspection, names, launcher)
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
-    # Ranks are reaped and nothing of theirs is left, so the call may return: this process has only to exit, which
-    # takes as long as unmapping torch does, a tenth of a call of 2 ranks.
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
     launcher.try_send(Finished())
@@ -227,6 +224,8 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | N
 
 def _may_say_so(spec: LaunchSpec) -> bool:
     """Tells whether nothing goes with this process that the next call may want: files, a port."""
+    # Ranks are reaped and nothing of theirs is left, so the call need not wait for our exit: that takes as long as
+    # unmapping torch does, a tenth of a call of 2 ranks.
     return spec.command is None and spec.cluster is None and spec.port == 0
 
 

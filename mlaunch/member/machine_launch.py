@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mlaunch.base.fds import KeptFd, close_all
-from mlaunch.caller.launch.watchdog import Limits, remove_names
+from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
 from mlaunch.member.term import SignalsHere, Term
@@ -96,7 +96,7 @@ class MachineLaunch:
             self._tell_rows()
         if reason := self._signals.take():
             self._stream.send(FromAgent(AskToStop(0, reason)))
-        if self._limits.overdue() == "nobody":
+        if self._limits.kill_if_overdue() is Killed.NOTHING_LEFT:
             return False
         return self._agent.fileno() not in ready or self._hear_agent()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlaunch.caller.launch import watchdog
-from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.launch.watchdog import Killed, Limits
 
 
 class Clock:
@@ -27,9 +27,9 @@ def test_presses_of_ctrl_c_put_no_step_off(
     for _ in range(25):  # one a second
         waiting.begin_cancel(force=force)
         clock.now += 1
-        steps.append(waiting.overdue())
+        steps.append(waiting.kill_if_overdue())
     assert killed == ["server"]
-    assert "nobody" in steps
+    assert Killed.NOTHING_LEFT in steps
 
 
 def test_a_press_brings_the_end_of_a_deadline_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.stall_watch import StallWatch
 from mlaunch.caller.launch.status import status_lines, words_on
-from mlaunch.caller.launch.watchdog import Limits, remove_names
+from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -240,11 +240,11 @@ class LaunchHandle:
     def _press(self) -> bool:
         """Kills what does not answer although it should have; False if nobody is left to hear."""
         # The agent bounds ranks, but somebody may have stopped the agent (SIGSTOP, a debugger, a frozen cgroup).
-        killed = self._limits.overdue()
-        if killed and not self.outcome.broken:
+        killed = self._limits.kill_if_overdue()
+        if killed is not Killed.NONE and not self.outcome.broken:
             self.outcome.broken = "its agent or its fork server did not answer (was one stopped?) and was killed"
             self.outcome.late = self.outcome.interrupt is None and self.spec.deadline is not None
-        return killed != "nobody"
+        return killed is not Killed.NOTHING_LEFT
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):

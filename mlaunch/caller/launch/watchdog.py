@@ -7,6 +7,7 @@ cgroup), so its caller watches it, a moment more patient than it should be.
 from __future__ import annotations
 
 import contextlib
+import enum
 import signal
 import time
 from collections.abc import Callable
@@ -22,6 +23,15 @@ _REACTION_TIMEOUT = 5.0  # seconds beyond what an agent may take: on a busy mach
 _STEP_DELAY = 2.0  # seconds between steps
 
 
+class Killed(enum.Enum):
+    """Who does not answer any more, in the order in which they are killed. ``NONE``: it is not time for it."""
+
+    NONE = enum.auto()
+    AGENT = enum.auto()
+    SERVER = enum.auto()
+    NOTHING_LEFT = enum.auto()  # both were, so there is no word to wait for
+
+
 @dataclass
 class Limits:
     """``kill_server`` ends the fork server at once. Times in seconds."""
@@ -31,14 +41,14 @@ class Limits:
     kill_server: Callable[[], None]
     agent: KeptFd | None = None  # its pidfd, once it is known
     _due: float | None = None
-    _steps: list[str] = field(default_factory=lambda: ["agent", "server", "nobody"])
+    _last: Killed = field(default=Killed.NONE)
 
     def __post_init__(self) -> None:
         if self.deadline is not None:
             self._due = time.monotonic() + self.deadline + self._reaction()
 
     def timeout(self) -> float | None:
-        """Returns the seconds until ``overdue`` may be true; None: it never is."""
+        """Returns the seconds until ``kill_if_overdue`` may kill; None: it never does."""
         return None if self._due is None else max(0.0, self._due - time.monotonic())
 
     def begin_cancel(self, *, force: bool) -> None:
@@ -53,20 +63,23 @@ class Limits:
         due = time.monotonic() + seconds
         self._due = due if self._due is None else min(self._due, due)
 
-    def overdue(self) -> str:
-        """Takes the next step, if it is due; returns who was killed, or "nobody" if nobody is left to be; else ""."""
+    def kill_if_overdue(self) -> Killed:
+        """Takes the next step, if it is due; returns who was killed."""
         if self._due is None or time.monotonic() < self._due:
-            return ""
+            return Killed.NONE
         self._due = time.monotonic() + _STEP_DELAY
-        step = self._steps.pop(0) if len(self._steps) > 1 else self._steps[0]
-        if step == "agent" and not self._agent_lives():
-            step = self._steps.pop(0)
-        if step == "agent" and self.agent is not None:
+        self._last = self._next()
+        if self._last is Killed.AGENT and self.agent is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.agent.fd, signal.SIGKILL)
-        elif step == "server":
+        elif self._last is Killed.SERVER:
             self.kill_server()
-        return step
+        return self._last
+
+    def _next(self) -> Killed:
+        if self._last is Killed.NONE and self._agent_lives():
+            return Killed.AGENT
+        return Killed.SERVER if self._last in {Killed.NONE, Killed.AGENT} else Killed.NOTHING_LEFT
 
     def _agent_lives(self) -> bool:
         """Tells whether it is known, and has not ended."""
