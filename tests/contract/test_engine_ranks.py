@@ -25,7 +25,7 @@ from mlaunch.member import member
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_engine_calls import Threads, engine
-from tests.processes import wait_gone
+from tests.processes import wait_gone, wait_until
 from tests.system.engine_caller import Trigger
 
 __all__ = ["engine"]
@@ -238,14 +238,16 @@ def test_an_agent_that_is_killed(ranks: Ranks, machine: int) -> None:
     assert not set(before) & set(ranks.run(os.getppid))
 
 
-def test_ranks_that_wait_in_vain_are_found_at_once(engine: Threads) -> None:
+def test_ranks_that_wait_in_vain_are_found_at_once(engine: Threads, tmp_path: Path) -> None:
     """However long the grace period is, and though all on their machine are in step."""
 
     def work() -> None:
-        dist.barrier()  # else one may not have begun when another fails
         if dist.get_rank() == 2:
+            wait_until(lambda: len(list(tmp_path.iterdir())) == dist.get_world_size() - 1)
             raise ValueError("no such luck")
-        dist.barrier()
+        barrier = dist.barrier(async_op=True)
+        (tmp_path / str(dist.get_rank())).touch()  # it is entered by now
+        barrier.wait()
 
     with Ranks(n_gpus=2, engine=engine, grace_period=1000) as ranks:
         with pytest.raises(ValueError, match="no such luck") as caught:

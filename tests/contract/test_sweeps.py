@@ -149,7 +149,7 @@ def test_what_trials_print_and_how_far_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place()
-    monkeypatch.setattr(sweep, "area", lambda: place)
+    monkeypatch.setattr(sweep, "area", lambda **_: place)
     runs = launcher(say, n_gpus=2, concurrent=2).map([tmp_path] * 3, ["first", "second", "third"])
     expected = [
         "name='first': say()  0:00  running",

@@ -30,14 +30,15 @@ def test_labels_say_what_differs() -> None:
 def test_launches_that_share_a_place_leave_it_together() -> None:
     place, other = Place(), Place()
     whole = SharedArea(place, lambda: "2 in all", 0.0)
-    first, second, stranger = Display(AreaPart(whole), 9.0), Display(AreaPart(whole), 9.0), Display(other, 9.0)
+    second, first = Display(AreaPart(whole, 1), 9.0), Display(AreaPart(whole, 0), 9.0)
+    stranger = Display(other, 9.0)
     assert first.due == 0.5  # the first look at the whole
-    for display in (first, second, stranger):
-        display.draw(["line"], 1.0)
-    assert (place.shown, other.shown) == (["line\n2 in all", "line\nline\n2 in all"], [])
+    for display, line in ((second, "second"), (first, "first"), (stranger, "line")):
+        display.draw([line], 1.0)
+    assert (place.shown, other.shown) == (["second\n2 in all", "first\nsecond\n2 in all"], [])
     first.close(["last"])
     stranger.draw(["line"], 2.0)
-    assert (place.shown[-1], other.shown) == ("line\n2 in all", [])
+    assert (place.shown[-1], other.shown) == ("second\n2 in all", [])
     second.close(["last"])
     stranger.draw(["line"], 3.0)
     stranger.close([])

@@ -169,8 +169,8 @@ class Sweep(Sequence[Run]):
         except Exception as error:  # a full disk; what a __reduce__ may raise
             _log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
 
-    def place(self) -> Area | None:
-        return None if self._area is None else AreaPart(self._area)
+    def place(self, number: int) -> Area | None:
+        return None if self._area is None else AreaPart(self._area, number)
 
     def has_ended(self, trial: Trial) -> None:
         try:
@@ -231,8 +231,8 @@ class SweepPlan:
         keys = ["" if self.file is None else canonical(arguments_of(call)) for call in calls]
         plans = zip(calls, given, trial_arguments.labels(given), keys, strict=True)
         return [
-            Trial(TrialPlan(f"{self.name}()", self.options, call, known, label, self.keep_report, key), sweep)
-            for call, known, label, key in plans
+            Trial(TrialPlan(f"{self.name}()", self.options, call, known, label, self.keep_report, key, number), sweep)
+            for number, (call, known, label, key) in enumerate(plans)
         ]
 
 

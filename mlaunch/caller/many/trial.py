@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,8 +25,8 @@ class SweepOfTrials(Protocol):
     def ends(self, trial: Trial, how: Ended | BaseException) -> None:
         """Takes note just before its run tells of it; not if it was cancelled."""
 
-    def place(self) -> Area | None:
-        """Returns where lines of one more launch can change."""
+    def place(self, number: int) -> Area | None:
+        """Returns where lines of the trial with that number can change."""
 
     def has_ended(self, trial: Trial) -> None:
         """Takes note just afterwards."""
@@ -47,13 +48,14 @@ class TrialPlan:
     label: str
     keep_report: Callable[[LaunchReport], None]
     key: str = ""
+    number: int = 0  # its place among the trials
 
 
 class Trial(Run):
     """It is in line for its devices once somebody has begun it, or wants it to end."""
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
-        course = RunCourse(THREAD, loop.notify, place=sweep.place, trial=plan.label)
+        course = RunCourse(THREAD, loop.notify, place=functools.partial(sweep.place, plan.number), trial=plan.label)
         super().__init__(plan.name, arguments_of(plan.call), course)
         course.begins = self._go_on
         self.given, self.label, self.key = plan.given, plan.label, plan.key

@@ -52,14 +52,15 @@ class SharedArea:
 
     def _show(self) -> str:
         self._shown = True
-        return self._place.show("\n".join([*self._texts.values(), self._total()]))
+        in_order = sorted(self._texts, key=lambda part: part.number)
+        return self._place.show("\n".join([*(self._texts[part] for part in in_order), self._total()]))
 
 
 class AreaPart:
-    """The part of one launch."""
+    """The part of one launch. ``number``: its place among the others, whichever begins first."""
 
-    def __init__(self, whole: SharedArea) -> None:
-        self.whole = whole
+    def __init__(self, whole: SharedArea, number: int) -> None:
+        self.whole, self.number = whole, number
 
     def show(self, text: str) -> str:
         return self.whole.take(self, text)
