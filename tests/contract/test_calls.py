@@ -38,6 +38,8 @@ from tests import builds
 from tests.conftest import ROOT
 from tests.contract import functions
 
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
+
 METHODS = ("forkserver", "fork", "spawn")
 
 

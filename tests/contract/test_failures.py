@@ -30,7 +30,7 @@ from tests.conftest import OURS
 from tests.contract import crashes, functions
 from tests.processes import wait_gone
 
-pytestmark = pytest.mark.usefixtures("the_next_call_works")
+pytestmark = pytest.mark.usefixtures("as_users_have_it", "the_next_call_works")
 METHODS = ("forkserver", "fork", "spawn")
 
 
