@@ -91,11 +91,16 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("machines", [False, True])
-def test_a_signal_to_all_processes_asks_once_the_caller_has_it(machines: bool) -> None:
+@pytest.mark.parametrize(
+    ("machines", "method"), [(False, "fork"), (False, "forkserver"), (False, "spawn"), (True, None)]
+)
+def test_a_signal_to_all_processes_asks_once_the_caller_has_it(machines: bool, method: str | None) -> None:
+    """``method``: how workers of data loaders are started. None: as is usual, by "forkserver" from Python 3.14 on."""
+
     def work(caller: int) -> tuple[int, str]:
         strike(os.getpid(), os.getppid(), parent_of(os.getppid()))
-        assert [int(one) for one in DataLoader(Struck(), num_workers=1)] == [0, 1]
+        loader = DataLoader(Struck(), num_workers=1, multiprocessing_context=method)
+        assert [int(one) for one in loader] == [0, 1]
         dist.barrier()
         return train(caller, 3, True)
 

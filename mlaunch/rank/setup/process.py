@@ -5,10 +5,12 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, which take 50 times as long
 import atexit
 import ctypes
+import functools
 import gc
 import io
 import logging
 import multiprocessing.process
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -61,12 +63,24 @@ def _shut_down_logging(inherited: list[object]) -> None:
 def leave_to_caller(numbers: Sequence[int]) -> None:
     """Lets these signals do nothing here, which a scheduler may send to all processes of a job.
 
-    Forks block them, as a data loader's workers have handlers of their own. A program that is started has the usual.
+    Forks block them, as a data loader's workers have handlers of their own, and so does what multiprocessing starts for
+    its workers: those of a data loader are forks of that from Python 3.14 on. Another program has the usual.
     """
     for number in numbers:
         signal.signal(number, _do_nothing)
     if numbers:
         os.register_at_fork(after_in_child=lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+        start = multiprocessing.util.spawnv_passfds
+        vars(multiprocessing.util)["spawnv_passfds"] = functools.partial(_start_blocking, numbers, start)
+
+
+def _start_blocking(numbers: Sequence[int], start: Callable[..., int], *args: Any) -> int:
+    """Starts a program that blocks these signals, as all its children do then."""
+    before = _signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        return start(*args)
+    finally:
+        _signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _do_nothing(_number: int, _frame: object) -> None:
