@@ -64,6 +64,7 @@ class _Started(Placement):
         self._stderr = ends.stderr
         self._words = b""
         self._found: list[Where] = []
+        self._ordered: list[Where] = []  # as the machines are numbered
         self._streams: dict[int, socket.socket] = {}
 
     def state(self) -> str:
@@ -93,7 +94,7 @@ class _Started(Placement):
         """Has the first one carry for all."""
         if self._wanted is not None and len(self._found) > self._wanted:
             raise LaunchError(f"{self._name} has started {len(self._found)} processes, but machines={self._wanted}")
-        ordered = sorted(self._found, key=lambda where: where.number)
+        self._ordered = ordered = sorted(self._found, key=lambda where: where.number)
         self.sizes = [None] * len(ordered)
         self._stream.send(Lead(ordered[0].name, dict(enumerate(ordered))))
         theirs = {}
@@ -107,7 +108,9 @@ class _Started(Placement):
 
     def start(self, machine: int) -> Ends:
         end = self._streams[machine].detach()
-        return Ends(os.dup(end), end, os.dup(self._stderr) if machine == 0 and self._stderr >= 0 else -1)
+        if machine == 0:  # it is on the machine of who carries
+            return Ends(os.dup(end), end, os.dup(self._stderr) if self._stderr >= 0 else -1)
+        return Ends(os.dup(end), end, secret=self._ordered[machine].secret)
 
     def _hear_stderr(self) -> None:
         while linux.wait_readable([self._stderr], 0.0):

@@ -27,7 +27,8 @@ class Hosts(Engine):
             an address of IPv6, "ssh://me@b:2222*4" with a port.
         python: The interpreter there; None: the path of this one. mlaunch must be installed for it, in this version.
         cwd: The directory of the ranks there; None: that of this process if it exists there, else the login's.
-        ssh: The program and its options, as a list.
+        ssh: The program and its options, as a list. Without ServerAliveInterval among them, in your configuration or
+            here, a call without a deadline waits for ever for a host that is cut off.
     """
 
     def __init__(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Our ends of a process's standard streams: descriptors, which the receiver owns. ``stderr`` -1: it has none."""
+    """Our ends of a process's standard streams: descriptors, which the receiver owns. ``stderr`` -1: it has none.
+
+    ``secret``: what the process knows, too, where others can write to what is between it and us.
+    """
 
     stdin: int
     stdout: int
     stderr: int = -1
+    secret: str = field(default="", repr=False, kw_only=True)
 
 
 class Placement(ABC):

@@ -14,6 +14,7 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
 from mlaunch.member.term import SignalsHere, Term
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
@@ -128,7 +129,7 @@ class MachineLaunch:
                     self._looks.ask(record)
                 elif isinstance(record, _CallRecord):
                     self._call(record, content)
-        except EOFError:
+        except (EOFError, NoiseError):
             self._lose_caller()
 
     def _lose_caller(self) -> None:

@@ -23,6 +23,7 @@ from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
 from mlaunch.member.term import Term
+from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import (
     MARK,
@@ -46,10 +47,10 @@ _TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_
 FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
 
 
-def main() -> NoReturn:
-    """Serves until standard input ends."""
+def main(secret: str = "") -> NoReturn:
+    """Serves until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
     ignore(FOR_RANKS)
-    stream = _take_over_streams()
+    stream = _take_over_streams(secret)
     for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
         del os.environ[name]
     code = 1
@@ -68,9 +69,9 @@ def ignore(numbers: Collection[signal.Signals]) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _take_over_streams() -> FrameStream:
+def _take_over_streams(secret: str) -> FrameStream:
     """Keeps standard input and output for ourselves: whoever prints here does so to standard error."""
-    stream = FrameStream(linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1)))
+    stream = FrameStream(linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1)), secret, member=True)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
@@ -81,9 +82,7 @@ def _take_over_streams() -> FrameStream:
 def serve(stream: FrameStream, host: str, patience: float | None = None) -> None:
     """Serves a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
     hello = {**versions(), "host": host, "pid": os.getpid()}
-    os.set_blocking(stream.outgoing, True)
-    os.write(stream.outgoing, b"\n" + MARK + json.dumps(hello).encode() + b"\n")
-    os.set_blocking(stream.outgoing, False)
+    stream.write_line(MARK, json.dumps(hello).encode())
     _Member(stream, patience).serve()
 
 
@@ -100,6 +99,9 @@ class _Member:
             try:
                 found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
             except EOFError:
+                return
+            except NoiseError as error:
+                print(f"mlaunch: the caller {error}{error.hint}", file=sys.stderr, flush=True)
                 return
             for record, content in found:
                 self._obey(record, content)

@@ -52,7 +52,7 @@ def main() -> NoReturn:
         stream = FrameStream(incoming, outgoing)
         lead = _hear(stream, where)
         if lead is None:
-            _follow(listener, secret.encode(), starter)
+            _follow(listener, secret, starter)
     _lead(stream, lead, where)
     os._exit(0)
 
@@ -138,10 +138,10 @@ def _knows(connection: Connection, secret: bytes) -> bool:
     return True
 
 
-def _follow(listener: socket.socket, secret: bytes, starter: int) -> NoReturn:
+def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
     """Is a member for the first one, which waits for the last to start; nobody else knows for how long."""
     found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    threading.Thread(target=_Strangers(secret, found).admit_all, args=(listener,), daemon=True).start()
+    threading.Thread(target=_Strangers(secret.encode(), found).admit_all, args=(listener,), daemon=True).start()
     connection = None
     while connection is None:
         with contextlib.suppress(queue.Empty):
@@ -152,7 +152,7 @@ def _follow(listener: socket.socket, secret: bytes, starter: int) -> NoReturn:
         for standard in (0, 1):
             os.dup2(end.fileno(), standard)
     connection.close()
-    member.main()
+    member.main(secret)
 
 
 def _lead(stream: FrameStream, lead: Lead, own: Where) -> None:

@@ -40,6 +40,21 @@ Record = dict[str, Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
+class UnprovedError(ConnectionError):
+    """Who answers has not proved to be ours. ``advice``: what people can do about it."""
+
+    def __init__(self, why: str, advice: str = "does another program, or another launch, listen there?") -> None:
+        super().__init__(why)
+        self.advice = advice
+
+
+class WrongTokenError(ConnectionError):
+    """A client has another token."""
+
+
+_SAME_TOKEN = "give both the same token= or MLAUNCH_TOKEN, unless another launch has this port"
+
+
 class RefusedError(Exception):
     """The other side will have nothing to do with us, and says why."""
 
@@ -124,7 +139,7 @@ async def introduce(
     elif "refused" in answer:
         raise RefusedError(_other_version(answer) or printable(str(answer["refused"]), SENTENCE))
     elif "welcome" not in answer:
-        raise ConnectionError("what answers there is no master of mlaunch")
+        raise UnprovedError("what answers there is no master of mlaunch")
     if first is not None:
         await send(writer, first)
 
@@ -134,14 +149,14 @@ async def _prove_first(
 ) -> None:
     """Returns once both sides have proved themselves. Until then the other may be anybody: all else is trouble."""
     if "welcome" in answer:
-        raise ConnectionError("the master has no token, and this machine has one; give both the same")
+        raise UnprovedError("the master has no token, and this machine has one", _SAME_TOKEN)
     if "challenge" not in answer:
-        raise ConnectionError(_other_version(answer) or "what answers there is no master of mlaunch")
+        raise UnprovedError(_other_version(answer) or "what answers there is no master of mlaunch")
     theirs = _nonce(answer["challenge"])
     await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
     answer = await read(reader)
     if not _is(answer.get("proof"), _prove(token, "server", nonce, theirs, role)):
-        raise ConnectionError("wrong token: this machine's and the master's differ")
+        raise UnprovedError("wrong token: this machine's and the master's differ", _SAME_TOKEN)
 
 
 def _other_version(answer: Record) -> str:
@@ -170,7 +185,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     proof = (await read(reader)).get("proof")
     if not _is(proof, _prove(token, "client", nonce, ours, role)):
         await send(writer, {"refused": "wrong token"})
-        raise ConnectionError("a client with a wrong token")
+        raise WrongTokenError("a client with a wrong token")
     await send(writer, {"proof": _prove(token, "server", nonce, ours, role)})
     return role
 

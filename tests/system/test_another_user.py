@@ -6,11 +6,16 @@ import contextlib
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from mlaunch import launcher
+from mlaunch.caller.many.trial_file import TrialFile
+from mlaunch.engines import Hosts
+from mlaunch.leases.site import opened
 from mlaunch.protocol import registry
+from mlaunch.protocol import token as tokens
 from tests.another_user import greet, said_by_another_user
 from tests.conftest import ROOT
 from tests.stores import store_of_a_launch, store_of_one_machine
@@ -35,12 +40,52 @@ def test_the_store_of_a_running_launch_is_closed_to_others() -> None:
     assert launcher(train, 1)() == [("turned away", "served")]
 
 
-def test_another_user_finds_no_launch_of_ours() -> None:
+def test_another_user_finds_no_launch_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     home = registry.home(os.environ)
     with registry.listen(os.environ, "another"):
-        assert said_by_another_user(lambda: str(os.listdir(home))) == "PermissionError"
+        monkeypatch.chdir(home)  # so that no directory above it keeps another user away
+        assert said_by_another_user(lambda: str(os.listdir("."))) == "PermissionError"
         assert os.listdir(home) == ["another.sock"]
     registry.remove(os.environ, "another")
+
+
+def test_another_user_reads_no_lease_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = tmp_path / "leases"
+    with opened(leases) as site, site:
+        held = site.take("lease", {"function": "train()"})
+        monkeypatch.chdir(leases)
+        assert said_by_another_user(lambda: str(os.listdir("."))) == "PermissionError"
+        assert site.said("lease") == {"function": "train()"}
+        os.close(held)
+
+
+def test_a_sweep_reads_no_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands there is unpickled."""
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)
+    planted = Path("sweep.jsonl")
+    assert said_by_another_user(lambda: str(planted.write_bytes(b""))) == "0"
+    with pytest.raises(PermissionError, match="what stands there is unpickled here; allowed: a file of your own"):
+        TrialFile(planted, "train()", len).look_up([])
+
+
+def test_no_secret_of_an_engine_is_where_others_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Command lines are open to all, variables and files to more than who runs the launch, as to a batch system."""
+    secret = tokens.draw()
+    monkeypatch.setattr(tokens, "draw", lambda: secret)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def look(start: str, rest: str, folder: str) -> list[str]:
+        wanted, found = (start + rest).encode(), []
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        for path in [*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ"), *files]:
+            with contextlib.suppress(OSError):
+                found += [str(path)] if wanted in path.read_bytes() else []
+        return found
+
+    engine = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
+    ours = launcher(look, 1, engine=engine, machines=2, device_type="cpu")
+    assert ours(secret[:20], secret[20:], str(tmp_path)) == [[], []]
 
 
 def test_the_tests_that_the_security_page_names_are_there() -> None:

@@ -399,10 +399,12 @@ def test_machines_that_do_not_fit(network: Network, options: dict[str, Any], how
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (("right", "wrong"), "(wrong token: this machine's and the master's differ)"),
+        (("right", "wrong"), "(wrong token: this machine's and the master's differ): give both the same token= or "
+                             "MLAUNCH_TOKEN, unless another launch has this port; join_timeout=3 s is over"),
         (("right", None), "train() was not started: the master asks for a token, and this machine has none; give "
                           "token= or MLAUNCH_TOKEN"),
-        ((None, "right"), "(the master has no token, and this machine has one; give both the same)"),
+        ((None, "right"), "(the master has no token, and this machine has one): give both the same token= or "
+                          "MLAUNCH_TOKEN"),
     ],
 )  # fmt: skip
 def test_a_machine_with_another_token(network: Network, tokens: tuple[Any, Any], words: str) -> None:
@@ -413,7 +415,10 @@ def test_a_machine_with_another_token(network: Network, tokens: tuple[Any, Any],
         machines.start(1, token=tokens[1], join_timeout=3)
         assert words in machines.end(1)["text"]
         machines.start(1, token=tokens[0])
-        assert [len(end["values"]) for end in machines.ends()] == [1, 1]
+        ends = machines.ends()
+        assert [len(end["values"]) for end in ends] == [1, 1]
+        turned_away = tokens == ("right", "wrong")
+        assert ends[0]["stderr"].count("came with another token and was turned away; if it is a machine") == turned_away
 
 
 def test_a_token_from_the_environment(network: Network) -> None:

@@ -24,7 +24,8 @@ from mlaunch.member.term import Term
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machines.content import Content
-from mlaunch.protocol.machines.frame_stream import FrameStream, NoiseError
+from mlaunch.protocol.machines.frame_codes import ForgedError, FrameCodes, NoiseError
+from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
 from mlaunch.protocol.messages.launch_messages import Phase, RanksStarting, RankStarted
 from mlaunch.protocol.messages.member_messages import Lease
@@ -36,9 +37,10 @@ class Word:
 
 
 @contextlib.contextmanager
-def pair() -> Iterator[tuple[FrameStream, FrameStream]]:
+def pair(secret: str = "") -> Iterator[tuple[FrameStream, FrameStream]]:
+    """A caller's end and a member's."""
     ours, theirs = socket.socketpair()
-    ends = [FrameStream(os.dup(end.fileno()), end.detach()) for end in (ours, theirs)]
+    ends = [FrameStream(os.dup(end.fileno()), end.detach(), secret, member=end is theirs) for end in (ours, theirs)]
     try:
         yield ends[0], ends[1]
     finally:
@@ -58,9 +60,10 @@ def content_of(fd: int) -> bytes:
         return file.read()
 
 
-def test_records_come_with_their_contents_in_order() -> None:
+@pytest.mark.parametrize("secret", ["", "secret"])
+def test_records_come_with_their_contents_in_order(secret: str) -> None:
     large = random.Random(1).randbytes(3 << 20)
-    with pair() as (one, other):
+    with pair(secret) as (one, other):
         for data in (b"", b"\n", large, b"x"):
             fd = memfd(data)
             one.send(Word(f"{len(data)} bytes"), fd if data else -1)
@@ -74,8 +77,9 @@ def test_records_come_with_their_contents_in_order() -> None:
         assert one.unsent == 0
 
 
-def test_a_frame_that_comes_byte_by_byte() -> None:
-    with pair() as (one, other):
+@pytest.mark.parametrize("secret", ["", "secret"])
+def test_a_frame_that_comes_byte_by_byte(secret: str) -> None:
+    with pair(secret) as (one, other):
         fd = memfd(b"content")
         one.send(Word("slow"), fd)
         os.close(fd)
@@ -166,7 +170,7 @@ def test_a_stream_that_is_closed_owns_nothing() -> None:
 
 
 def test_content_is_released_once() -> None:
-    content = Content(b"record", 3)
+    content = Content(b"record", 3, FrameCodes("", "member").of_content())
     assert not content.take(bytearray(b"ab"))
     assert content.take(rest := bytearray(b"cd"))
     assert rest == b"d"
@@ -254,6 +258,86 @@ def test_something_else_than_a_frame_is_an_error(*, frame_before: bool) -> None:
         os.write(one.outgoing, b"You have new mail" * 3)
         with pytest.raises(NoiseError, match=r"wrote something else than mlaunch .* beginning b'You have"):
             other.receive()
+
+
+class Marks:
+    """Leaves a sign if somebody unpickles it."""
+
+    seen = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Marks.see, ()
+
+    @staticmethod
+    def see() -> None:
+        Marks.seen = True
+
+
+def frames(count: int) -> list[bytes]:
+    """What a caller sends to a member whose secret it knows: a record each, with a content."""
+    found = []
+    with pair("secret") as (one, other):
+        for number in range(count):
+            fd = memfd(b"content %d" % number)
+            one.send(Marks(), fd)
+            os.close(fd)
+            found.append(os.read(other.incoming, 1 << 16))
+    return found
+
+
+FORGERIES = {
+    "left out": lambda _, second: second,
+    "sent again": lambda first, _: first + first,
+    "in another order": lambda first, second: second + first,
+    "a size": lambda first, _: first[:11] + bytes([first[11] ^ 1]) + first[12:],
+    "a record": lambda first, _: first[:30] + bytes([first[30] ^ 1]) + first[31:],
+    "a content": lambda first, _: first[:-34] + bytes([first[-34] ^ 1]) + first[-33:],
+    "another's content": lambda first, second: first[:-42] + second[-42:],
+}
+
+
+@pytest.mark.parametrize("forged", FORGERIES)
+def test_what_somebody_else_has_changed_is_not_unpickled(forged: str) -> None:
+    first, second = frames(2)
+    with pair("secret") as (one, other):
+        os.write(one.outgoing, FORGERIES[forged](first, second))
+        if forged == "sent again":
+            [(_, content)] = other.receive(1)
+            os.close(content)
+        Marks.seen = False
+        for _ in range(2):  # for ever
+            with pytest.raises(ForgedError, match="sent what does not bear its code"):
+                other.receive()
+        assert not Marks.seen
+
+
+def test_what_is_turned_back_is_not_unpickled() -> None:
+    """Nor what bears the codes of another secret, nor none, nor a first line that somebody else has written."""
+    [ours] = frames(1)
+    data = pickle.dumps(Marks())
+    for secret, turned in (
+        ("secret", ours),
+        ("another", ours),
+        ("secret", struct.pack("!IQ", len(data), 0) + data * 2),
+    ):
+        with pair(secret) as (one, other):
+            os.write(*((other.outgoing, turned) if secret == "secret" else (one.outgoing, turned)))
+            Marks.seen = False
+            with pytest.raises(ForgedError):
+                (one if secret == "secret" else other).receive()
+            assert not Marks.seen
+    with pair("secret") as (one, other):
+        os.write(other.outgoing, b"mark " + b"0" * 64 + b"{}\n")
+        with pytest.raises(ForgedError):
+            one.skip_to(b"mark ")
+
+
+def test_the_first_line_bears_a_code() -> None:
+    with pair("secret") as (one, other):
+        other.write_line(b"mark ", b"{}")
+        other.send(Word("next"))
+        assert one.skip_to(b"mark ") == b"{}"
+        assert [record for record, _ in one.receive()] == [Word("next")]
 
 
 def test_several_streams_over_one() -> None:

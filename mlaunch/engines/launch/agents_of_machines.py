@@ -24,7 +24,7 @@ from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.machines.frame_stream import NoiseError
+from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.messages.launch_messages import (
     AgentFailed,
     Cancel,
@@ -164,12 +164,9 @@ class MergedAgent:
                     os.close(content)
                 if isinstance(record, MachineDone):
                     del self._open[fd]
-        except NoiseError as error:
+        except (NoiseError, EOFError) as error:
             del self._open[fd]
-            self._lose(machine, f"was lost: the host {error}")
-        except EOFError:
-            del self._open[fd]
-            self._lose(machine)
+            self._lose(machine, f"was lost: the host {error}{error.hint}" if isinstance(error, NoiseError) else "")
 
     def _lose(self, machine: Machine, what: str = "") -> None:
         """Tells that a machine is gone, and ends the launch on the others."""

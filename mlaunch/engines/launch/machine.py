@@ -28,7 +28,7 @@ class Machine:
 
     def __init__(self, number: int, ends: Ends) -> None:
         self.number = number
-        self.stream = FrameStream(ends.stdout, ends.stdin)
+        self.stream = FrameStream(ends.stdout, ends.stdin, ends.secret)
         self.stderr = ends.stderr
         self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
         self.host = ""

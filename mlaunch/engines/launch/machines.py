@@ -17,7 +17,7 @@ from mlaunch.caller import interrupts
 from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.lease import Renewal
 from mlaunch.engines.placement import Placement
-from mlaunch.protocol.machines.frame_stream import NoiseError
+from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.messages.member_messages import AskOffer, Lease, Listen, NotPrepared, Offer, Reach, command_of
 
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
@@ -117,6 +117,8 @@ class Machines:
             return machine.greet()
         except EOFError:
             raise LaunchError(self._why_not(machine)) from None
+        except NoiseError as error:
+            raise _strange(machine, error) from None
 
     def _why_not(self, machine: Machine) -> str:
         """Says why a member did not start."""
@@ -186,10 +188,7 @@ class Machines:
             found = machine.stream.receive()
         except NoiseError as error:
             machine.lost = True
-            raise LaunchError(
-                f"host {machine.host} wrote something else than mlaunch on its standard output, beginning "
-                f"{error.beginning!r}: a profile that prints, or another program?"
-            ) from None
+            raise _strange(machine, error) from None
         except EOFError:
             machine.lost = True
             fate, words = self.end_of(machine)
@@ -232,6 +231,11 @@ class Machines:
         self.machines, self._placement, self._renewal, self.meets_at = [], None, None, ""
         self._leaving = False
         atexit.unregister(self.close)
+
+
+def _strange(machine: Machine, error: NoiseError) -> LaunchError:
+    who = f"host {machine.host}" if machine.host else f"machine {machine.number}"
+    return LaunchError(f"{who} {error}{error.hint}")
 
 
 def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:

@@ -1,20 +1,58 @@
-"""What belongs to a record and is large, on its way from a stream into a memfd."""
+"""What belongs to a record and is large: on its way from a file into a stream, and from there into a memfd."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mlaunch.protocol import payload
+from mlaunch.protocol.machines.frame_codes import Code
 
 CHUNK = 1 << 20  # bytes that are read or written at once
 
 
-class Content:
-    """A record whose content is on its way into a memfd."""
+@dataclass
+class Piece:
+    """What waits to be written: bytes, or the rest of a file and then its code."""
 
-    def __init__(self, record: bytes, size: int) -> None:
+    data: memoryview
+    fd: int = -1
+    offset: int = 0
+    size: int = 0
+    code: Code | None = None
+
+    def next(self) -> memoryview:
+        """Returns what comes next; empty at the end."""
+        if not self.data and self.code is not None:
+            self.data = memoryview(self._read() if self.offset < self.size else self._finish(self.code))
+        return self.data
+
+    def _read(self) -> bytes:
+        data = os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset)
+        self.offset += len(data)
+        if not data:
+            raise OSError(f"a file of {self.size} bytes ended before its end; who cut it?")
+        if self.code is not None:
+            self.code.update(data)
+        return data
+
+    def _finish(self, code: Code) -> bytes:
+        self.code = None
+        return code.digest()
+
+    @property
+    def left(self) -> int:
+        return len(self.data) + max(0, self.size - self.offset)
+
+
+class Content:
+    """A record whose content is on its way into a memfd. ``code``: of what has come."""
+
+    def __init__(self, record: bytes, size: int, code: Code) -> None:
         self.record = record
+        self.code = code
+        self.size = size
         self._left = size
         self._fd = payload.create("content") if size else -1
 
@@ -36,6 +74,7 @@ class Content:
         return self._left == 0
 
     def _write(self, data: bytes) -> None:
+        self.code.update(data)
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]

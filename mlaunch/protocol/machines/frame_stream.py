@@ -5,7 +5,8 @@ Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a 
     size of the record, size of the content | the record, pickled | the content | a line feed
 
 The line feed is for engines that pass on whole lines, as Slurm does. What is large is content: it goes from a file and
-into a memfd, so that neither side holds it in memory a second time.
+into a memfd, so that neither side holds it in memory a second time. Where both sides have a secret, a code follows the
+record, and another one the content (``frame_codes``): nothing is unpickled before its code was found right.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import struct
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.fds import close_all
 from mlaunch.base.forks import close_in_forks
-from mlaunch.protocol.machines.content import CHUNK, Content
+from mlaunch.protocol.machines.content import CHUNK, Content, Piece
+from mlaunch.protocol.machines.frame_codes import FrameCodes, NoiseError
 
 _HEAD = struct.Struct("!IQ")
 _END = b"\n"
@@ -32,41 +33,13 @@ _SHOWN = 40  # bytes of what is not of mlaunch
 _MOST = 1 << 24  # bytes of a record: what says more is not one of ours
 
 
-class NoiseError(OSError):
-    """What came is not of mlaunch."""
-
-    def __init__(self, beginning: bytes) -> None:
-        super().__init__(f"wrote something else than mlaunch on its standard output, beginning {beginning!r}")
-        self.beginning = beginning
-
-
-@dataclass
-class _Piece:
-    """What waits to be written: bytes, or the rest of a file."""
-
-    data: memoryview
-    fd: int = -1
-    offset: int = 0
-    size: int = 0
-
-    def next(self) -> memoryview:
-        """Returns what comes next; empty at the end."""
-        if not self.data and self.fd >= 0 and self.offset < self.size:
-            self.data = memoryview(os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset))
-            self.offset += len(self.data)
-            if not self.data:
-                raise OSError(f"a file of {self.size} bytes ended before its end; who cut it?")
-        return self.data
-
-    @property
-    def left(self) -> int:
-        return len(self.data) + max(0, self.size - self.offset)
-
-
 class FrameStream:
-    """One end, which owns its descriptors and never waits. Who uses it polls ``fileno()``, and ``outgoing``."""
+    """One end, which owns its descriptors and never waits. Who uses it polls ``fileno()``, and ``outgoing``.
 
-    def __init__(self, incoming: int, outgoing: int) -> None:
+    ``secret``: of both ends, where others can write to what is between them. ``member``: this is a member's end.
+    """
+
+    def __init__(self, incoming: int, outgoing: int, secret: str = "", *, member: bool = False) -> None:
         self.incoming, self.outgoing = incoming, outgoing
         close_in_forks(self)
         os.set_blocking(incoming, False)
@@ -76,7 +49,9 @@ class FrameStream:
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, CHUNK)
         self.heard_at = time.monotonic()  # when something came last
         self._sending = threading.RLock()  # several threads may
-        self._waiting: deque[_Piece] = deque()
+        self._waiting: deque[Piece] = deque()
+        ends = ["caller", "member"]
+        self._ours, self._theirs = FrameCodes(secret, ends[member]), FrameCodes(secret, ends[not member])
         self._came = bytearray()
         self._content: Content | None = None
 
@@ -94,10 +69,11 @@ class FrameStream:
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
         with self._sending:
-            self._waiting.append(_Piece(memoryview(_HEAD.pack(len(data), size) + data + (b"" if size else _END))))
+            data = _HEAD.pack(len(data), size) + data
+            self._waiting.append(Piece(memoryview(data + self._ours.of_record(data) + (b"" if size else _END))))
             if size:
-                self._waiting.append(_Piece(memoryview(b""), os.dup(content), 0, size))
-                self._waiting.append(_Piece(memoryview(_END)))
+                self._waiting.append(Piece(memoryview(b""), os.dup(content), 0, size, self._ours.of_content()))
+                self._waiting.append(Piece(memoryview(_END)))
         self.flush()
 
     def flush(self) -> bool:
@@ -130,6 +106,13 @@ class FrameStream:
         if piece.fd >= 0:
             os.close(piece.fd)
 
+    def write_line(self, mark: bytes, text: bytes) -> None:
+        """Writes the line that the other end skips to, and waits until all of it is written."""
+        code = self._ours.of_record(text).hex().encode()
+        os.set_blocking(self.outgoing, True)
+        os.write(self.outgoing, b"\n" + mark + code + text + b"\n")
+        os.set_blocking(self.outgoing, False)
+
     def skip_to(self, mark: bytes) -> bytes | None:
         """Returns the line that begins with ``mark`` once it is there, less the mark; None: it is not yet.
 
@@ -147,6 +130,8 @@ class FrameStream:
             return None
         line = bytes(self._came[start + len(mark) : end])
         del self._came[: end + 1]
+        code, line = line[: 2 * self._theirs.size], line[2 * self._theirs.size :]
+        self._theirs.check(code, self._theirs.of_record(line).hex().encode())
         return line
 
     def receive(self, most: int | None = None) -> list[tuple[Any, int]]:
@@ -156,6 +141,7 @@ class FrameStream:
 
         Raises:
             EOFError: The other end is gone, and all that it sent was received before.
+            NoiseError: What came is not of mlaunch, or not of the other end.
         """
         found: list[tuple[Any, int]] = []
         try:
@@ -194,11 +180,13 @@ class FrameStream:
             content = self._content
             if content is None or not content.take(self._came):
                 return found
-            if not self._came:
+            size = self._theirs.size if content.size else 0
+            if len(self._came) < size + len(_END):
                 return found
-            if self._came[: len(_END)] != _END:
-                raise NoiseError(bytes(self._came[:_SHOWN]))
-            del self._came[: len(_END)]
+            self._theirs.check(self._came[:size], content.code.digest() if size else b"")
+            if self._came[size : size + len(_END)] != _END:
+                raise _noise(self._came[size:])
+            del self._came[: size + len(_END)]
             found.append((pickle.loads(content.record), content.release()))
             self._content = None
 
@@ -208,11 +196,13 @@ class FrameStream:
             return False
         size, content = _HEAD.unpack_from(self._came)
         if size > _MOST:
-            raise NoiseError(bytes(self._came[:_SHOWN]))
-        if len(self._came) < _HEAD.size + size:
+            raise _noise(self._came)
+        end = _HEAD.size + size
+        if len(self._came) < end + self._theirs.size:
             return False
-        self._content = Content(bytes(self._came[_HEAD.size : _HEAD.size + size]), content)
-        del self._came[: _HEAD.size + size]
+        self._theirs.check(self._came[end : end + self._theirs.size], self._theirs.of_record(bytes(self._came[:end])))
+        self._content = Content(bytes(self._came[_HEAD.size : end]), content, self._theirs.of_content())
+        del self._came[: end + self._theirs.size]
         return True
 
     def close(self) -> None:
@@ -222,3 +212,8 @@ class FrameStream:
             self._content.close()
         owned, self.incoming, self.outgoing = {self.incoming, self.outgoing}, -1, -1
         close_all(owned - {-1})
+
+
+def _noise(came: bytearray) -> NoiseError:
+    beginning = bytes(came[:_SHOWN])
+    return NoiseError(f"wrote something else than mlaunch on its standard output, beginning {beginning!r}")

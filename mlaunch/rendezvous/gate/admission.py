@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,6 +18,7 @@ STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
 STRANGERS = 512  # connections at a time that have not proved themselves
 PATIENCE, CROWDED_PATIENCE = 10.0, 2.0  # seconds that one has for it; as soon as half of the places are taken
 _BACKLOG = 65_535  # the system cuts it to its own limit (net.core.somaxconn)
+_MOST, _SHOWN = 5, 200  # lines of a kind about strangers, and characters of what one has caused
 _PAUSE = 1.0  # seconds, when descriptors are lacking
 
 Receive = Callable[["Guest", asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -48,6 +50,32 @@ class Guest:
         if self._stranger:
             self._stranger = False
             self._door.leave()
+
+
+class Complaints:
+    """Lines about strangers on standard error: few, lest they fill a log."""
+
+    def __init__(self) -> None:
+        self._errors = 0
+        self._turned_away: set[str] = set()
+
+    def tell_of_error(self, error: Exception) -> None:
+        """Says that a connection was closed for an error of ours."""
+        self._errors += 1
+        if self._errors <= _MOST:
+            self._tell(f"the gate closed a connection: {type(error).__name__} {str(error)[:_SHOWN]!a}")
+
+    def tell_of_token(self, address: str) -> None:
+        """Says once of an address that another token came from there: it may be of a machine that is waited for."""
+        if address not in self._turned_away and len(self._turned_away) < _MOST:
+            self._turned_away.add(address)
+            self._tell(
+                f"{address} came with another token and was turned away; if it is a machine of this launch, give it "
+                f"the token= or MLAUNCH_TOKEN of this one"
+            )
+
+    def _tell(self, text: str) -> None:
+        print(f"mlaunch: {text}", file=sys.stderr, flush=True)
 
 
 class Door:

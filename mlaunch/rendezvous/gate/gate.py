@@ -15,19 +15,17 @@ import asyncio
 import contextlib
 import secrets
 import socket
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.rendezvous import control_protocol, values
 from mlaunch.rendezvous.gate import membership
-from mlaunch.rendezvous.gate.admission import PATIENCE, Door, Guest
+from mlaunch.rendezvous.gate.admission import PATIENCE, Complaints, Door, Guest
 from mlaunch.rendezvous.gate.roster import Roster
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.store_service import serve_store
 
-_COMPLAINTS, _COMPLAINT = 5, 200  # lines about strangers, and characters of each
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
 _WORD_DELAY = 0.1, 0.002  # seconds before who waits is told of who has come: at least, and for each who is told
 BEATS = 5  # heartbeats within the time after which a machine counts as lost
@@ -53,7 +51,7 @@ class Gate:
         self._awaited: set[_JoinedMachine] = set()  # those that are neither done nor gone
         self._roster = Roster()
         self._word: asyncio.TimerHandle | None = None  # to those who wait
-        self._complaints = 0
+        self._complaints = Complaints()
         self._begun = False
         self._refusal = ""
         self._failure: dict[str, Any] | None = None
@@ -87,19 +85,17 @@ class Gate:
                 elif role == "get":
                     await self._give_values(reader, writer)
         except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
-            self._complain(error)
+            self._complaints.tell_of_error(error)
         finally:
             writer.close()
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        return await control_protocol.admit(reader, writer, self._token)
-
-    def _complain(self, error: Exception) -> None:
-        """Says in a line that a connection was closed for an error of ours; soon no more, lest strangers fill a log."""
-        self._complaints += 1
-        if self._complaints <= _COMPLAINTS:
-            what = f"{type(error).__name__} {str(error)[:_COMPLAINT]!a}"
-            print(f"mlaunch: the gate closed a connection: {what}", file=sys.stderr, flush=True)
+        try:
+            return await control_protocol.admit(reader, writer, self._token)
+        except control_protocol.WrongTokenError:
+            if not self._begun:  # else it is none that is waited for
+                self._complaints.tell_of_token(str(writer.get_extra_info("peername")[0]))
+            raise
 
     # One machine
 

@@ -48,7 +48,7 @@ class LinkProcess:
         self._agent = agent
         self._token = cluster.token or ""
         self._start = time.monotonic()
-        self._trouble = ""  # why there is no connection
+        self._trouble = OSError("trying")  # why there is no connection
         self._joined = ""  # who has joined, as the gate told last
         self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
@@ -82,14 +82,13 @@ class LinkProcess:
         pause, longest = _RETRY_DELAYS
         while True:
             try:
-                reader = await self._connect()
-                await self._wait_for_plan(reader)
-                self._reader = reader
+                self._reader = await self._connect()
+                await self._wait_for_plan(self._reader)
                 return
             except asyncio.TimeoutError:
-                self._trouble = "it does not answer"
+                self._trouble = OSError("it does not answer")
             except OSError as error:
-                self._trouble = error.strerror or str(error)
+                self._trouble = error
             self._joined = ""
             self._hang_up()
             await asyncio.sleep(pause)
@@ -139,7 +138,7 @@ class LinkProcess:
         told, at = "", self._start
         await asyncio.sleep(_FIRST_WORD_DELAY)
         while not self._launch_id:  # which comes with the plan
-            now, state = time.monotonic(), self._joined or self._trouble
+            now, state = time.monotonic(), self._joined or str(self._trouble)
             if state != told or now - at >= _REMINDER_DELAY:
                 self._agent.try_send(Waiting(self._state()))
                 told, at = state, now
@@ -150,10 +149,11 @@ class LinkProcess:
         waited = f"after {time.monotonic() - self._start:.0f} s"
         if self._joined:
             return f"{waited} at {there}: {self._joined}"
-        return (
-            f"{waited} no master answers at {there} ({self._trouble or 'trying'}): is the launch started on the "
-            f"machine of rank 0, with this port, and does a firewall let it through?"
-        )
+        trouble = self._trouble
+        if isinstance(trouble, control_protocol.UnprovedError):
+            return f"{waited} what answers at {there} is not taken for the master ({trouble}): {trouble.advice}"
+        advice = "is the launch started on the machine of rank 0, with this port, and does a firewall let it through?"
+        return f"{waited} no master answers at {there} ({trouble.strerror or trouble}): {advice}"
 
     # Running
 
