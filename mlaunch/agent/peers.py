@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
 
 from mlaunch._version import __version__
-from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
@@ -131,7 +131,7 @@ def join_machines(
     if spec.rank_start == 0:
         server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
     link = Link(cluster, _introduction(spec), listener, held)
-    plan = _wait_for_plan(link, launcher, parent, spec, cluster.heartbeat_timeout)
+    plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
     joined = dataclasses.replace(
         _as_agreed(spec, plan.agreed),
@@ -200,18 +200,24 @@ def _silence(seconds: float) -> str:
     return f"said nothing for {seconds:g} s (was it stopped?) and was killed"
 
 
-def _wait_for_plan(link: Link, launcher: Channel, parent: int, spec: LaunchSpec, timeout: float) -> Planned:
-    sources = [link.channel.fileno(), launcher.fileno(), parent]
+def _wait_for_plan(
+    link: Link, gate: StoreProcess | None, launcher: Channel, parent: int, spec: LaunchSpec, timeout: float
+) -> Planned:
+    sources = [link.channel.fileno(), launcher.fileno(), parent, *([gate.sentinel] if gate is not None else [])]
     end = None if spec.seconds is None else time.monotonic() + spec.seconds
     while True:
         left = timeout if end is None else end - time.monotonic()
         ready = wait(sources, max(0.0, min(left, timeout)))
         if not ready and left >= timeout:
-            launcher.try_send(Refused(f"the link (pid {link.pid}) {_silence(timeout)}"))
+            launcher.try_send(Refused(f"{_name(link)} {_silence(timeout)}"))
             raise NoLaunchError
         if not ready:
             why = f"its deadline of {spec.deadline:g} s passed while the machines were joining"
             launcher.try_send(Refused(why, late=True))
+            raise NoLaunchError
+        if gate is not None and gate.sentinel in ready:
+            who = f"the gate on host {socket.gethostname()} (pid {gate.pid})"
+            launcher.try_send(Refused(f"{who} {describe_exit(gate.reap())} while the machines were joining"))
             raise NoLaunchError
         if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
             raise NoLaunchError
@@ -220,9 +226,13 @@ def _wait_for_plan(link: Link, launcher: Channel, parent: int, spec: LaunchSpec,
             return record
         if isinstance(record, Beat):
             continue
-        launcher.try_send(record if record is not None else Refused(f"the link (pid {link.pid}) died while joining"))
+        launcher.try_send(record if record is not None else Refused(f"{_name(link)} died while joining"))
         if not isinstance(record, Waiting):
             raise NoLaunchError
+
+
+def _name(link: Link) -> str:
+    return f"the link on host {socket.gethostname()} (pid {link.pid})"
 
 
 def _heard(channel: Channel) -> object:

@@ -26,6 +26,7 @@ class RankFailure:
         hints: What the system knows of the reason, a line each.
         subject: What failed, where that is no rank: another machine, the call there.
         final: Somebody ended the launch, or its time was over: it is not started again.
+        late: A deadline was over, of this machine's call or another's.
     """
 
     rank: int | None
@@ -42,6 +43,7 @@ class RankFailure:
     hints: tuple[str, ...] = ()
     subject: str = ""
     final: bool = False
+    late: bool = False
 
     @property
     def who(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.protocol.messages.launch_messages import AnswerKind, RankAnswered, RankGone, RemoteError
@@ -58,7 +59,7 @@ def from_cancel(by_launcher: bool, *, by_choice: bool) -> RankFailure:
 
 
 def from_deadline(seconds: float | None) -> RankFailure:
-    return _of_host("the call", f"passed its deadline of {seconds:g} s", final=True)
+    return replace(_of_host("the call", f"passed its deadline of {seconds:g} s", final=True), late=True)
 
 
 def from_stop(pid: int) -> RankFailure:

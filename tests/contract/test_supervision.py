@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch import LaunchError, LaunchTimeout, RankFailure, launcher
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase, ServerGone
@@ -83,13 +83,18 @@ def test_a_failure_together_with_a_value_that_cannot_be_read() -> None:
 
 def test_a_deadline_that_races_with_a_failure() -> None:
     """Whichever the agent told first is how the call ended."""
-    failed, late = Outcome(None), Outcome(None)  # type: ignore[arg-type]
     failure, deadline = ServerGone(1, -9, 0.0), DeadlinePassed()
-    for outcome, records in ((failed, (failure, deadline)), (late, (deadline, failure))):
+    of_another = RankFailure(None, 0, "passed its deadline of 1 s", subject="the call on host h2", late=True)
+    for late, records in (
+        (False, (failure, deadline)),
+        (True, (deadline, failure)),
+        (True, (deadline, failure, deadline)),  # one machine after the other
+        (True, (of_another, deadline)),
+    ):
+        outcome = Outcome(None)  # type: ignore[arg-type]
         for record in records:
             outcome.take(record, ())
-    assert not failed.late
-    assert late.late
+        assert outcome.late is late
 
 
 def test_agent_and_fork_server_killed_together() -> None:

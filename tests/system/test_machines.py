@@ -326,13 +326,22 @@ def link_of(process: subprocess.Popen[str], *, master: bool) -> int:
     return sorted(children(agent))[1 if master else 0]
 
 
-def test_a_link_that_dies_while_joining(network: Network) -> None:
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [(0, "the gate on host HOST (pid PID) was killed by SIGKILL while the machines were joining"),
+     (1, "the link on host HOST (pid PID) died while joining")],
+)  # fmt: skip
+def test_what_dies_while_joining_is_told_at_once(place: int, words: str, network: Network) -> None:
     with launched(network, 1, 1) as machines:
         process = machines.start(0)
         machines.until_waiting(0)
-        os.kill(link_of(process, master=True), signal.SIGKILL)
+        [server] = children(process.pid)
+        [agent] = children(server)
+        victim = sorted(children(agent))[place]
+        os.kill(victim, signal.SIGKILL)
         text = machines.end(0)["text"]
-    assert re.fullmatch(r"train\(\) was not started: the link \(pid \d+\) died while joining", text)
+        told = words.replace("HOST", machines.host(0).name).replace("PID", str(victim))
+        assert text == f"train() was not started: {told}"
 
 
 def test_a_link_that_is_stopped_while_joining(network: Network) -> None:
@@ -342,7 +351,7 @@ def test_a_link_that_is_stopped_while_joining(network: Network) -> None:
         os.kill(link_of(process, master=True), signal.SIGSTOP)
         text = machines.end(0)["text"]
     silence = r"said nothing for 2 s \(was it stopped\?\) and was killed"
-    assert re.fullmatch(rf"train\(\) was not started: the link \(pid \d+\) {silence}", text)
+    assert re.fullmatch(rf"train\(\) was not started: the link on host \S+ \(pid \d+\) {silence}", text)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -470,6 +479,17 @@ def test_a_machine_that_is_missing(network: Network) -> None:
         machines.start(0, join_timeout=1)
         end = machines.end(0)
     assert f"1 machine joined ({machines.host(0).name}); rank 1 missing; join_timeout=1 s is over" in end["text"]
+
+
+def test_a_deadline_of_another_machine_is_one_here(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        machines.start(0, {"wait": True}, deadline=5)
+        machines.start(1, {"wait": True})
+        first, second = machines.ends()
+        name = machines.host(0).name
+    assert (first["type"], second["type"]) == ("LaunchTimeout", "LaunchTimeout")
+    assert first["text"].startswith("train() did not finish within its deadline of 5 s; ")
+    assert second["text"].startswith(f"the call on host {name} of train() passed its deadline of 5 s")
 
 
 def test_the_deadline_counts_while_joining(network: Network) -> None:

@@ -137,8 +137,8 @@ class Outcome:
         self.stacks[record.rank] = record
 
     def _take_deadline(self, _record: DeadlinePassed, _fds: Sequence[int]) -> None:
-        # A rank of another machine may lose its peers to it, and say so first.
-        self.late = all(failure.consequence for failure in self.failures)
+        # A rank of another machine may lose its peers to it, and say so before that machine has passed its own.
+        self.late = self.late or all(failure.consequence or failure.late for failure in self.failures)
 
     def _take_stop(self, record: StopAgreed, _fds: Sequence[int]) -> None:
         self.agreed_stop = record

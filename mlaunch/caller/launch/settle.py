@@ -119,7 +119,7 @@ def _raise_failure(outcome: Outcome) -> None:
     outcome.failures = [_completed(failure) for failure in in_order(outcome.failures)]
     cause = outcome.failures[0] = _with_output(outcome, outcome.failures[0])
     text = FailureText(outcome.spec.name, outcome.failures, outcome.doing())
-    report = _error(outcome, LaunchError, str(text))
+    report = _error(outcome, LaunchTimeout if cause.late else LaunchError, str(text))
     remote = outcome.raised.get(cause.rank) if cause.rank is not None else None
     if remote is None or remote.pickled is None:
         raise report

@@ -28,6 +28,7 @@ from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.messages.launch_messages import (
     AgentFailed,
     Cancel,
+    DeadlinePassed,
     Finished,
     RankGone,
     RanksStarting,
@@ -226,6 +227,8 @@ class MergedAgent:
 
     def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
+        if record.late:
+            self._tell(DeadlinePassed())
         if record.rank is None and self._hearsay is None:
             self._hearsay = record if record.host else dataclasses.replace(record, host=machine.host)
             self._times.begin_to_give_up()
