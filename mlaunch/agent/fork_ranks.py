@@ -45,11 +45,14 @@ class _Cradle:
     stacks: int  # the pipe that its stacks come from
     readers: Sequence[int]  # of its streams
     writers: Mapping[int, int]  # by stream
+    debug: Channel | None  # the end of the launcher, which debugs
 
     def leave_to_rank(self) -> None:
         """Closes the rank's ends in another process: the agent, or another rank."""
         self.args.channel.close()
         self.args.control.close()
+        if self.args.debug is not None:
+            self.args.debug.close()
         close_all([self.args.stack_fd, *self.writers.values()])
 
 
@@ -71,8 +74,9 @@ def _fork_some(cradles: Sequence[_Cradle], nursery: Nursery, launcher: Channel) 
         if nursery.spec.stays:
             rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
         ends = [rank.channel.fileno()] if nursery.spec.stays else []
-        launcher.try_send(RankStarted(rank.rank, pid, at), [*ends, *cradle.readers])
-        nursery.owned.close(*cradle.readers)
+        leaving = [*([] if cradle.debug is None else [cradle.debug.fileno()]), *cradle.readers]
+        launcher.try_send(RankStarted(rank.rank, pid, at), [*ends, *leaving])
+        nursery.owned.close(*leaving)
     return ranks
 
 
@@ -82,6 +86,7 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel, theirs = Channel.pair()
     control, their_control = Channel.pair()
+    debug, their_debug = Channel.pair() if spec.debug else (None, None)
     args = RankArgs(
         spec=spec,
         local_rank=local_rank,
@@ -93,11 +98,13 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
         display_fd=streams[rich_output.STREAM][1] if rich_output.STREAM in streams else -1,
         control=their_control,
         inherited=nursery.inherited,
+        debug=their_debug,
     )
     readers = [reader for reader, _ in streams.values()]
-    nursery.owned.add(stacks_in, channel.fileno(), control.fileno(), *readers)
+    ours = [channel, control, *([] if debug is None else [debug])]
+    nursery.owned.add(stacks_in, *(one.fileno() for one in ours), *readers)
     writers = {stream: writer for stream, (_, writer) in streams.items()}
-    return _Cradle(args, channel, control, stacks_in, readers, writers)
+    return _Cradle(args, channel, control, stacks_in, readers, writers, debug)
 
 
 def _adopt(cradle: _Cradle, pid: int, owned: OwnedFds) -> RankProcess:

@@ -77,6 +77,12 @@ def from_stall(what: str) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject="the run")
 
 
+def from_debugger(rank: int, place: str) -> RankFailure:
+    """Describes that the user has ended the launch at the prompt of a rank's debugger."""
+    what = f"was ended from the debugger: q, or the end of input, at the prompt of rank {rank} ({place})"
+    return RankFailure(None, 0, what, host=_host(), subject="the run", final=True)
+
+
 def _of_host(who: str, what: str, *, final: bool) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}", final=final)
 

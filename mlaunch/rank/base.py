@@ -42,6 +42,7 @@ class RankArgs:
     display_fd: int  # where it writes what it displays; -1: nowhere
     control: Channel  # on which its control thread is asked, whatever the rank does
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
+    debug: Channel | None = None  # to the caller, which debugs
 
 
 class Task(NamedTuple):
@@ -65,7 +66,8 @@ class Rank:
         self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
-        self._kept = linux.identities([args.channel.fileno(), *args.results.ways()])  # what it answers on
+        ways = [args.channel.fileno(), *([] if args.debug is None else [args.debug.fileno()]), *args.results.ways()]
+        self._kept = linux.identities(ways)  # what it answers on
         os.register_at_fork(after_in_child=self._disown)
 
     def _named(self) -> str:

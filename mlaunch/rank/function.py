@@ -24,7 +24,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Phase
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import rehearsal, slow_imports
+from mlaunch.rank import breakpoints, rehearsal, slow_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
@@ -98,6 +98,7 @@ class FunctionRank(Rank):
             rich_display.install(args.display_fd)
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         self._say_who()
+        self._debugger = breakpoints.install(args.debug, spec.rank(args.local_rank), lambda: self._who)
         late_imports.begin()
         slow_imports.begin(args.results.board, args.local_rank)
         if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
@@ -170,11 +171,12 @@ class FunctionRank(Rank):
         self._enter(Phase.RECEIVING)
         function, call = self._receive(task)
         self._enter(Phase.RUNNING)
-        value = function(*call.args, **call.kwargs)
+        run = function if self._debugger is None else functools.partial(self._debugger.run, function)
+        value = run(*call.args, **call.kwargs)
         slow_imports.conclude()
         self._send(self._outcome_of(call, value))
         late_imports.note(leads=self._args.local_rank == 0)
-        del function, call, value  # and with them what memory they hold, which the others may need
+        del function, call, run, value  # and with them what memory they hold, which the others may need
         self._enter(self._AFTERWARDS)
 
     def _outcome_of(self, _call: Call, value: object) -> object:

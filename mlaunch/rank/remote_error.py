@@ -33,10 +33,11 @@ def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool
 
 def is_consequence(remote: RemoteError) -> bool:
     """Tells whether it looks like the consequence of another rank's failure."""
-    return _is_of_another(remote.message)
+    return is_of_another(remote.message)
 
 
-def _is_of_another(message: str) -> bool:
+def is_of_another(message: str) -> bool:
+    """Tells whether a message is what torch says in a rank that has lost another one."""
     return any(words in message for words in _CONSEQUENCES)
 
 
@@ -46,7 +47,7 @@ def _may_be_short(error: BaseException, message: str) -> bool:
     A pipe that breaks in the user's own code looks like a consequence, too, but may be the cause.
     """
     related = error.__cause__, error.__context__, getattr(error, "__notes__", None)
-    may_be = _is_of_another(message) and isinstance(error, RuntimeError) and not any(related)
+    may_be = is_of_another(message) and isinstance(error, RuntimeError) and not any(related)
     return may_be and _is_torchs(error) and _is_from_files(error)
 
 

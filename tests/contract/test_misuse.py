@@ -7,11 +7,13 @@ import contextlib
 import functools
 import inspect
 import os
+import pdb
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -199,11 +201,35 @@ def test_a_value_that_belongs_to_a_process_group(staying: bool) -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="from Python 3.14 on, pdb ends the process instead")
 def test_a_debugger_without_a_terminal() -> None:
     def train() -> None:
-        breakpoint()
+        pdb.Pdb().set_trace()
 
     with pytest.raises(bdb.BdbQuit) as caught:
         launcher(train, 2)()
     assert caught.value.__notes__[-1].startswith("a debugger found nothing to read, since ranks have no terminal: ")
+
+
+def test_a_breakpoint_that_nobody_asked_for() -> None:
+    def train(skipped: str = "") -> str:
+        os.environ["PYTHONBREAKPOINT"] = skipped
+        breakpoint()
+        return "went on"
+
+    with pytest.raises(
+        RuntimeError, match=r"breakpoint\(\) in rank \d of .*train\(\), which has no terminal: debug=True"
+    ):
+        launcher(train, 2)()
+    assert launcher(train, 2)("0") == ["went on", "went on"]
+
+
+def test_nobody_to_ask() -> None:
+    with pytest.raises(ValueError, match=r"debug=True for .*: there is nobody to ask: standard input or output is no"):
+        launcher(print, 2, debug=True)()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="this is not the main thread, which alone may"):
+        pool.submit(launcher(print, 2, debug=True)).result()
+    with pytest.raises(ValueError, match=r"debug=True with submit\(\): allowed: a blocking call, in the main thread"):
+        launcher(print, 2, debug=True).submit()
+    with pytest.raises(ValueError, match=r"Ranks does not take debug \(a decorated function does, for a call on ranks"):
+        Ranks(n_gpus=2, debug=True)
 
 
 # Helpers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import bdb
 import doctest
 import importlib.util
 import json
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch import LaunchError, launcher
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.integration.libraries import needs
@@ -209,16 +207,6 @@ def answer(read: Callable[[int], str]) -> str:
     while not text.endswith("(Pdb) ") and (more := read(1)):
         text += more
     return text
-
-
-def test_breakpoint_in_a_rank() -> None:
-    """As the pages say; whoever changes it changes them."""
-
-    def train() -> None:
-        breakpoint()
-
-    with pytest.raises((bdb.BdbQuit, LaunchError)):  # from Python 3.14 on, the debugger ends the process
-        launcher(train, n_gpus=1)()
 
 
 def test_a_batch_script(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"strategy": "ddp"}, TypeError, "launcher has no option 'strategy'; how a model is spread over ranks is"),
     ({"use_port": "1"}, TypeError, "launcher has no option 'use_port'; here that is port="),
     ({"devices": 4}, TypeError, "devices=4: allowed: a list of device numbers; for 4 ranks: n_gpus=4"),
+    ({"debug": 1}, TypeError, "debug=1: allowed: True, False"),
+    (
+        {"debug": True, "keep": 5.0},
+        ValueError,
+        "keep=5.0 with debug=True: allowed: None; a debugger serves one call on",
+    ),
+    ({"debug": True, "n_gpus": 1, "world_size": 2}, ValueError, "world_size=2 with debug=True: allowed: ranks on this"),
     ({"colour": 1}, TypeError, "launcher has no option 'colour'; help(launcher) lists what there is"),
 ]
 

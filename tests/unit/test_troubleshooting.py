@@ -122,7 +122,7 @@ def test_what_is_raised_is_explained() -> None:
         ("rerun", "failures"),
         ("resume", "cookbook/checkpoints"),
         ("sweep", "cookbook/sweeps"),
-        ("debug", "cookbook/debugging"),
+        ("debug", "debugging"),
         ("loss", "cookbook/losses"),
         ("port", "coming_from/index"),
     ],

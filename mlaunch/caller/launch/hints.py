@@ -31,8 +31,8 @@ _HINTS = {
     "ms for send operation to complete": _TIMEOUT,
     "ms for recv operation to complete": _TIMEOUT,
     "Watchdog caught collective operation timeout": _TIMEOUT,
-    "BdbQuit": "a debugger found nothing to read, since ranks have no terminal: call the function itself, as "
-    "f.__wrapped__(...), or connect to one rank (the cookbook's page on debugging)",
+    "BdbQuit": "a debugger found nothing to read, since ranks have no terminal: with debug=True, an option of "
+    "launcher, its prompt opens where the call was made",
 }
 
 

@@ -73,6 +73,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         stop_on=signals.numbers_of_option(options.stop_on),
         stop_grace=options.stop_grace,
         stall=None if cluster is not None else stall_option.parse(options.stall)[0],
+        debug=options.debug,
         stall_ends=stall_option.parse(options.stall)[1],
         rank0_only=options.results == "rank0",
         gather_all=options.gather == "all" and world_size > placed.local_world_size,

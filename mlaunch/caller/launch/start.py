@@ -70,7 +70,10 @@ def start_or_take(
 
 
 def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: OutputPlan, history: History) -> LaunchHandle:
-    return LaunchHandle(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
+    kind = LaunchHandle
+    if spec.debug:
+        from mlaunch.caller.debugging.debugged_handle import DebuggedHandle as kind  # for this alone
+    return kind(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
 
 
 def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call) -> None:

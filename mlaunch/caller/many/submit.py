@@ -47,6 +47,9 @@ def check(options: Options, name: str, method: str) -> None:
                 f"function itself; allowed: a blocking call, or join=False"
             )
         )
+    if options.debug:
+        raise misuse(ValueError(f"debug=True with {method}(): allowed: a blocking call, in the main thread, which asks "
+                                f"for input"))  # fmt: skip
     for option, usual in _ELSEWHERE.items():
         if getattr(options, option) != usual:
             raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "

@@ -53,10 +53,7 @@ class Options:
         flag="--nproc-per-node",
     )
     world_size: int | None = option(
-        None,
-        Whole(1, optional=True),
-        "Ranks on all machines (the flag counts machines). None: ``n_gpus``.",
-        flag="--nnodes",
+        None, Whole(1, optional=True), "Ranks on all machines (the flag: machines). None: ``n_gpus``.", flag="--nnodes"
     )
     rank_start: int = option(
         0, Whole(0), "The first rank of this machine (the flag numbers machines).", flag="--node-rank"
@@ -109,10 +106,7 @@ class Options:
         "Limit in seconds (or a timedelta) for each collective and for joining the group. None: no limit.",
     )
     grace_period: float = option(
-        5.0,
-        Seconds(zero=True),
-        "Seconds between SIGTERM and SIGKILL for ranks that are stopped.",
-        flag="--shutdown-timeout",
+        5.0, Seconds(zero=True), "Seconds between SIGTERM and SIGKILL for stopped ranks.", flag="--shutdown-timeout"
     )
     deadline: float | None = option(
         None,
@@ -140,6 +134,12 @@ class Options:
         "Seconds without progress on any rank (operations, ``mlaunch.progress``, ``mlaunch.stopping``) after which a "
         'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
         flag="--stall",
+    )
+    debug: bool = option(
+        False,
+        Switch(),
+        "The first rank that fails, or comes to a ``breakpoint()``, opens a prompt of pdb in this terminal or cell. No "
+        "``timeout``, ``deadline`` or ``stall`` counts. For calls from the main thread, with ranks on this machine.",
     )
     max_restarts: int = option(
         0,

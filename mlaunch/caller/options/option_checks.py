@@ -16,6 +16,7 @@ def check_together(given: Mapping[str, Any]) -> None:
     _check_ranks(given)
     _check_engine(given)
     _check_lease(given)
+    _check_debug(given)
 
 
 def _check_log_dir(given: Mapping[str, Any]) -> None:
@@ -63,6 +64,17 @@ def _check_engine(given: Mapping[str, Any]) -> None:
     if given["engine"] is not None and given["output"] == "raw":
         raise ValueError("output='raw' with engine=: ranks elsewhere have no stream of this process; allowed: "
                          "'all', 'rank0', 'none'")  # fmt: skip
+
+
+def _check_debug(given: Mapping[str, Any]) -> None:
+    others = {"engine": None, "ranks": None, "keep": None, "max_restarts": 0, "gather": "local"}
+    for name, usual in others.items() if given["debug"] else ():
+        if given[name] != usual:
+            raise ValueError(f"{name}={given[name]!r} with debug=True: allowed: {usual!r}; a debugger serves one call "
+                             f"on ranks of its own")  # fmt: skip
+    size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
+    if given["debug"] and given["world_size"] not in {None, size}:
+        raise ValueError(f"world_size={given['world_size']} with debug=True: allowed: ranks on this machine alone")
 
 
 def asks_for_lease(given: Mapping[str, Any]) -> bool:

@@ -148,6 +148,11 @@ class CallOutput:
         """Makes way: this is the output of no call, and tells no other one apart."""
         self._number.give_back()
 
+    def write(self, text: str) -> None:
+        """Shows a text as it is, after all that has come."""
+        self._show_waiting(everything=True)
+        self._print(1, text.encode(errors="backslashreplace"))
+
     def say(self, text: str) -> None:
         """Shows a message of our own."""
         self._print(2, f"mlaunch: {text}\n".encode(errors="backslashreplace"))

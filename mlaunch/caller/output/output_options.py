@@ -25,8 +25,11 @@ def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | No
 
 
 def place_of(options: Options, *, blocks: bool = True) -> Area | None:
-    """Returns where lines change, if the options want any that do. ``blocks``: as of ``area``."""
-    return area(blocks=blocks) if options.progress else None
+    """Returns where lines change, if the options want any that do; none below a debugger's prompt.
+
+    ``blocks``: as of ``area``.
+    """
+    return area(blocks=blocks) if options.progress and not options.debug else None
 
 
 def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None, trial: str = "") -> OutputPlan:

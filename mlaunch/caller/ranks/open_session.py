@@ -24,6 +24,7 @@ from mlaunch.protocol.spec import Context
 _INSTEAD = {
     "max_restarts": "it starts fresh ranks when they are lost; see restart=",
     "keep": "see idle_timeout=",
+    "debug": "a decorated function does, for a call on ranks of its own",
     "ranks": "it makes them",
 }
 

@@ -146,7 +146,7 @@ class RanksStarting:
 @dataclass(frozen=True)
 class RankStarted:
     """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
-    launcher may send calls; the reading ends of its streams' pipes.
+    launcher may send calls; the channel of its debugger, if its caller debugs; the reading ends of its streams' pipes.
     """
 
     rank: int

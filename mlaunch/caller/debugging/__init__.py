@@ -1,0 +1,1 @@
+"""The prompt of debuggers in ranks, where the caller is."""

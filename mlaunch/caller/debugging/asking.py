@@ -1,0 +1,141 @@
+"""Asks the user for a line, in the main thread, while another thread does what must go on.
+
+The main thread alone may ask: a notebook's kernel gives the answer of its next cell to any other that waits. What
+comes of the other thread's work may make the question void. It is withdrawn then, by an interrupt of the main thread
+that is told apart from the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import interrupts
+from mlaunch.caller.report import notebook
+
+
+class WithdrawnError(Exception):
+    """The question is void: nobody waits for its answer any more."""
+
+
+def check_place(name: str) -> None:
+    """Raises ValueError where nobody can be asked, before anything starts. ``name``: of the launch."""
+    why = ""
+    if threading.current_thread() is not threading.main_thread():
+        why = "this is not the main thread, which alone may ask for input"
+    elif (kernel := _kernel()) is not None:
+        if not getattr(kernel, "_allow_stdin", True):
+            why = "whoever runs this notebook gives no input to it (nbconvert, papermill, a server's API)"
+    elif not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
+        why = "standard input or output is no terminal: it is redirected, or this is a job without one"
+    if why:
+        raise misuse(ValueError(f"debug=True for {name}: there is nobody to ask: {why}. Call it in a terminal or in a "
+                                f"notebook's cell, or leave debug= out"))  # fmt: skip
+
+
+def _kernel() -> Any:
+    """Returns the notebook's kernel, if this process is one."""
+    return getattr(notebook.shell(), "kernel", None)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except Exception:  # None, closed, an object of the user's
+        return False
+
+
+def ask(prompt: str, drive: Callable[[int], bool]) -> str | None:
+    """Returns the line that the user types, without its end; None if there are no more.
+
+    Args:
+        prompt: What stands before it.
+        drive: Does what must go on, in a thread. It returns when its argument, a descriptor, can be read; and False
+            as soon as the question is void.
+
+    Raises:
+        WithdrawnError: The question is void.
+        KeyboardInterrupt: The user has interrupted it; or what another signal handler or ``drive`` raises.
+    """
+    _prepare_lines()
+    question, line = _OpenQuestion(drive), None
+    try:
+        with interrupts.allowed():
+            question.begin()
+            line = input(prompt)
+    except KeyboardInterrupt:
+        if not question.void:
+            raise
+    except EOFError:
+        print(flush=True)
+    finally:
+        question.end()
+    if question.error is not None:
+        raise question.error
+    if question.void:
+        print(flush=True)  # below the prompt
+        raise WithdrawnError
+    return line
+
+
+class _OpenQuestion:
+    """A question that is open, with the thread that drives meanwhile."""
+
+    def __init__(self, drive: Callable[[int], bool]) -> None:
+        self._drive = drive
+        self._lock = threading.Lock()
+        self._asks = False  # the main thread waits for the answer, and may be interrupted
+        self._open = False  # the thread may interrupt it
+        self._over = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="mlaunch-debugger", daemon=True)
+        self._handler: Any = None  # of interrupts, before
+        self.void = False
+        self.error: BaseException | None = None  # of the thread
+
+    def begin(self) -> None:
+        """Begins to drive."""
+        self._handler = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, self._interrupted)
+        self._asks = self._open = True
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the thread. No interrupt of its comes afterwards."""
+        self._asks = False
+        with self._lock:
+            self._open = False
+        os.eventfd_write(self._over, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._over)  # a system call, on whose way back a signal of the thread's arrives at the latest
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def _run(self) -> None:
+        try:
+            goes_on = self._drive(self._over)
+        except BaseException as error:
+            self.error, goes_on = error, False
+        with self._lock:
+            if self._open and not goes_on:
+                self.void = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if not self.void:
+            self._handler(number, frame)
+        elif self._asks:
+            raise KeyboardInterrupt
+
+
+def _prepare_lines() -> None:
+    """Has ``input`` edit lines and remember them, where it reads a terminal."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input uses it once it is imported

@@ -1,0 +1,52 @@
+"""The records between a rank whose caller debugs and this caller, on a channel of the rank's own.
+
+rank -> caller   PromptSays, PromptAsks, PromptLeft
+caller -> rank   PromptLine                              (the answer to PromptAsks)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PromptSays:
+    """What a debugger writes between two questions: whole lines."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PromptAsks:
+    """Asks for a line, and waits for it. ``prompt``: what stands before that.
+
+    ``place``: where the rank has stopped, for people; "" where code of the user's has called ``input``.
+    """
+
+    prompt: str
+    place: str
+
+
+class Onward(enum.Enum):
+    """How a rank leaves its prompt."""
+
+    RUNS = "it runs on"
+    STEPS = "it takes a step, and is expected back"
+    FAILS = "it reports its failure, which ends the launch"
+    QUITS = "it does nothing any more, and waits for its end"
+
+
+@dataclass(frozen=True)
+class PromptLeft:
+    """The rank has left its prompt. ``place``: as in PromptAsks."""
+
+    how: Onward
+    place: str
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A line, without its end. None: there are no more lines."""
+
+    text: str | None

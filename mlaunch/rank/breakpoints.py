@@ -1,0 +1,58 @@
+"""What ``breakpoint()`` does in a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.protocol.channel import Channel
+
+if TYPE_CHECKING:
+    from mlaunch.rank.debugging.debugger import Debugger
+
+_USUAL = {"", "pdb.set_trace"}  # of PYTHONBREAKPOINT
+
+
+def install(channel: Channel | None, rank: int, who: Callable[[], str]) -> Debugger | None:
+    """Installs it; returns the debugger. ``channel``: to the caller that debugs; ``who`` says "rank 1 of train()"."""
+    if channel is None:
+        sys.breakpointhook = BreakpointHook(who, None)
+        return None
+    from mlaunch.rank.debugging.debugger import Debugger  # imports pdb
+
+    debugger = Debugger(channel, rank, who())
+    sys.breakpointhook = BreakpointHook(who, debugger)
+    debugger.install()
+    return debugger
+
+
+class BreakpointHook:
+    """Is ``sys.breakpointhook`` in a rank. ``debugger`` None: nobody debugs."""
+
+    def __init__(self, who: Callable[[], str], debugger: Debugger | None) -> None:
+        self._who = who
+        self._debugger = debugger
+        self._pid = os.getpid()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Opens a prompt at the line that calls it, or does what PYTHONBREAKPOINT says.
+
+        Raises:
+            RuntimeError: There is nobody to ask.
+        """
+        if os.environ.get("PYTHONBREAKPOINT", "") not in _USUAL:
+            return sys.__breakpointhook__(*args, **kwargs)
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"breakpoint() in process {os.getpid()}, a child of {self._who()}: only the rank itself has a prompt. "
+                f"If this is a worker of a DataLoader, num_workers=0 runs its code in the rank"
+            )
+        if self._debugger is None:
+            raise RuntimeError(
+                f"breakpoint() in {self._who()}, which has no terminal: debug=True, an option of launcher, opens a "
+                f"prompt where the call was made; PYTHONBREAKPOINT=0 skips all breakpoints"
+            )
+        self._debugger.stop_at(sys._getframe(1))
+        return None

@@ -1,0 +1,79 @@
+"""A rank whose caller debugs: it stops at ``breakpoint()`` and at its failure, and asks what to do."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pdb
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from mlaunch.protocol.channel import Channel
+from mlaunch.rank import remote_error
+from mlaunch.rank.debugging.rank_pdb import RankPdb
+from mlaunch.rank.debugging.talk import Talk
+from mlaunch.rank.setup import device
+
+
+class Debugger:
+    """Made once in a rank, before it joins its group. ``who``: "rank 1 of train()"."""
+
+    def __init__(self, channel: Channel, rank: int, who: str) -> None:
+        self._talk = Talk(channel, rank)
+        self._who = who
+        self._pid = os.getpid()
+        self._of_threads: dict[int, RankPdb] = {}
+        self._detached = False
+
+    def install(self) -> None:
+        """Has ``input`` ask the caller, and ``pdb.set_trace`` stop as ``breakpoint`` does; no collective hurries."""
+        sys.settrace(None)  # of a debugger of the caller's, where this process is a fork of it
+        threading.settrace(None)
+        builtins.input = self._input(builtins.input)
+        pdb.set_trace = sys.breakpointhook
+        _wait_for_ever()
+
+    def stop_at(self, frame: FrameType) -> None:
+        """Opens a prompt at the next line of this frame, in this thread."""
+        if not self._is_detached():
+            thread = threading.get_ident()
+            self._of_threads.setdefault(thread, RankPdb(self._talk)).set_trace(frame)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs it, and opens a prompt where it fails."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            sys.settrace(None)
+            if os.getpid() == self._pid and not self._is_detached() and not remote_error.is_of_another(str(error)):
+                self._examine(error)
+            raise
+        finally:
+            sys.settrace(None)
+
+    def _examine(self, error: Exception) -> None:
+        """Opens a prompt where an exception was raised; returns when it is to go its way."""
+        debugger = RankPdb(self._talk, failed=True)
+        with self._talk.turn(""):
+            said = str(error).partition("\n")[0]
+            self._talk.write(f"{self._who} raised {type(error).__name__}{': ' if said else ''}{said}\n")
+            debugger.interaction(None, error.__traceback__)
+
+    def _is_detached(self) -> bool:
+        return any(debugger.detached for debugger in self._of_threads.values())
+
+    def _input(self, usual: Callable[..., str]) -> Callable[..., str]:
+        """Returns what ``input`` is to be; in a child of the rank it is the usual one."""
+        return lambda prompt="", /: self._talk.ask(prompt) if os.getpid() == self._pid else usual(prompt)
+
+
+def _wait_for_ever() -> None:
+    """Gives groups that code of the user's makes no limit, either, unless it says one."""
+    import torch.distributed.distributed_c10d as dist
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        if getattr(dist, name, None) is not None:
+            setattr(dist, name, device.limit(None))

@@ -1,0 +1,126 @@
+"""Python's own debugger, with the launcher's frames left out, and with words for what ends a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb
+import sys
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from mlaunch.base.frames import is_bottom, is_library, is_ours
+from mlaunch.protocol.messages.debug_messages import Onward
+from mlaunch.rank.debugging.talk import Talk
+
+_Stack = list[tuple[FrameType, int]]
+_STEPS = {"next", "n", "step", "s", "until", "unt", "return", "r", "jump", "j", "continue", "cont", "c"}
+_FAILED = "the function has failed here and cannot go on; look around, q ends the launch"
+
+
+class RankPdb(pdb.Pdb):
+    """A debugger of one thread of a rank. ``failed``: of an exception that nobody has caught."""
+
+    def __init__(self, talk: Talk, *, failed: bool = False) -> None:
+        with _without_readline():  # which would set up a terminal that this process has not
+            file: Any = talk
+            super().__init__(stdin=file, stdout=file, skip=["mlaunch", "mlaunch.*"], nosigint=True, readrc=False)
+        self._talk = talk
+        self._failed = failed
+        self.prompt = talk.prompt
+        self.detached = False
+
+    def interaction(self, frame: FrameType | None, *trace: Any) -> None:
+        """Talks until the rank is to go on."""
+        stack, index = self.get_stack(frame, _traceback_of(*trace))
+        with self._talk.turn(place_of(stack[index][0], stack[index][1])):
+            self._talk.how = Onward.STEPS
+            super().interaction(frame, *trace)
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[_Stack, int]:
+        """Returns the frames of the user and of libraries, and which is the present one: after a failure the user's."""
+        stack, index = super().get_stack(f, t)
+        files = [frame.f_code.co_filename for frame, _ in stack]
+        bottom = max((i for i, file in enumerate(files) if is_bottom(file)), default=-1)
+        kept = [i for i in range(bottom + 1, len(stack)) if not is_ours(files[i])] or [len(stack) - 1]
+        users = [i for i in kept if not is_library(files[i])] if t is not None else []
+        present = next((i for i in reversed(users or kept) if i <= index), kept[0])
+        return [stack[i] for i in kept], kept.index(present)
+
+    def onecmd(self, line: str) -> bool:
+        """Obeys a command; one that steps is none after a failure."""
+        if self._failed and line.split()[:1] and line.split()[0] in _STEPS:
+            if line.split()[0].startswith("c"):
+                return self.do_quit(line)
+            self.error(_FAILED)
+            return False
+        return bool(super().onecmd(line))
+
+    def do_continue(self, arg: str) -> bool:
+        """c(ont(inue))
+
+        Continue, until the next breakpoint of this rank.
+        """
+        self._talk.how = Onward.RUNS
+        return bool(super().do_continue(arg))
+
+    def do_detach(self, _arg: str) -> bool:
+        """detach
+
+        Let this rank go on by itself: it stops at no breakpoint any more, and fails as without a debugger.
+        """
+        self.detached = True
+        self.clear_all_breaks()
+        return self.do_quit("") if self._failed else self.do_continue("")
+
+    def do_quit(self, arg: str) -> bool:  # noqa: ARG002 - the base has it
+        """q(uit)
+
+        End the launch: all its ranks are stopped. After a failure that is raised where the launch was called.
+        """
+        self._talk.how = Onward.FAILS if self._failed else Onward.QUITS
+        return True
+
+    def do_run(self, arg: str) -> bool:  # noqa: ARG002 - the base has it
+        """run, restart
+
+        Not possible here: end the launch with q, and call it again.
+        """
+        self.error("a rank cannot be started again from here; q ends the launch")
+        return False
+
+    def do_EOF(self, arg: str) -> bool:
+        """EOF
+
+        Handles the end of input as quit.
+        """
+        self.message("")
+        return self.do_quit(arg)
+
+    do_c = do_cont = do_continue
+    do_q = do_exit = do_quit
+    do_restart = do_run
+
+
+def place_of(frame: FrameType, line: int) -> str:
+    """Says where that is, for people."""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+
+
+def _traceback_of(found: Any = None) -> TracebackType | None:
+    """Returns the traceback of what ``interaction`` gets: from Python 3.13 on an exception."""
+    return found.__traceback__ if isinstance(found, BaseException) else found
+
+
+@contextlib.contextmanager
+def _without_readline() -> Iterator[None]:
+    before: Any = sys.modules.get("readline")
+    modules: dict[str, Any] = sys.modules
+    modules["readline"] = None
+    try:
+        yield
+    finally:
+        del modules["readline"]
+        if before is not None:
+            modules["readline"] = before
