@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 _CALLS = {"0": "reading", "17": "reading", "19": "reading", "1": "writing", "18": "writing", "20": "writing",
           "74": "flushing", "75": "flushing"}  # fmt: skip
@@ -25,6 +26,12 @@ def activity(pid: int) -> dict[str, float]:
         "children": sum(own[2:]) + sum(sum(_times(child)) for child in below),
         "bytes": sum(map(_bytes, [pid, *below])),
     }
+
+
+def resident(pid: int) -> int:
+    """Returns the bytes of physical memory that a process holds, shared ones too; 0 if it is gone."""
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * _PAGE if fields else 0
 
 
 def children_of(pid: int) -> list[int]:

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from mlaunch.agent.questions import Questions
-from mlaunch.protocol.messages.control_messages import TellEntered, TellLooks
+from mlaunch.protocol.messages.control_messages import TellEntered, TellLooks, TellPlace
 from mlaunch.protocol.messages.launch_messages import EnteredGroups
 
 
 class EnteredRequests:
     """What ranks tell. ``told``: by global rank, of those that have answered; ``looks``: how often they have called
-    ``mlaunch.stopping()`` in their present call."""
+    ``mlaunch.stopping()`` in their present call; ``places``: their frames, if these were asked for."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
         self._asked: set[int] = set()  # numbers of the questions
         self.told: dict[int, EnteredGroups] = {}
         self.looks: dict[int, int] = {}
+        self.places: dict[int, list[tuple[str, str, str]]] = {}
 
     @property
     def pending(self) -> bool:
         """Whether somebody has not answered."""
         return bool(self._asked & self._questions.open)
 
-    def ask(self) -> None:
-        """Asks all, and forgets what was told before."""
+    def ask(self, *, place: bool = False) -> None:
+        """Asks all, and forgets what was told before. ``place``: also where they are."""
         for number in self._asked:
             self._questions.drop(number)
-        self.told, self.looks, self._asked = {}, {}, set()
+        self.told, self.looks, self.places, self._asked = {}, {}, {}, set()
         for rank in self._questions.ranks():
             self._asked.add(self._questions.ask(rank, TellEntered(), self.told.__setitem__))
             self._asked.add(self._questions.ask(rank, TellLooks(None), self.looks.__setitem__))
+            if place:
+                self._asked.add(self._questions.ask(rank, TellPlace(), self.places.__setitem__))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from mlaunch.agent.activity import activity
+from mlaunch.agent.activity import activity, resident
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
@@ -24,7 +24,7 @@ from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
-from mlaunch.protocol.visitors import ALL_STACKS, PULSE, STATUS, WHY, Reception, answer, tell_launcher
+from mlaunch.protocol.visitors import ALL_STACKS, PULSE, STATUS, WATCH, WHY, Reception, answer, tell_launcher
 
 _Tell = Callable[[Mapping[str, Any]], None]
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
@@ -106,11 +106,11 @@ class Inspection:
         if word == STATUS:
             tell(self._status(word))
             return
-        if word in {WHY, PULSE}:
+        if word in {WHY, PULSE, WATCH}:
             self._entered = self._entered or EnteredRequests(questions)
-            self._entered.ask()
+            self._entered.ask(place=word == WATCH)
         for rank in self._ranks:
-            if rank.alive and word != PULSE:
+            if rank.alive and word not in {PULSE, WATCH}:
                 requests.ask(rank, self._board[rank.local_rank], all_threads=word == ALL_STACKS)
         self._curious.append((tell, word))
         self._answer_at = self._clock() + STACKS_TIMEOUT
@@ -147,13 +147,30 @@ class Inspection:
         }
         if word != STATUS:
             status["marks"] = self._marks(rank, phase)
-        if word not in {STATUS, PULSE}:
+        if word == WATCH:
+            status |= self._watched(rank)
+        if word not in {STATUS, PULSE, WATCH}:
             status["stacks"] = rank.stacks if rank.alive else ""
             status["frames"] = main_frames(rank.stacks) if rank.alive else []
             status["entered"] = None if self._entered is None else self._entered.told.get(rank.rank)
             status["children"] = held_children(rank.pid) if rank.alive else []
             status["activity"] = activity(rank.pid) if rank.alive else {}
         return status
+
+    def _watched(self, rank: RankProcess) -> dict[str, Any]:
+        """Says where it is and what it uses.
+
+        ``seconds``: from the loop's beginning to its latest turn; ``still``: since then.
+        """
+        loop, places = self._board.loop(rank.local_rank), {} if self._entered is None else self._entered.places
+        used = activity(rank.pid) if rank.alive else {}
+        return {
+            "frames": places.get(rank.rank, []) if rank.alive else [],
+            "loop": {"number": loop.number, "done": loop.done, "total": loop.total, "seconds": loop.at - loop.start,
+                     "still": self._clock() - loop.at, "description": loop.description},
+            "cpu": used.get("threads", 0.0) + used.get("children", 0.0),
+            "memory": resident(rank.pid) if rank.alive else 0,
+        }  # fmt: skip
 
     def _marks(self, rank: RankProcess, phase: Phase) -> list[Any]:
         """Says how far it is: phase, loop, looks, operations; None for what it has not told."""

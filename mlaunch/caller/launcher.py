@@ -6,12 +6,12 @@ import functools
 import inspect
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import arguments, interrupts, nesting, ways
+from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.many.submitting import Submitting
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
@@ -28,8 +28,6 @@ P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
-
-_KEPT = 20  # reports
 
 
 class launcher(Submitting[P, R]):
@@ -105,17 +103,17 @@ class launcher(Submitting[P, R]):
     def options(self, **changes: Unpack[AllOptions]) -> launcher[P, R]:
         """Returns a copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
         __tracebackhide__ = True
-        return _make(self._function, _checked(self._options, (), changes), self._bound, self._reports)
+        return _make(self._function, _checked(self._options, (), changes), self._bound, self._calls)
 
     @property
     def last(self) -> LaunchReport | None:
         """The report of the latest call; None before the first."""
-        return self._reports[-1] if self._reports else None
+        return self._calls.reports[-1] if self._calls.reports else None
 
     @property
     def history(self) -> tuple[LaunchReport, ...]:
         """The reports of the latest 20 calls, the latest last."""
-        return tuple(self._reports)
+        return tuple(self._calls.reports)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs the function on every rank of this machine; see the class."""
@@ -133,6 +131,19 @@ class launcher(Submitting[P, R]):
 
         return why_call(self._name)
 
+    def watch(self) -> None:
+        """Shows a table of what each rank does until no call runs: of other threads, or submitted.
+
+        A display of the cell in a notebook, lines that change on a terminal. Interrupted, it ends and the calls go on.
+
+        Raises:
+            RuntimeError: There is neither.
+            ImportError: On a terminal, without rich (extra: watch).
+        """
+        from mlaunch.caller.watching import watch_calls
+
+        watch_calls(self._name, self._calls)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
         __tracebackhide__ = True
         nesting.refuse_in_bootstrap(self._name)
@@ -140,8 +151,12 @@ class launcher(Submitting[P, R]):
         arguments.check(self._function, args, kwargs)
         if place is not None:
             return nesting.run_joined(self._options, place, self._function, args, kwargs)
-        ended = self._ended(args, kwargs)
-        self._reports.append(ended.report())
+        self._calls.begin()
+        try:
+            ended = self._ended(args, kwargs)
+        finally:
+            self._calls.end()
+        self._calls.reports.append(ended.report())
         try:
             return ended.result()
         finally:
@@ -166,7 +181,7 @@ class launcher(Submitting[P, R]):
     def __get__(self: launcher[Concatenate[S, Q], R], instance: S, owner: type | None = None) -> launcher[Q, R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else _make(self._function, self._options, (instance,), self._reports)
+        return self if instance is None else _make(self._function, self._options, (instance,), self._calls)
 
     def __repr__(self) -> str:
         return option_text.representation(self._name, self, self._options)
@@ -227,14 +242,14 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
 
 
 def _make(
-    function: Callable[P, R], options: Options, bound: tuple[Any, ...] = (), reports: deque[LaunchReport] | None = None
+    function: Callable[P, R], options: Options, bound: tuple[Any, ...] = (), log: CallLog | None = None
 ) -> launcher[P, R]:
     made: launcher[P, R] = object.__new__(launcher)
     wrapped = types.MethodType(function, bound[0]) if bound else function
     functools.update_wrapper(cast("Callable[..., Any]", made), wrapped, updated=())
     vars(made).update(_attributes(function))
     made._function, made._options, made._bound = function, options, bound
-    made._reports = deque(maxlen=_KEPT) if reports is None else reports
+    made._calls = CallLog() if log is None else log
     return made
 
 

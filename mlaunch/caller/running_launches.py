@@ -32,6 +32,11 @@ def why_launch(launch_id: str) -> str:
 
 def why_call(name: str) -> str:
     """Says it of the calls of the function of that name which this process has made and which run, a line each."""
+    return "\n".join(said for launch_id in launches_of(name) if (said := why_launch(launch_id)))
+
+
+def launches_of(name: str) -> list[str]:
+    """Returns the IDs of launches, or sets of ranks, that run calls of that function which this process has made."""
     ours = [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
     named = [launch["id"] for launch in ours if f"{name}()" in {launch["function"], launch.get("call")}]
-    return "\n".join(said for launch_id in dict.fromkeys(named) if (said := why_launch(launch_id)))
+    return list(dict.fromkeys(named))

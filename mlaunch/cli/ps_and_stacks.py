@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.text import in_two_units, name_some_ranks
+from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
 from mlaunch.caller.running_launches import ask
 from mlaunch.caller.server import zygote_upkeep
+from mlaunch.caller.watch_rows import ID_SHOWN, place_of_rank, title_of
+from mlaunch.caller.watching import EVERY, watch_all
 from mlaunch.caller.why_text import sentence
 from mlaunch.cli import on_lease, warm_command
 from mlaunch.protocol import registry
@@ -20,8 +25,8 @@ from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_ID_SHOWN = 8
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
+_WATCH = "a table on the terminal that is drawn anew every second, or as often as this says; Ctrl-C ends it"
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
 _WHY = """\
 Says in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks go on
@@ -40,6 +45,7 @@ def add_commands(commands: Commands) -> None:
         "ps", help="list this user's running launches", description="Lists this user's running launches, newest first."
     )
     ps.add_argument("--json", action="store_true", help="one JSON list, with the command line and directory of each")
+    ps.add_argument("--watch", nargs="?", type=_period, const=EVERY, metavar="SECONDS", help=_WATCH)
     ps.set_defaults(run=_ps)
     stacks = commands.add_parser(
         "stacks",
@@ -58,7 +64,16 @@ def add_commands(commands: Commands) -> None:
     stop.set_defaults(run=_stop)
 
 
+def _period(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}: allowed: seconds, more than 0")
+
+
 def _ps(args: argparse.Namespace) -> int:
+    if args.watch is not None:
+        return _watch(args.watch)
     launches = sorted(ask(STATUS), key=lambda launch: float(launch["age"]))
     if args.json:
         print(json.dumps(launches, indent=2))
@@ -70,9 +85,20 @@ def _ps(args: argparse.Namespace) -> int:
     return 0
 
 
+def _watch(every: float) -> int:
+    try:
+        watch_all(every, _nothing)
+    except ImportError as error:
+        print(f"mlaunch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        pass  # which is how it ends
+    return 0
+
+
 def _why(args: argparse.Namespace) -> int:
     told = [
-        f"{_title(launch)}\n  {sentence(launch['ranks'])}\n{_grouped(launch['ranks'])}"
+        f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{_grouped(launch['ranks'])}"
         for launch in _asked(WHY, args.id)
     ]
     print("\n\n".join(told))
@@ -83,7 +109,7 @@ def _asked(word: bytes, start: str) -> list[dict[str, Any]]:
     """Says what they answer; LookupError if there is none."""
     launches = ask(word, start)
     if not launches:
-        others = [launch["id"][:_ID_SHOWN] for launch in ask(STATUS)]
+        others = [launch["id"][:ID_SHOWN] for launch in ask(STATUS)]
         running = f"running: {', '.join(others)}" if others else _nothing()
         raise LookupError(f"no running launch has an ID that starts with {start!r}; {running}" if start else running)
     return launches
@@ -92,18 +118,18 @@ def _asked(word: bytes, start: str) -> list[dict[str, Any]]:
 def _stacks(args: argparse.Namespace) -> int:
     launches = _asked(ALL_STACKS if args.all_threads else STACKS, args.id)
     show = _every_thread if args.all_threads else _grouped
-    print("\n\n".join(f"{_title(launch)}\n{show(launch['ranks'])}" for launch in launches))
+    print("\n\n".join(f"{title_of(launch)}\n{show(launch['ranks'])}" for launch in launches))
     return 0
 
 
 def _stop(args: argparse.Namespace) -> int:
     found = ask(STATUS, args.id)
     if len(found) != 1:
-        others = "; ".join(_title(launch) for launch in found or ask(STATUS))
+        others = "; ".join(title_of(launch) for launch in found or ask(STATUS))
         which = f"has an ID that starts with {args.id!r}" if args.id else "is the only one"
         raise LookupError(f"no running launch {which}; running: {others}" if others else _nothing())
     (launch,) = found
-    print(f"{'ending' if args.now else 'stopping'} {_title(launch)}", flush=True)
+    print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
     ask(END if args.now else STOP, launch["id"], patient=True)
     return 0
 
@@ -113,16 +139,6 @@ def _nothing() -> str:
     return f"no launch of this user is running here (looked in {places})"
 
 
-def _title(launch: Mapping[str, Any]) -> str:
-    size = len(launch["ranks"])
-    ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
-    again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
-    return (
-        f"{launch['id'][:_ID_SHOWN]}  {launch['function']}  {ranks}, {in_two_units(launch['age'])} old, "
-        f"called by pid {launch['caller']}{again}"
-    )
-
-
 def _entry(launch: Mapping[str, Any]) -> str:
     rows = [
         ("RANK", "PID", "DEVICE", "STATE"),
@@ -130,7 +146,7 @@ def _entry(launch: Mapping[str, Any]) -> str:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
-    return "\n".join([_title(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *lines])])
+    return "\n".join([title_of(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *lines])])
 
 
 def _origin(launch: Mapping[str, Any]) -> str:
@@ -140,11 +156,7 @@ def _origin(launch: Mapping[str, Any]) -> str:
 
 
 def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    return [(str(rank["rank"]), str(rank["pid"]), _place(rank), rank["state"]) for rank in ranks]
-
-
-def _place(rank: Mapping[str, Any]) -> str:
-    return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])
+    return [(str(rank["rank"]), str(rank["pid"]), place_of_rank(rank), rank["state"]) for rank in ranks]
 
 
 def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -16,7 +16,9 @@ from mlaunch.protocol.messages.status_messages import StatusTold
 
 STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
 PULSE = b"pulse"  # how far the ranks are
+WATCH = b"watch"  # the same, with where they are and what they use
 STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
+_WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, STOP, END}
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
 
@@ -108,7 +110,7 @@ class Reception:
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        return word if word in {STATUS, STACKS, ALL_STACKS, WHY, PULSE, STOP, END} else b""
+        return word if word in _WORDS else b""
     return b""
 
 

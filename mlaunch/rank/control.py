@@ -13,9 +13,12 @@ import _thread
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.control_messages import (
@@ -25,6 +28,7 @@ from mlaunch.protocol.messages.control_messages import (
     TellEntered,
     TellLooks,
     TellNumbers,
+    TellPlace,
     ThawLooks,
     Told,
 )
@@ -34,6 +38,7 @@ from mlaunch.rank.stop_point import StopPoint
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NOT_FAULTS = signal.valid_signals() - _FAULTS
+_DEEPEST = 100  # frames, as faulthandler shows
 
 
 def start(channel: Channel) -> None:
@@ -64,9 +69,24 @@ def _answer_all(channel: Channel, point: StopPoint) -> None:
                 point.stop_at(record.call, record.look, record.reason)
 
 
+def _place() -> list[tuple[str, str, str]]:
+    """Returns (file, line, name) of the main thread's frames above the launcher's, innermost first.
+
+    Nothing interrupts what the thread does, as the signal would with which agents ask for stacks.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[tuple[str, str, str]] = []
+    while frame is not None and not is_bottom(frame.f_code.co_filename) and len(frames) < _DEEPEST:
+        if frame.f_code.co_filename != RUNPY:
+            frames.append((frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
+
+
 _ANSWERS: dict[type, Callable[[Any, StopPoint], object]] = {
     TellNumbers: lambda about, _point: in_step.since_the_call(about.call),
     TellEntered: lambda _about, _point: in_step.entered(),
     FreezeLooks: lambda about, point: point.freeze(about.call),
     TellLooks: lambda about, point: point.looks(about.call),
+    TellPlace: lambda _about, _point: _place(),
 }

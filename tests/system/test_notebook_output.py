@@ -67,3 +67,40 @@ def test_what_rank_0_displays_stands_in_the_cell(tmp_path: Path) -> None:
         {**figure, "forms": ["text/plain", "image/png"]},
     ]
     assert (shown, hidden, kept) == (wanted, [], wanted * 2)
+
+
+WATCHED = """
+import os, pathlib, threading
+from mlaunch import launcher, progress
+go = pathlib.Path("{go}")
+os.mkfifo(go)
+def train():
+    for turn in progress(range(2), "epoch 1"):
+        if turn:
+            go.read_text()
+ours = launcher(train, 1, progress=False)
+run = ours.submit()
+"""
+WATCHING = """
+from mlaunch.caller import watching
+show, writers = watching.Display.draw, []
+def draw(display, lines, now):
+    if "in read_text at In[1]:8" in lines[-1] and not writers:
+        writers.append(threading.Thread(target=go.write_text, args=["x"]))
+        writers[0].start()
+    return show(display, lines, now)
+watching.Display.draw = draw
+ours.watch()
+"""
+
+
+def test_a_submitted_call_is_watched_in_a_cell(tmp_path: Path) -> None:
+    """In one display, which is drawn anew while the cell runs."""
+    execute = EXECUTE.replace('output.get("text", "")', 'output.get("data", {}).get("text/plain", output.get("text"))')
+    submitted, [shown] = json.loads(run(tmp_path, execute, WATCHED.format(go=tmp_path / "go"), WATCHING))
+    assert submitted == []
+    assert (shown["type"], shown["forms"]) == ("display_data", ["text/plain"])
+    lines = shown["text"].splitlines()
+    assert "train()  1 rank, " in lines[0]
+    assert "in read_text at In[1]:8  epoch 1: 1/2" in lines[-2]
+    assert lines[-1] == "train() is over"

@@ -61,4 +61,4 @@ def test_what_ranks_import_is_said(module: str, said: str) -> None:
 )
 def test_how_many_ranks_a_launch_has(ranks: int, world: int, words: str) -> None:
     launch = {"id": "0" * 32, "function": "train()", "ranks": [None] * ranks, "world_size": world, "restart_count": 0}
-    assert f"  train()  {words}" in ps_and_stacks._title({**launch, "age": 1.0, "caller": 7})
+    assert f"  train()  {words}" in ps_and_stacks.title_of({**launch, "age": 1.0, "caller": 7})

@@ -38,6 +38,9 @@ INTERNAL = (
     "__signature__",
     "a rehearsal",
     "cannot pickle an open file",
+    "it ends too early",
+    "it holds what is no JSON",
+    "where there should be one",
     "display_id required for update_display",  # IPython's own
 )
 

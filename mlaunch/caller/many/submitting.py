@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from mlaunch.caller.options.launch_options import Options
 
 if TYPE_CHECKING:
+    from mlaunch.caller.call_log import CallLog
     from mlaunch.caller.many.run_future import Run
     from mlaunch.caller.many.sweep import Sweep, SweepPlan
-    from mlaunch.caller.report.launch_report import LaunchReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +23,7 @@ class Submitting(Generic[P, R]):
     _function: Callable[P, R]
     _options: Options
     _bound: tuple[Any, ...]  # the instance of a method, else empty
-    _reports: deque[LaunchReport]  # the latest last; shared with the copies that ``options`` and methods make
+    _calls: CallLog  # shared with the copies that ``options`` and methods make
 
     @property
     def _name(self) -> str:
@@ -37,7 +36,14 @@ class Submitting(Generic[P, R]):
         from mlaunch.protocol.calls import Call
 
         call = Call(self._function, (*self._bound, *args), kwargs)
-        return submit(self._options, call, self._name, self._reports.append)
+        self._calls.begin()
+        try:
+            run = submit(self._options, call, self._name, self._calls.reports.append)
+        except BaseException:
+            self._calls.end()
+            raise
+        run.add_done_callback(self._calls.end)
+        return run
 
     def map(
         self,
@@ -109,4 +115,4 @@ class Submitting(Generic[P, R]):
 
         options = options_of_trials(self._options, self._name, method, devices, retries)
         file = None if resume is None else TrialFile(resume, self._name, self._function)
-        return SweepPlan(self._function, self._bound, options, self._name, self._reports.append, goes_on, file)
+        return SweepPlan(self._function, self._bound, options, self._name, self._calls.reports.append, goes_on, file)

@@ -158,6 +158,12 @@ class Display:
             self._take_place()
         return str(Display._holder.hide()) if Display._holder is not None else ""
 
+    def take_over(self) -> str:
+        """Takes the place from who has it, whose lines are not shown until this one is closed."""
+        hidden = str(Display._holder.hide()) if Display._holder not in {None, self._whole} else ""
+        Display._holder = self._whole
+        return hidden
+
     def forget(self) -> None:
         """Begins anew where somebody has cleared all output."""
         holder = Display._holder

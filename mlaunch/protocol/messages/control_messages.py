@@ -52,7 +52,12 @@ class TellEntered:
     """Asks for the number of the latest operation that the rank has entered in each of its process groups."""
 
 
-About = TellNumbers | TellEntered | FreezeLooks | TellLooks
+@dataclass(frozen=True)
+class TellPlace:
+    """Asks where the rank's main thread is: its Python frames, as ``stack_dump.main_frames`` returns them."""
+
+
+About = TellNumbers | TellEntered | FreezeLooks | TellLooks | TellPlace
 
 
 @dataclass(frozen=True)

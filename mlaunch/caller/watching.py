@@ -1,0 +1,116 @@
+"""``mlaunch ps --watch`` and ``train.watch()``: a table of what ranks do that is drawn anew each second."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mlaunch.caller.call_log import CallLog
+from mlaunch.caller.device_use import DeviceUse
+from mlaunch.caller.output import rich
+from mlaunch.caller.output.console import Console
+from mlaunch.caller.output.display import Area, Display, Notebook, Terminal
+from mlaunch.caller.running_launches import ask, launches_of
+from mlaunch.caller.watch_rows import RankTable
+from mlaunch.protocol.visitors import WATCH
+
+EVERY = 1.0  # seconds
+_REDRAWN = 0.1  # seconds
+
+
+def watch_all(every: float, nothing: Callable[[], str]) -> None:
+    """Shows this user's running launches on the terminal, until it is interrupted. ``nothing``: says that none runs.
+
+    Raises:
+        OSError: stdout is no terminal.
+        ImportError: Without rich (extra: watch).
+    """
+    if not sys.stdout.isatty():
+        raise OSError("ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json")
+    place, table = _terminal("mlaunch ps --watch"), _table()
+    try:
+        while True:
+            launches = sorted(ask(WATCH), key=lambda launch: float(launch["age"]))
+            _write(place.show("\n".join(table.lines(launches) or [nothing()])))
+            time.sleep(every)
+    finally:
+        _write(place.close([]))
+
+
+def watch_calls(name: str, log: CallLog) -> None:
+    """Shows what each rank of the function's calls does, in other threads or submitted, until none of them runs.
+
+    In a notebook it is a display of the running cell, on a terminal lines below what is printed, in the place of the
+    calls' own. Interrupted, it ends, and the calls go on.
+
+    Raises:
+        RuntimeError: There is neither.
+        ImportError: On a terminal, without rich (extra: watch).
+    """
+    display, table = Display(_place_for(f"{name}.watch()"), time.monotonic()), _table()
+    lines: list[str] = []
+    try:
+        while launches := _launches(name, log):
+            lines = table.lines([launch for launch in launches if launch]) or [f"{name}() has no ranks yet"]
+            _show_for_a_while(display, lines, log)
+        if not lines:
+            _tell(f"mlaunch: no call of {name}() runs in this process\n")
+    finally:
+        state = "runs" if log.running else "is over"
+        with Display.lock:
+            above = [] if rich.is_shown_here() else [""]  # a terminal leaves the first line out
+            _tell(display.close([*above, *lines, f"{name}() {state}"]) if lines else "")
+
+
+def _launches(name: str, log: CallLog) -> list[dict[str, Any]]:
+    """Returns what launches tell that run calls of the function, {} for one that has none yet; [] if all is over."""
+    found = [launch for launch_id in launches_of(name) for launch in ask(WATCH, launch_id)]
+    return found or [{}] * log.running
+
+
+def _show_for_a_while(display: Display, lines: list[str], log: CallLog) -> None:
+    """Draws them several times, since what is printed takes their place."""
+    until = time.monotonic() + EVERY
+    while (now := time.monotonic()) < until:
+        with Display.lock:
+            _tell(display.take_over() + display.draw(lines, now))
+        if not log.running:  # a sweep's launches are counted there
+            time.sleep(_REDRAWN)
+        elif log.wait_over(_REDRAWN):
+            return
+
+
+def _table() -> RankTable:
+    return RankTable(DeviceUse().of, os.uname().nodename)
+
+
+def _place_for(who: str) -> Area:
+    if rich.is_shown_here():
+        return Notebook()
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        raise RuntimeError(f"{who} needs a notebook, or a terminal as stderr; {who.removesuffix('watch()')}why() and "
+                           f"mlaunch ps tell in text")  # fmt: skip
+    return _terminal(who)
+
+
+def _terminal(who: str) -> Terminal:
+    try:
+        return Terminal()
+    except ImportError as error:
+        raise ImportError(f"{who} draws on a terminal with rich, which is not installed: "
+                          f"pip install 'mlaunch[watch]'") from error  # fmt: skip
+
+
+def _tell(text: str) -> None:
+    """Writes where the calls write."""
+    console = Console()
+    console.write(2, text.encode())
+    console.close()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,142 @@
+"""The table of what ranks do: its rows, from one look to the next, and where its figures come from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlaunch.caller import watching
+from mlaunch.caller.call_log import CallLog
+from mlaunch.caller.device_use import DeviceUse
+from mlaunch.caller.watch_rows import RankTable
+from mlaunch.cli import main, ps_and_stacks
+
+FRAMES = [["/usr/lib/python3/dist-packages/torch/distributed/c.py", "9", "all_reduce"], ["/me/train.py", "21", "step"]]
+
+
+def seen(age: float, cpu: float, done: int, seconds: float, **changes: Any) -> dict[str, Any]:
+    loop = {"number": 1, "done": done, "total": 100, "seconds": seconds, "still": 0.1, "description": "epoch 1"}
+    rank = {"rank": 0, "device": "cuda:1", "state": "running the function", "frames": FRAMES, "loop": loop, "cpu": cpu}
+    ranks = [{**rank, "memory": 3 << 20, **changes}]
+    return {"id": "3f2a6c11aaaa", "function": "train()", "world_size": 1, "restart_count": 0, "age": age, "caller": 7,
+            "ranks": ranks}  # fmt: skip
+
+
+def looked_at(device: str) -> tuple[int, int, int | None] | None:
+    return (1 << 30, 8 << 30, 87) if device.startswith("cuda") else None
+
+
+def test_two_looks() -> None:
+    table = RankTable(looked_at, "here")
+    title, head, row = table.lines([seen(10.0, 5.0, 4, 8.0)])
+    assert title == "3f2a6c11  train()  1 rank, 10 s old, called by pid 7"
+    assert head.split("  ")[1:3] == ["rank", "device"]
+    where, use = "running the function in all_reduce at train.py:21", "3.0 MiB 1.0 GiB of 8.0 GiB 87%"
+    assert " ".join(row.split()) == f"0 cuda:1 {where} epoch 1: 4/100 2.0 s each {use}"
+    _, head, row = table.lines([seen(12.0, 7.5, 24, 10.0)])
+    assert " ".join(row.split()).endswith(f" 24/100 10.0/s 125% {use}")
+    assert len(row) == len(head)
+    _, _, row = table.lines([seen(13.0, 7.5, 24, 10.0)])
+    assert " 10.0/s  " in row  # as it was when it last made a turn
+
+
+def test_a_loop_that_stands_still() -> None:
+    table = RankTable(looked_at, "here")
+    launch = seen(100.0, 5.0, 4, 8.0)
+    launch["ranks"][0]["loop"]["still"] = 41.0
+    assert "  none for 41 s  " in table.lines([launch])[2]
+    launch["ranks"][0]["loop"] |= {"done": 100}
+    assert "none for" not in table.lines([launch])[2]  # it is through
+
+
+def test_what_is_not_known_takes_no_room() -> None:
+    """A rank of a machine that has not answered, one elsewhere, and one that is not in its function."""
+    table = RankTable(looked_at, "here")
+    lost = {"rank": 0, "pid": 0, "device": "-", "state": "its machine is lost", "host": "there"}
+    _, head, row = table.lines([{**seen(1.0, 0.0, 0, 0.0), "ranks": [lost]}])
+    assert head.split() == ["rank", "device", "state"]
+    assert " ".join(row.split()) == "0 - on there its machine is lost"
+    _, head, _ = table.lines([seen(1.0, 0.0, 4, 8.0, host="there", state="waiting for a call", loop={}, memory=0)])
+    assert head.split() == ["rank", "device", "state"]
+    assert table.lines([]) == []
+
+
+class Driver:
+    """Stands in for NVIDIA's library, which a machine without a GPU lacks."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.asked = status, list[object]()
+
+    def nvmlInit_v2(self) -> int:
+        return self.status
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, _handle: object) -> int:
+        self.asked.append(index.value)
+        return 0 if index.value < 2 else 2
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, _handle: object) -> int:
+        self.asked.append(name)
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, _handle: object, found: Any) -> int:
+        found._obj.total, found._obj.used = 80, 30
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, _handle: object, found: Any) -> int:
+        found._obj.gpu = 87
+        return 3 * (self.asked[-1] == b"MIG-1")  # which it does not support
+
+
+def test_what_a_device_tells() -> None:
+    driver = Driver()
+    use = DeviceUse(lambda _name: driver)
+    assert use.of("cpu") is None
+    assert use.of("cuda:1") == (30, 80, 87)
+    assert use.of("cuda:MIG-1") == (30, 80, None)
+    assert use.of("cuda:2") is None
+    assert driver.asked == [1, b"MIG-1", 2]
+
+
+def test_a_machine_without_a_driver() -> None:
+    def load(_name: str) -> object:
+        raise OSError("no such library")
+
+    assert DeviceUse(load).of("cuda:0") is None
+    assert DeviceUse(lambda _name: Driver(9)).of("cuda:0") is None
+
+
+def test_it_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "--watch"]) == 1
+    said = capsys.readouterr().err
+    assert said == "mlaunch: ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json\n"
+    with pytest.raises(RuntimeError, match=r"train\.watch\(\) needs a notebook, or a terminal as stderr; train\.why"):
+        watching.watch_calls("train", CallLog())
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert main(["ps", "--watch"]) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        "mlaunch: mlaunch ps --watch draws on a terminal with rich, which is not installed: pip install "
+        "'mlaunch[watch]'\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "often", "nan", "inf"])
+def test_how_often(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: allowed: seconds, more than 0"):
+        ps_and_stacks._period(text)
+    assert ps_and_stacks._period("0.5") == 0.5
+
+
+def test_calls_are_counted() -> None:
+    log = CallLog()
+    assert log.wait_over(60.0)
+    log.begin()
+    assert not log.wait_over(0.0)
+    assert log.running == 1
+    log.end()
+    assert log.wait_over(60.0)
