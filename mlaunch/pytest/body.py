@@ -23,7 +23,6 @@ from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
 from mlaunch.pytest.explanation import Explanation
 from mlaunch.pytest.station import Station
 from mlaunch.rank import in_step
-from mlaunch.rank.function import leave_groups
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (pytest.skip.Exception, "skipped"),
@@ -65,7 +64,7 @@ def end_class() -> None:
 
 def regroup() -> None:
     """Leaves the process groups; the next call makes a new one. To be called on all ranks."""
-    leave_groups()
+    group_names.leave_world()
 
 
 def run_test(test: RankTest) -> Verdict:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest import group_names
+from mlaunch.pytest import group_names, torch_cases
 from mlaunch.pytest.mark import NAME
 
 _SET_UP_CLASS = "_unittest_setUpClass_fixture"  # what pytest calls it
@@ -39,7 +39,9 @@ def state_of(item: pytest.Function) -> dict[str, Any] | None:
     if item.cls is None:
         return None
     given = dict(vars(item.instance))
-    return {name: given[name] for name in given.keys() - vars(item.cls(item.name)).keys()} if is_case(item) else given
+    if not is_case(item):
+        return given
+    return {name: given[name] for name in given.keys() - vars(item.cls(item.name)).keys()} | torch_cases.file_for(item)
 
 
 def is_set_up_on_ranks(request: pytest.FixtureRequest, name: str) -> bool:
@@ -101,14 +103,14 @@ def begin_class(owner: object, number: int) -> None:
         return
     end_class()
     with group_names.for_class(number):
-        owner.setUpClass()
+        torch_cases.on_ranks(owner).setUpClass()
     _begun.append(owner)
 
 
 def end_class() -> None:
     """Tears down the class that is set up, and warns where that fails. Collective."""
     while _begun:
-        owner = _begun.pop()
+        owner = torch_cases.on_ranks(_begun.pop())
         for tear_down in (owner.tearDownClass, owner.doClassCleanups):
             try:
                 tear_down()
@@ -119,7 +121,7 @@ def end_class() -> None:
 
 def run_case(owner: type[unittest.TestCase], name: str, state: dict[str, Any]) -> None:
     """Runs one method, with setUp, tearDown and cleanups; raises what was wrong first."""
-    case, result = owner(name), FirstProblem()
+    case, result = torch_cases.on_ranks(owner)(name), FirstProblem()
     case.__dict__.update(state)
     case.run(result)
     if result.found is not None:

@@ -29,7 +29,10 @@ class CoveragePlan:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a new set of ranks is told. ``board``, ``log``: files that all ranks and pytest's process share."""
+    """What a new set of ranks is told. ``board``, ``log``: files that all ranks and pytest's process share.
+
+    ``colored``: whether pytest's terminal shows colours.
+    """
 
     directory: str  # where pytest was started
     rootdir: str
@@ -40,6 +43,7 @@ class Beginning:
     log: str
     size: int
     coverage: CoveragePlan | None
+    colored: bool
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import io
 import os
 import sys
 import types
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 from _pytest.unittest import TestCaseFunction
 
 from mlaunch.pytest.crossing import Beginning, Definition
 
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+_TERMINAL = "terminalreporter"  # pytest's name for it
 
 
 class Explanation:
@@ -72,6 +75,12 @@ class Explanation:
         return shown, None if crash is None else (str(crash.path), int(crash.lineno))
 
 
+def is_colored(config: pytest.Config) -> bool:
+    """Tells whether pytest's terminal, if there is one, shows colours."""
+    reporter: Any = config.pluginmanager.get_plugin(_TERMINAL)
+    return reporter is not None and bool(reporter._tw.hasmarkup)
+
+
 def _note_owner(function: Any, owner: type) -> None:
     with contextlib.suppress(AttributeError):  # a method that is bound already
         function.__mlaunch_owner__ = owner
@@ -86,7 +95,19 @@ def _configured(beginning: Beginning) -> pytest.Config:
     for name in beginning.plugins:
         with contextlib.suppress(Exception):
             config.pluginmanager.import_plugin(name)
+    config.pluginmanager.register(RankTerminal(config, colored=beginning.colored), _TERMINAL)
     return config
+
+
+class RankTerminal:
+    """Stands for pytest's terminal, which comparisons are coloured for; nothing is written to it.
+
+    pytest 8 asks for its writer whether there is a terminal or not.
+    """
+
+    def __init__(self, config: pytest.Config, *, colored: bool) -> None:
+        self._tw = create_terminal_writer(config, io.StringIO())
+        self._tw.hasmarkup = colored
 
 
 def _bind_comparisons(config: pytest.Config) -> None:

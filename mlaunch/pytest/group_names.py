@@ -13,12 +13,14 @@ from typing import Any
 
 from mlaunch.protocol import this_rank
 from mlaunch.rank import in_step
+from mlaunch.rank.setup import device, group
 
 _SPACE = 1000  # groups that one test may make
 _FIXTURES = 10**9  # the first number of their groups
 _CLASSES = 2 * 10**9
 _left: set[Any] = set()  # what the test before has made
 _kept: set[Any] = set()  # what the class of the tests has made
+_over: list[Any] = []  # destroyed; other ranks may still be in them, so what they have open ends with the next test
 
 
 def for_test(number: int) -> contextlib.AbstractContextManager[None]:
@@ -46,9 +48,13 @@ def for_class(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(prefix: str, first: int) -> Iterator[None]:
+    import torch.distributed as dist
+
     _destroy(_left)
     _left.clear()
-    known = set(_groups())
+    if device.version() >= group.DESTRUCTIBLE:
+        _over.clear()
+    ours, known = dist.group.WORLD, set(_groups())
     _kept.intersection_update(known)
     with _own_names(prefix, first):
         in_step.begin_call(this_rank.call)
@@ -56,24 +62,36 @@ def _apart(prefix: str, first: int) -> Iterator[None]:
             yield
         finally:  # not to be destroyed yet, since other ranks may still be making them
             _left.update(set(_groups()) - known - _kept)
+            if dist.group.WORLD is not ours:
+                leave_world()
 
 
 @contextlib.contextmanager
 def _own_names(prefix: str, first: int) -> Iterator[None]:
     import torch.distributed as dist
 
-    world, group = _world(), dist.group.WORLD
-    if group is None:
+    world, default = _world(), dist.group.WORLD
+    if default is None:
         yield
         return
-    backend, store = world.pg_map[group]
-    world.pg_map[group] = backend, dist.PrefixStore(prefix, store)
+    backend, store = world.pg_map[default]
+    world.pg_map[default] = backend, dist.PrefixStore(prefix, store)
     world.group_count = first
     try:
         yield
     finally:
-        if dist.group.WORLD is group:
-            world.pg_map[group] = backend, store
+        if dist.group.WORLD is default:
+            world.pg_map[default] = backend, store
+
+
+def leave_world() -> None:
+    """Destroys all groups of this rank. A call that finds it without makes the default group anew, on all ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        _over.extend(_groups())
+        with contextlib.suppress(Exception):  # a rank of it may be gone
+            dist.destroy_process_group()
 
 
 def _world() -> Any:
@@ -92,7 +110,7 @@ def _destroy(groups: Collection[Any]) -> None:
     """Destroys groups in the order in which all ranks have made them."""
     import torch.distributed as dist
 
-    for group in _groups():
-        if group in groups and group is not dist.group.WORLD:
+    for made in _groups():
+        if made in groups and made is not dist.group.WORLD:
             with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(made)

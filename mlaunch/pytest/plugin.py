@@ -12,7 +12,7 @@ import pytest
 
 from mlaunch.pytest.mark import NAME, SIZE, parametrize, take_in
 
-_RUNNER = "mlaunch-ranks"
+RUNNER = "mlaunch-ranks"
 _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
 
 
@@ -63,12 +63,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker(NAME) is None:
         return
     take_in(item)
-    runner: Any = item.config.pluginmanager.get_plugin(_RUNNER)
+    runner: Any = item.config.pluginmanager.get_plugin(RUNNER)
     if runner is None:
         from mlaunch.pytest.runner import Runner
 
         runner = Runner(item.config)
-        item.config.pluginmanager.register(runner, _RUNNER)
+        item.config.pluginmanager.register(runner, RUNNER)
     runner.take_in(item)
 
 

@@ -19,7 +19,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, isolation, rank_coverage, station, travel, workers
+from mlaunch.pytest import body, explanation, isolation, rank_coverage, station, travel, workers
 from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict
 from mlaunch.pytest.mark import Shape
 
@@ -50,21 +50,31 @@ class SharedRanks:
         self._loaded: set[str] = set()
         self._options: dict[float | None, Options] = {}
         self._resident: int | None = None
-        self.ranks = Ranks(
-            restart=False,
-            n_gpus=shape.size,
-            device_type=shape.device_type,
-            backend=shape.backend,
-            grace_period=_GRACE,
-            progress=False,
-            env=workers.share_of_cores(shape.size),
-        )
+        deadline = float(config.getoption("ranks_deadline") or config.getini("ranks_deadline"))
+        self._place = workers.WorkerDevices(shape, deadline * workers.count())
+        try:
+            self.ranks = self._started()
+        except BaseException:
+            self._place.close()
+            raise
         self._board, self._log = station.new_files(shape.size)
         try:
             self.ranks.run(body.begin, self._beginning(config))
         except BaseException:
             self.close()
             raise
+
+    def _started(self) -> Ranks:
+        return Ranks(
+            restart=False,
+            n_gpus=self.shape.size,
+            devices=self._place.devices,
+            device_type=self.shape.device_type,
+            backend=self.shape.backend,
+            grace_period=_GRACE,
+            progress=False,
+            env={**workers.share_of_cores(self.shape.size), **self._place.environ},
+        )
 
     def _beginning(self, config: pytest.Config) -> Beginning:
         ini = None if config.inipath is None else str(config.inipath)
@@ -79,7 +89,13 @@ class SharedRanks:
             f"{here}/{self._log}",
             self.shape.size,
             rank_coverage.plan(config),
+            explanation.is_colored(config),
         )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another worker of xdist's is to have its devices."""
+        return self._place.are_due()
 
     @property
     def gone(self) -> bool:
@@ -161,6 +177,7 @@ class SharedRanks:
                 self.ranks.run(body.end_class)
         self.fixtures.clear()
         self.ranks.close(cancel_futures=True)
+        self._place.close()
         for fd in (self._board, self._log):
             os.close(fd)
 
@@ -198,6 +215,11 @@ class RankPool:
         found = self.sets.pop(shape, None)
         if found is not None:
             found.close()
+
+    def give_back(self) -> None:
+        """Ends the sets whose devices other workers of xdist's wait for; to be called between two tests."""
+        for shape in [shape for shape, shared in self.sets.items() if shared.is_due]:
+            self.drop(shape)
 
     def close(self) -> None:
         """Ends all sets."""

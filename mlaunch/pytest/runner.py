@@ -95,6 +95,10 @@ class Runner:
         """Frees a value on the ranks with its fixture."""
         self.pool.forget(fixturedef)
 
+    def pytest_runtest_logfinish(self) -> None:
+        """Lets other workers of xdist's have devices that they wait for."""
+        self.pool.give_back()
+
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Generator[None, object, object]:
         """Ends all ranks after the last test, before others see to what these have written: the innermost wrapper."""

@@ -1,16 +1,25 @@
-"""What the workers of pytest-xdist share: the cores of this machine."""
+"""What the workers of pytest-xdist share: the cores of a machine, and its accelerators, of which each leases some."""
 
 from __future__ import annotations
 
 import os
+import time
 import warnings
+from collections.abc import Mapping, Sequence
 
 import pytest
 
+from mlaunch.caller import interrupts, leasing
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.leases.acquisition import Acquisition, DeviceLease, standing
+from mlaunch.leases.site import place
 from mlaunch.pytest.mark import Shape
 from mlaunch.rank.setup import device
 
 _THREADS = "OMP_NUM_THREADS"
+_WORKER = "PYTEST_XDIST_WORKER"
+_TERM = 10.0  # seconds for which a worker keeps devices that others wait for: new ranks take seconds to start on them
 
 
 def count() -> int:
@@ -18,19 +27,80 @@ def count() -> int:
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
-def share_of_cores(size: int) -> dict[str, str] | None:
+def share_of_cores(size: int) -> dict[str, str]:
     """Returns what gives each rank its share of the cores where other workers have ranks, too."""
     if count() == 1 or _THREADS in os.environ:
-        return None
+        return {}
     return {_THREADS: str(device.threads_of(size * count()))}
 
 
 def warn_of_cores(shape: Shape) -> None:
     """Warns where the ranks of all workers are more than the cores. One worker does for all, as its ranks begin."""
-    cores, first = device.usable_cpus(), os.environ.get("PYTEST_XDIST_WORKER") == "gw0"
+    cores, first = device.usable_cpus(), os.environ.get(_WORKER) == "gw0"
     if first and shape.device_type == "cpu" and count() * shape.size > cores:
         told = (
             f"{count()} workers with {shape.size} ranks each share {cores} cores, and wait for each other; "
             f"-n {max(1, cores // shape.size)} is likely to be faster"
         )
         warnings.warn(pytest.PytestWarning(told), stacklevel=1)
+
+
+class WorkerDevices:
+    """The accelerators of one set of ranks, which no other worker has meanwhile; of ranks on CPUs nothing.
+
+    ``devices``: their numbers; ``environ``: what tells the ranks of it.
+    """
+
+    def __init__(self, shape: Shape, patience: float) -> None:
+        """Waits for as many as a shape wants, for ``patience`` seconds.
+
+        Raises:
+            ValueError: This machine does not have so many.
+            pytest.fail.Exception: Others have kept them for so long.
+        """
+        self.devices: Sequence[int] | None = None
+        self.environ: Mapping[str, str] = {}
+        self._lease: DeviceLease | None = None
+        if count() == 1 or shape.device_type == "cpu":
+            return
+        options = Options().replaced({"n_gpus": shape.size, "device_type": shape.device_type, "lease": True})
+        name = f"pytest's worker {os.environ.get(_WORKER, '')}"
+        request = leasing.request_of(options, warm_server.get(os.environ), os.environ, name)
+        if request.numbers is not None:  # else the ranks are on CPUs
+            self._lease = _wait(request, patience)
+            granted = request.granted(self._lease)
+            self.devices = granted.options.devices
+            self.environ = {leasing.VARIABLE: granted.environ[leasing.VARIABLE]}
+        self._since = time.monotonic()
+
+    def are_due(self) -> bool:
+        """Tells whether another worker waits for them, and this one has had them for long enough."""
+        if self._lease is None or time.monotonic() - self._since < _TERM:
+            return False
+        names = set(self._lease.names)
+        return any(names & set(waiting.get("names", ())) for waiting in standing(place(os.environ))[1])
+
+    def close(self) -> None:
+        """Gives them back."""
+        if self._lease is not None:
+            self._lease.close()
+
+
+def _wait(request: leasing.LeaseRequest, patience: float) -> DeviceLease:
+    acquisition = request.begin()
+    end = time.monotonic() + patience
+    try:
+        while (lease := acquisition.step()) is None:
+            if (left := end - time.monotonic()) <= 0:
+                raise pytest.fail.Exception(_told(request, acquisition, patience), pytrace=False)
+            interrupts.wait_readable(acquisition.fds(), left)
+    finally:
+        acquisition.close()
+    return lease
+
+
+def _told(request: leasing.LeaseRequest, acquisition: Acquisition, patience: float) -> str:
+    return (
+        f"{request.waits_for(acquisition)}: not had within {patience:g} s, the deadline of a test (ranks_deadline) for "
+        f"each of {count()} workers; run fewer workers (-n), or see who has the devices: mlaunch ps"
+    )

@@ -301,6 +301,7 @@ class TestOnRanks:
         assert len(recwarn) == 1
         assert request.node.name == "test_twins" and request.config.getoption("verbose") == 0
         assert os.environ["OUTSIDE"] == "1" and torn == []
+        assert not request.config.get_terminal_writer().hasmarkup
         record_property("answer", 42)
 
     @pytest.mark.parametrize("turn", [0, 1])
@@ -427,4 +428,109 @@ class TestOther(unittest.TestCase):
 @pytest.mark.ranks(2)
 class TestAsync(unittest.IsolatedAsyncioTestCase):
     async def test_coroutine(self): self.assertTrue(dist.is_initialized())
+"""
+
+LEASES = """
+import os, signal
+from pathlib import Path
+import pytest
+from mlaunch.pytest import workers
+
+workers._TERM = 0.0  # devices are given back as soon as another worker waits for them
+
+def alone(folder):
+    names = os.environ["MLAUNCH_LEASED"].split(",")
+    if os.environ["RANK"] == "0":
+        for name in names:
+            os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+        signal.sigtimedwait([], 0.05)
+        for name in names:
+            os.unlink(folder / name)
+    return names
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.ranks(1, 2, device_type="toy", backend="gloo")
+def test_has_devices_alone(turn, request, record_property):
+    record_property("devices", alone(Path(request.config.rootpath)))
+
+@pytest.mark.ranks(3, device_type="toy", backend="gloo")
+def test_too_few_devices(): pass
+
+@pytest.mark.ranks(2)
+def test_on_cpus(): assert "MLAUNCH_LEASED" not in os.environ
+"""
+
+TORCH_CASES = """
+import os, pytest, torch, torch.distributed as dist
+from torch.testing._internal import common_distributed
+from torch.testing._internal.common_distributed import MultiProcessTestCase, skip_if_lt_x_gpu
+
+Continuous = getattr(common_distributed, "MultiProcContinuousTest", None) or common_distributed.MultiProcContinousTest
+
+@pytest.mark.ranks(2)
+class TestProcesses(MultiProcessTestCase):
+    @property
+    def world_size(self): return 4  # the mark has another one
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+    def tearDown(self):
+        super().tearDown()
+        os.remove(self.file_name)
+    def begin(self):
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+        x = torch.tensor([float(self.rank)])
+        dist.all_reduce(x)
+        self.assertEqual(x, torch.ones(1))
+    def test_all_reduce(self): self.begin()
+    def test_destroys(self):
+        self.begin()
+        dist.destroy_process_group()
+    def test_fails_here(self):
+        self.begin()
+        if self.rank == 1: raise ValueError("boom")
+        dist.barrier()
+    def test_following(self): self.begin()
+    def test_without_a_group(self): self.assertFalse(dist.is_initialized())
+    def test_tensors(self): self.assertEqual(torch.ones(2), torch.zeros(2))
+    @skip_if_lt_x_gpu(2)
+    def test_gpus(self): pass
+
+@pytest.mark.ranks(2)
+class TestContinuous(Continuous):
+    world_size, device_type = 2, "cpu"
+    @classmethod
+    def backend_str(cls): return "gloo"
+    def test_1_group(self):
+        x = torch.tensor([float(self.rank)])
+        dist.all_reduce(x)
+        self.assertEqual((x.item(), self.world_size), (1.0, 2))
+    def test_2_fails(self): raise ValueError("bang")
+    def test_3_next(self): dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_ranks_have_their_group(): dist.barrier()
+"""
+
+ASYNC = """
+import asyncio, pytest, pytest_asyncio, torch.distributed as dist
+
+pytestmark = [pytest.mark.ranks(2), pytest.mark.asyncio]
+
+async def size():
+    await asyncio.sleep(0)
+    return dist.get_world_size()
+
+@pytest_asyncio.fixture
+async def given():
+    await asyncio.sleep(0)
+    yield 5
+
+async def test_coroutine(given): assert (given, await size()) == (5, 2)
+async def test_fails_awaiting(): assert await size() == 3
+
+@pytest.mark.parametrize("wanted", [2])
+class TestMethods:
+    async def test_method(self, given, wanted): assert await size() == wanted
 """

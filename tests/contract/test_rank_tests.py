@@ -6,12 +6,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import toy
 from tests.conftest import ROOT
 from tests.contract import rank_suite
 from tests.imported import IMPORTED
@@ -19,14 +21,17 @@ from tests.imported import IMPORTED
 Reports = Mapping[str, Mapping[str, Any]]
 
 
-def run(directory: Path, files: Mapping[str, str], *flags: str) -> tuple[Reports, str]:
+def run(
+    directory: Path, files: Mapping[str, str], *flags: str, python: str = IMPORTED, **variables: str
+) -> tuple[Reports, str]:
     """Runs a suite; returns the reports of its tests by name, and what pytest printed."""
     for name, text in {"conftest.py": rank_suite.CONFTEST, **files}.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
     (directory / "pytest.ini").write_text("[pytest]\npythonpath = .\nranks_deadline = 60\n")
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    command = [IMPORTED, "-m", "pytest", "-p", "mlaunch.pytest.plugin", "-p", "no:cacheprovider", *flags]
+    environ |= variables
+    command = [python, "-m", "pytest", "-p", "mlaunch.pytest.plugin", "-p", "no:cacheprovider", *flags]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=300, check=False)
     lines = (directory / "reports").read_text().splitlines() if (directory / "reports").exists() else []
     return {found["where"] + found["name"]: found for found in map(json.loads, lines)}, done.stdout + done.stderr
@@ -69,10 +74,10 @@ def test_fresh_ranks_for_each_test_and_selection_by_size(suite: Callable[..., tu
 
 
 def test_an_assertion_reads_as_without_ranks(tmp_path: Path) -> None:
-    """Byte for byte, and two files of one name are two modules."""
+    """Byte for byte, in colours, and two files of one name are two modules."""
     marked = rank_suite.ASSERTIONS.format(mark=rank_suite.MARKED)
     files = {"plain/test_it.py": rank_suite.ASSERTIONS.format(mark=""), "ranks/test_it.py": marked}
-    reports, printed = run(tmp_path, files, "--import-mode=importlib")
+    reports, printed = run(tmp_path, files, "--import-mode=importlib", "--color=yes")
     names = [name.removeprefix("plain") for name in reports if name.startswith("plain")]
     assert len(names) == 17, printed
     for name in names:
@@ -188,3 +193,50 @@ def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]]) -> No
     assert "assert 1 != 1" in reports["test_subtests"]["text"]
     assert "in the subtest (i=1)" in reports["test_subtests"]["text"]
     assert reports["test_unexpected"]["text"] == "Unexpected success"
+
+
+def test_a_class_of_torchs_gets_the_mark_and_nothing_else(suite: Callable[..., tuple[Reports, str]]) -> None:
+    pytest.importorskip("expecttest")
+    reports, printed = suite(rank_suite.TORCH_CASES)
+    told = outcomes(reports)
+    failed = {
+        "test_fails_here": "ValueError: boom",
+        "test_tensors": "Mismatched elements: 2 / 2",
+        "test_2_fails": "bang",
+    }
+    assert {name for name, outcome in told.items() if outcome == "failed"} == set(failed), printed
+    for name, text in failed.items():
+        assert text in reports[name]["text"]
+    assert "in barrier at test_it.py" in reports["test_fails_here"]["text"] + str(
+        reports["test_fails_here"]["sections"]
+    )
+    assert told.pop("test_gpus") == "skipped"
+    assert sum(outcome == "passed" for outcome in told.values()) == 7
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_tests_of_pytest_asyncio(suite: Callable[..., tuple[Reports, str]], mode: str) -> None:
+    pytest.importorskip("pytest_asyncio")
+    reports, printed = suite(rank_suite.ASYNC, "-p", "pytest_asyncio.plugin", f"--asyncio-mode={mode}")
+    passed = {"test_coroutine", "test_method[2]"}
+    assert outcomes(reports) == {name: "passed" for name in passed} | {"test_fails_awaiting": "failed"}, printed
+    assert "assert 2 == 3" in reports["test_fails_awaiting"]["text"]
+
+
+@pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
+def test_workers_of_xdist_lease_devices(tmp_path: Path) -> None:
+    """Two of them, two devices: no two sets of ranks have the same at a time. Nobody waits for what is not there."""
+    pytest.importorskip("xdist")
+    (tmp_path / "toy").mkdir()
+    toy.install(tmp_path / "toy")
+    path = os.pathsep.join([str(ROOT), str(tmp_path / "toy")])
+    flags = ("-p", "xdist.plugin", "-n", "2")
+    files = {"test_it.py": rank_suite.LEASES}
+    reports, printed = run(
+        tmp_path, files, *flags, python=sys.executable, PYTHONPATH=path, TOY_LOG=str(tmp_path / "log")
+    )
+    told = {report["name"]: report for report in reports.values()}
+    assert told.pop("test_too_few_devices")["outcome"] == "skipped"
+    assert {report["outcome"] for report in told.values()} == {"passed"}, printed
+    assert len(told) == 7
+    assert {len(report["properties"]["devices"]) for report in told.values() if report["properties"]} == {1, 2}

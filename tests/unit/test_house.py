@@ -167,7 +167,6 @@ def test_a_small_file_has_two_readers() -> None:
     public = imports_of("mlaunch")
     late = {imported for module in MODULES for imported in imported_late(module)}
     apart = {"mlaunch.caller.ways"}  # it may import what the decorator's own file must not
-    apart |= {"mlaunch.pytest.workers"}  # what xdist's workers share, which the other files of the room need not know
     assert sorted(module for module in small if readers[module] < 2 and module not in public | late | apart) == []
 
 

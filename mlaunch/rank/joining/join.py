@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlaunch")
 _TIMEOUT = 1800.0
-# The release of torch in which a group's destructor certainly does not hold the interpreter lock while it waits for
-# threads that may wait for the lock. That of 2.6 does; others were not tried.
-_DESTRUCTIBLE = (2, 13)
 _ANSWER_TIMEOUT = 60.0  # seconds, for a server that listens, and may still be importing torch
 
 
@@ -221,9 +218,9 @@ def _leave() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        if device.version() < _DESTRUCTIBLE:
-            for group in list(dist.distributed_c10d._world.pg_map):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if device.version() < group.DESTRUCTIBLE:
+            for member in list(dist.distributed_c10d._world.pg_map):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(member))
         with contextlib.suppress(RuntimeError):  # another rank died
             dist.destroy_process_group()
 

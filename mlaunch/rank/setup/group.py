@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+# The release of torch in which a group's destructor certainly does not hold the interpreter lock while it waits for
+# threads that may wait for the lock. That of 2.6 does; others were not tried.
+DESTRUCTIBLE = (2, 13)
+
 
 @dataclass(frozen=True)
 class Membership:

@@ -1,0 +1,119 @@
+"""Methods of torch's own classes of tests on ranks: a class gets the mark, and nothing else of it changes.
+
+A MultiProcessTestCase starts processes for each of its methods, which make a process group by themselves; a
+MultiProcContinuousTest starts them for all, and makes the group. Here the ranks are these processes: a method finds its
+rank, the number of ranks (that of the mark), and a file for a store, and is called once, on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlaunch.pytest import group_names
+
+FILE = "_mlaunch_file"  # the attribute with the name of the file that the ranks of a test share
+_MODULE = "torch.testing._internal.common_distributed"
+_FOR_A_METHOD = {"MultiProcessTestCase"}
+_adapted: dict[type[unittest.TestCase], type[unittest.TestCase]] = {}  # of this rank
+_FOR_A_CLASS = {"MultiProcContinuousTest", "MultiProcContinousTest"}  # the latter before torch 2.7
+
+
+def file_for(item: pytest.Function) -> dict[str, str]:
+    """Returns the attribute that a test of such a class has on its ranks; nothing for other classes."""
+    if not _bases(item.cls) & _FOR_A_METHOD:
+        return {}
+    return {FILE: str(item._request.getfixturevalue("tmp_path") / "store")}
+
+
+def _bases(owner: type[Any] | None) -> set[str]:
+    return {base.__name__ for base in getattr(owner, "__mro__", ()) if base.__module__ == _MODULE}
+
+
+# On the ranks
+
+
+def on_ranks(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
+    """Returns a subclass whose methods run here, in this rank; of a class that starts no processes, the class."""
+    if owner not in _adapted:
+        _adapted[owner] = _adapt(owner)
+    return _adapted[owner]
+
+
+def _adapt(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
+    bases, changes = _bases(owner), dict[str, Any]()
+    if bases & _FOR_A_METHOD:
+        changes = {"join_or_run": _alone, "_spawn_processes": _nothing, "_fork_processes": _nothing}
+    elif bases & _FOR_A_CLASS:
+        changes = {"_worker_run_main_wait": _in_the_group, **_OF_A_CLASS}
+    else:
+        return owner
+    import torch.distributed as dist
+
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    names = {name: getattr(owner, name) for name in ("__module__", "__qualname__")}
+    return type(owner.__name__, (owner,), {**changes, **place, **names})
+
+
+def _nothing(*_: Any) -> None:
+    """Starts no processes, and makes no group."""
+
+
+_OF_A_CLASS = {
+    **dict.fromkeys(("_ensure_processes_spawned", "_spawn_processes", "_init_pg"), staticmethod(_nothing)),
+    **dict.fromkeys(("processes", "task_queues", "completion_queues"), ()),
+}
+
+
+def _in_the_group(case: Any, function: Callable[[], object]) -> Any:
+    """Returns the method that runs the test's function; the ranks' own process group is its."""
+
+    @functools.wraps(function)
+    def run(case: Any) -> None:
+        import torch.distributed as dist
+
+        case.rank, case.pg = dist.get_rank(), dist.group.WORLD  # before it, this is the process that starts others
+        with _skips():
+            function()
+
+    return types.MethodType(run, case)
+
+
+def _alone(case: Any, function: Callable[[], object]) -> Any:
+    """Returns the method that runs the test's function, which makes a process group by itself."""
+
+    @functools.wraps(function)
+    def run(case: Any) -> None:
+        import torch.distributed as dist
+
+        own = case.file_name  # which is removed by each rank, while others may still use what they share
+        case.rank, case.file_name = dist.get_rank(), getattr(case, FILE)
+        group_names.leave_world()
+        try:
+            with _skips():
+                function()
+        finally:
+            case.file_name = own
+            group_names.leave_world()
+
+    return types.MethodType(run, case)
+
+
+@contextlib.contextmanager
+def _skips() -> Any:
+    """Takes the exit codes by which torch's decorators skip a test in a process of its own for what they mean."""
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    try:
+        yield
+    except SystemExit as leaving:
+        found = [skip.message for skip in TEST_SKIPS.values() if skip.exit_code == leaving.code]
+        if not found:
+            raise
+        raise unittest.SkipTest(found[0]) from None
