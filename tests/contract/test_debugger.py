@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,44 @@ def test_several_wait_for_their_turn(terminal: Terminal) -> None:
     terminal.until(f"(Pdb, rank {1 - rank}) ")
     terminal.type("c")
     terminal.until("values [")
+    assert terminal.end() == 0
+
+
+@doing("all break")
+def test_words_for_several_ranks(terminal: Terminal) -> None:
+    terminal.until("(Pdb, rank ")
+    first = int(terminal.until(") ")[0])
+    mine, other = f"(Pdb, rank {first}) ", f"(Pdb, rank {1 - first}) "
+    while True:  # until the other one has stopped, too
+        terminal.type("who")
+        if terminal.until(mine).count("has stopped at train.py:") == 2:
+            break
+    terminal.type("all p scale")
+    assert "[0] 5.0\n[1] 15.0\n" in terminal.until(mine)
+    terminal.type("all n")
+    assert terminal.until(mine).count('-> if way == "asks":') == 2
+    terminal.type(f"ranks {1 - first} scale = 1.0")
+    terminal.until(mine)
+    terminal.type(f"switch {1 - first}")
+    terminal.until(other)
+    terminal.type("p scale")
+    assert "1.0" in terminal.until(other)
+    terminal.type("ranks 0,7 n")
+    assert "rank 7 of train(): not at a prompt" in terminal.until(other)
+    terminal.type("all c")
+    total = (7.0, 17.0)[first]
+    terminal.until(f"values [{total}, {total}]")
+    assert terminal.end() == 0
+
+
+@doing("breaks")
+def test_who_is_where(terminal: Terminal) -> None:
+    seen = terminal.until(PROMPT)
+    while "all_reduce" not in seen:
+        terminal.type("who")
+        seen = terminal.until(PROMPT)
+    assert re.search(r"rank 0 .*all_reduce.*\nrank 1 has stopped at train.py:\d+ in train\n", seen)
+    terminal.type("q")
     assert terminal.end() == 0
 
 

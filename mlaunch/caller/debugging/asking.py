@@ -72,6 +72,7 @@ def ask(prompt: str, drive: Callable[[int], bool]) -> str | None:
             line = input(prompt)
     except KeyboardInterrupt:
         if not question.void:
+            print(flush=True)  # below the prompt
             raise
     except EOFError:
         print(flush=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.base.text import name_ranks
@@ -11,10 +12,15 @@ from mlaunch.caller.debugging import asking, words
 from mlaunch.caller.debugging.prompts import Prompts
 from mlaunch.caller.debugging.words import ForRanks, TellWho
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.protocol import failures
+from mlaunch.caller.why_text import view_of
+from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import PromptLine
 from mlaunch.protocol.messages.launch_messages import RankStarted
+from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
+from mlaunch.protocol.visitors import WHY
+
+_WHO = -1  # the number of a question that the watch for stalls does not ask
 
 
 class DebuggedHandle(LaunchHandle):
@@ -25,15 +31,16 @@ class DebuggedHandle(LaunchHandle):
         self._debuggers: dict[int, Channel] = {}  # of ranks
         self._prompts = Prompts(self.relay.output.write)
         self._goes_on = True
+        self._tells_who = False  # to the user, once the agent has told it
 
     def timeout(self) -> float | None:
-        due = (super().timeout(), None if self._is_ending else self._prompts.timeout())
+        due = (super().timeout(), None if self._is_busy else self._prompts.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def step(self) -> bool:
         """Takes in what has come; then it asks the user, if a rank waits for that. False after the last word."""
         self._goes_on = super().step()
-        while self._goes_on and not self._is_ending and (found := self._prompts.next()) is not None:
+        while self._goes_on and not self._is_busy and (found := self._prompts.next()) is not None:
             self._ask(*found)
         return self._goes_on
 
@@ -46,6 +53,10 @@ class DebuggedHandle(LaunchHandle):
     def _is_ending(self) -> bool:
         return self.ending or self.outcome.failed
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._is_ending or self._tells_who
+
     # What ranks say
 
     def _show(self, record: object, fds: Sequence[int]) -> None:
@@ -53,7 +64,11 @@ class DebuggedHandle(LaunchHandle):
             channel = self._debuggers[record.rank] = Channel.adopt(fds[0])
             self.relay.watch(channel.fileno())
             fds = fds[1:]
-        super()._show(record, fds)
+        if isinstance(record, StatusTold) and record.number == _WHO:
+            self._tells_who = False
+            self.relay.output.write(self._who(visitors.read_status(fds[0])["ranks"]))
+        else:
+            super()._show(record, fds)
 
     def _take_answers(self, ready: set[int]) -> None:
         for rank, channel in list(self._debuggers.items()):
@@ -85,7 +100,8 @@ class DebuggedHandle(LaunchHandle):
         if isinstance(wish, ForRanks):
             self._pass_on(wish)
         elif isinstance(wish, TellWho):
-            self.relay.output.write(self._who(rank))
+            self._tells_who = True
+            self.agent.try_send(TellStatus(_WHO, WHY))
         elif self._have_stopped([wish.rank]):
             self._prompts.switch(wish.rank)
 
@@ -109,12 +125,11 @@ class DebuggedHandle(LaunchHandle):
         stopped = self._prompts.stopped()
         others = [rank for rank in ranks if rank not in stopped]
         if others:
-            self.relay.output.write(f"{name_ranks(others)} of {self.spec.name}: not at a prompt; {self._who(-1)}")
+            self.relay.output.write(f"{name_ranks(others)} of {self.spec.name}: not at a prompt (who says more)\n")
         return not others
 
-    def _who(self, present: int) -> str:
-        """Says where each rank is, a line each."""
+    def _who(self, ranks: Sequence[Mapping[str, Any]]) -> str:
+        """Says where each rank is, a line each. ``ranks``: as the agent has told of them."""
         stopped = self._prompts.stopped()
-        lines = [f"{'*' if rank == present else ' '} rank {rank} at {place}\n" for rank, place in stopped.items()]
-        others = [rank for rank in self.history.started if rank not in stopped]
-        return "".join([*lines, *([f"  {name_ranks(others)}: running\n"] if others else [])])
+        places = [(rank["rank"], stopped.get(rank["rank"]), view_of(rank).doing) for rank in ranks]
+        return "".join(f"rank {rank} {f'has stopped at {at}' if at else doing}\n" for rank, at, doing in places)

@@ -16,6 +16,11 @@ from mlaunch.rank.debugging.talk import Talk
 
 _Stack = list[tuple[FrameType, int]]
 _STEPS = {"next", "n", "step", "s", "until", "unt", "return", "r", "jump", "j", "continue", "cont", "c"}
+_SEVERAL = """\
+all COMMAND         gives a command to all ranks that have stopped ("all n")
+ranks 1,3 COMMAND   gives it to some of them
+switch 2            goes to the prompt of rank 2
+who                 says where each rank is"""
 _FAILED = "the function has failed here and cannot go on; look around, q ends the launch"
 
 
@@ -90,6 +95,18 @@ class RankPdb(pdb.Pdb):
         self.error("a rank cannot be started again from here; q ends the launch")
         return False
 
+    def do_interact(self, arg: str) -> None:
+        """interact
+
+        Start a Python prompt here, with all names of this place; the end of input (Ctrl-D) leads back.
+        """
+        with contextlib.redirect_stdout(self._talk), contextlib.redirect_stderr(self._talk):
+            super().do_interact(arg)
+
+    def help_all(self) -> None:
+        """Tells of the words that the caller obeys."""
+        self.message(_SEVERAL)
+
     def do_EOF(self, arg: str) -> bool:
         """EOF
 
@@ -101,6 +118,7 @@ class RankPdb(pdb.Pdb):
     do_c = do_cont = do_continue
     do_q = do_exit = do_quit
     do_restart = do_run
+    help_ranks = help_switch = help_who = help_all
 
 
 def place_of(frame: FrameType, line: int) -> str:
