@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from mlaunch.rank.for_users.current_device import device
     from mlaunch.rank.for_users.logs import RankZeroFilter
-    from mlaunch.rank.for_users.progress import progress
+    from mlaunch.rank.for_users.progress import progress, step
     from mlaunch.rank.for_users.reporting import report
     from mlaunch.rank.joining.join import (
         init_process_group,
@@ -70,7 +70,7 @@ _NAMES = {
     "mlaunch.rank.joining.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
     "join_from_torch",
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
-    "mlaunch.rank.for_users.progress": "progress",
+    "mlaunch.rank.for_users.progress": "progress step",
     "mlaunch.rank.for_users.reporting": "report",
     "mlaunch.rank.stop_point": "stopping",
     "mlaunch.rendezvous.client": "Client",
@@ -124,6 +124,7 @@ __all__ = [
     "progress",
     "report",
     "scatter",
+    "step",
     "stopping",
     "synchronized",
     "warm_up",

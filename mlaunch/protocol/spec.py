@@ -78,6 +78,23 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
+class ProfileOrder:
+    """Which steps of which ranks are to be profiled. ``ranks``: None for all."""
+
+    directory: str  # where each rank writes its part, ``part_of``
+    first: int
+    last: int  # the one after them
+    ranks: tuple[int, ...] | None = None
+
+    def wants(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def part_of(self, rank: int) -> str:
+        """Returns the path of a rank's part."""
+        return f"{self.directory}/rank-{rank}.json"
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
 
@@ -116,6 +133,7 @@ class LaunchSpec:
     stall: float | None = None  # seconds without progress after which its caller says so; None: never
     stall_ends: bool = False  # and ends it
     debug: bool = False  # its caller debugs: each rank has a channel to it
+    profile: ProfileOrder | None = None
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 
     @property

@@ -29,6 +29,7 @@ from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
 from mlaunch.rank.setup.process import StampedFile
+from mlaunch.rank.step_profile import StepProfile
 
 if TYPE_CHECKING:
     import torch
@@ -171,13 +172,20 @@ class FunctionRank(Rank):
         self._enter(Phase.RECEIVING)
         function, call = self._receive(task)
         self._enter(Phase.RUNNING)
-        run = function if self._debugger is None else functools.partial(self._debugger.run, function)
-        value = run(*call.args, **call.kwargs)
+        value = self._call(function, call)
         slow_imports.conclude()
         self._send(self._outcome_of(call, value))
         late_imports.note(leads=self._args.local_rank == 0)
         del function, call, run, value  # and with them what memory they hold, which the others may need
         self._enter(self._AFTERWARDS)
+
+    def _call(self, function: Callable[..., Any], call: Call) -> Any:
+        run = function if self._debugger is None else functools.partial(self._debugger.run, function)
+        profile, rank = self._spec.profile, self._spec.rank(self._args.local_rank)
+        if profile is None or not profile.wants(rank):
+            return run(*call.args, **call.kwargs)
+        with StepProfile(profile, rank):
+            return run(*call.args, **call.kwargs)
 
     def _outcome_of(self, _call: Call, value: object) -> object:
         """Returns what is to be answered, for what the function has returned."""

@@ -21,6 +21,7 @@ from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch import hints
+from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
@@ -62,15 +63,18 @@ def call_on_ranks(
     order = StopOrder(options.stop_on)
 
     def attempt(time_left: float | None, restart_count: int) -> Ended:
-        return _attempt(options, call, name, Attempt(restart_count, time_left), order)
+        return _attempt(options, call, name, Attempt(restart_count, time_left, trace.order), order)
 
     try:
         # Python runs signal handlers between any two steps, also between receiving a descriptor and keeping it: of
         # 400 interrupts within the first 12 ms of a call some leaked descriptors, and one lost the fork server's
         # first word.
-        with order, interrupts.deferred():
+        with order, interrupts.deferred(), CallTrace(options) as trace:
             again = options.deadline, options.max_restarts
-            return with_restarts(attempt, name, *again, warn_caller, lambda: order.reason)
+            ended = with_restarts(attempt, name, *again, warn_caller, lambda: order.reason)
+            with interrupts.allowed():  # it may take long
+                trace.finish(ended, warn_caller)
+            return ended
     except OSError as error:
         rlimits.name_limit(error)
         raise

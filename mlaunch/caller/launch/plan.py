@@ -19,7 +19,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
-from mlaunch.protocol.spec import Context, LaunchSpec, Rendezvous, new_launch_id
+from mlaunch.protocol.spec import Context, LaunchSpec, ProfileOrder, Rendezvous, new_launch_id
 from mlaunch.rank.setup import device
 
 _log = logging.getLogger("mlaunch")
@@ -39,6 +39,7 @@ class Attempt:
 
     restart_count: int
     time_left: float | None
+    profile: ProfileOrder | None = None
 
 
 def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
@@ -46,6 +47,8 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed.local_world_size, world_size)
+    if attempt.profile is not None:
+        _check_profile(attempt.profile, placed.local_world_size, world_size)
     if lacks := rlimits.too_few_files(placed.local_world_size):
         _log.warning("%s: %s", name, lacks)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
@@ -76,6 +79,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         debug=options.debug,
         stall_ends=stall_option.parse(options.stall)[1],
         rank0_only=options.results == "rank0",
+        profile=attempt.profile,
         gather_all=options.gather == "all" and world_size > placed.local_world_size,
     )
 
@@ -91,6 +95,15 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
             f"world_size={world_size} with {here} rank(s) on this machine and port=0: the machines of a launch "
             f"must agree on the port of the one with rank 0; allowed: 1 to 65535"
         )
+
+
+def _check_profile(order: ProfileOrder, here: int, world_size: int) -> None:
+    if world_size > here:
+        raise ValueError(f"profile= with world_size={world_size}: {here} of these ranks are on this machine, and the "
+                         f"clocks of machines differ; allowed: a launch on one machine, or torch.profiler in the "
+                         f"function")  # fmt: skip
+    if order.ranks is not None and max(order.ranks) >= world_size:
+        raise ValueError(f"profile_ranks={list(order.ranks)} with {world_size} ranks: allowed: 0 to {world_size - 1}")
 
 
 def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-from mlaunch.caller.options import peer_names
+from mlaunch.caller.options import peer_names, profile_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
@@ -53,7 +53,7 @@ class Options:
         flag="--nproc-per-node",
     )
     world_size: int | None = option(
-        None, Whole(1, optional=True), "Ranks on all machines (the flag: machines). None: ``n_gpus``.", flag="--nnodes"
+        None, Whole(1, optional=True), "Ranks on all machines (flag: machines). None: ``n_gpus``.", flag="--nnodes"
     )
     rank_start: int = option(
         0, Whole(0), "The first rank of this machine (the flag numbers machines).", flag="--node-rank"
@@ -215,6 +215,9 @@ class Options:
         "Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra "
         "``notebook`` there).",
     )
+    profile: str | os.PathLike[str] | None = profile_options.PROFILE
+    profile_steps: Sequence[int] = profile_options.STEPS
+    profile_ranks: Sequence[int] | None = profile_options.RANKS
     keep: float | None = option(
         None,
         Seconds(optional=True, none=""),

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mlaunch.caller.options.profile_options import check_profile
+
 HIGHEST_PORT = 65535
 
 
@@ -17,6 +19,7 @@ def check_together(given: Mapping[str, Any]) -> None:
     _check_engine(given)
     _check_lease(given)
     _check_debug(given)
+    check_profile(given)
 
 
 def _check_log_dir(given: Mapping[str, Any]) -> None:

@@ -40,6 +40,9 @@ class KeywordOptions(TypedDict, total=False):
     results: str
     output: str
     log_dir: str | os.PathLike[str] | None
+    profile: str | os.PathLike[str] | None
+    profile_steps: Sequence[int]
+    profile_ranks: Sequence[int] | None
     keep: float | None
     ranks: TakesCalls | None
     engine: PlacesRanks | None

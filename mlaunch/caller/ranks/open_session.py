@@ -22,6 +22,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 
 _INSTEAD = {
+    "profile": "it would have steps of many calls; profile in the function, with torch.profiler",
     "max_restarts": "it starts fresh ranks when they are lost; see restart=",
     "keep": "see idle_timeout=",
     "debug": "a decorated function does, for a call on ranks of its own",

@@ -134,6 +134,7 @@ class History:
             log_dir=log_dir,
             printed=printed,
             stopped=None if stop is None else Stopped(stop.reason, stop.asked, stop.look),
+            begun=time.time() - time.monotonic() + self.begun,
         )
 
     def _rank(self, row: _Row, spec: LaunchSpec, now: float) -> RankReport:

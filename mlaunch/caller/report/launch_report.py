@@ -22,6 +22,7 @@ class LaunchReport(LaunchRecord):
         world_size: Ranks of all machines.
         ranks: This machine's, in their order.
         log_dir: Where their output was written; None where it was not.
+        begun: When the call was made, in seconds of the epoch.
         stopped: That the ranks were asked to stop (``mlaunch.stopping``), why, when, and where they did; None: no.
     """
 

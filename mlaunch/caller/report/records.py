@@ -88,6 +88,7 @@ class LaunchRecord:
     log_dir: str | None = None
     printed: Mapping[int, bytes] | None = field(default=None, repr=False, compare=False)
     stopped: Stopped | None = None
+    begun: float = 0.0
 
     @property
     def title(self) -> str:

@@ -41,6 +41,7 @@ from mlaunch.rendezvous.address import LOOPBACK
 _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
     "ranks", "engine", "machines", "max_restarts", "start_method", "join", "stall",
+    "profile", "profile_steps", "profile_ranks",
 }  # fmt: skip
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)

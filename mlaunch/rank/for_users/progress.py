@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from mlaunch.protocol.board import Board
 
 T = TypeVar("T")
+
+
+class StepCount(Protocol):
+    """What counts steps, while something is to happen at some of them."""
+
+    def turn(self) -> None:
+        """Takes in that a turn of a loop is over."""
+
+    def step(self) -> None:
+        """Takes in that the function says so of a step."""
 
 
 @dataclass
@@ -18,6 +28,7 @@ class Slot:
     board: Board
     local_rank: int
     busy: bool = False  # a loop is being counted; one within it is not
+    steps: StepCount | None = None
 
 
 slot: Slot | None = None  # set by the worker
@@ -41,6 +52,16 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
     if slot is None:
         return _alone(iterable, desc, total)
     return iterable if slot.busy else _counted(iterable, desc, _total(iterable, total), slot)
+
+
+def step() -> None:
+    """Says that a step of this rank is over, for ``profile=``, where no loop of ``mlaunch.progress`` counts the steps.
+
+    Once it was called, turns of ``mlaunch.progress`` do not count. Call it equally often on all ranks that are
+    profiled. In a process that is no rank of a launch, or without ``profile=``, it does nothing.
+    """
+    if slot is not None and slot.steps is not None:
+        slot.steps.step()
 
 
 def _alone(iterable: Iterable[T], desc: str, total: int | None) -> Iterable[T]:
@@ -70,5 +91,7 @@ def _counted(iterable: Iterable[T], desc: str, total: int, here: Slot) -> Iterat
         for done, item in enumerate(iterable, 1):
             yield item
             here.board.count(here.local_rank, done)
+            if here.steps is not None:
+                here.steps.turn()
     finally:
         here.busy = False

@@ -1,0 +1,196 @@
+"""Makes one trace of those that torch.profiler has written of a launch's ranks, event by event.
+
+Ranks write process numbers and flow numbers that others have, too (device 0 of each is "process" 0), and times that
+count from a moment which each part names. Here each rank has numbers of its own, and all times count from the moment at
+which the call was made. No trace is ever in memory as a whole: those of real steps have hundreds of megabytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from json import JSONDecoder
+from typing import IO, Any
+
+from mlaunch.caller.report.records import LaunchRecord, RankReport
+
+_EVENTS, _BASE = "traceEvents", "baseTimeNanoseconds"
+_READ = 1 << 20  # characters
+_PROCESSES = 1000  # numbers of each rank: its own, and those of its devices and what else the profiler calls a process
+_FLOWS = frozenset("stfbenSTpF")  # kinds of events that are tied to others by an ID
+_LEVEL = 5  # of compression
+_decoder = JSONDecoder(strict=False)  # names of kernels may hold anything
+_LONGEST = 16 * _READ  # of a value: what is longer is none
+
+
+class CutTraceError(ValueError):
+    """The text of a trace ends too early."""
+
+
+class _Text:
+    """The text of a file from where it was read to, a part at a time."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._buffer, self._at = "", 0
+
+    def next(self) -> str:
+        """Returns the next character that is no space, and stays before it."""
+        while True:
+            while self._at < len(self._buffer) and self._buffer[self._at].isspace():
+                self._at += 1
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            self._read()
+
+    def skip(self, *characters: str) -> None:
+        """Goes past one of these."""
+        if self.next() not in characters:
+            raise CutTraceError(f"no {' or '.join(characters)} where there should be one")
+        self._at += 1
+
+    def value(self) -> Any:
+        """Reads a value. What follows it must be there, too: of a number a part looks whole."""
+        self.next()
+        while True:
+            try:
+                found, end = _decoder.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError:
+                end = len(self._buffer)
+            if end < len(self._buffer):
+                self._at = end
+                return found
+            self._read()
+
+    def _read(self) -> None:
+        more = self._file.read(_READ)
+        if not more:
+            raise CutTraceError("it ends too early")
+        if len(self._buffer) - self._at > _LONGEST:
+            raise CutTraceError("it holds what is no JSON")
+        self._buffer, self._at = self._buffer[self._at :] + more, 0
+
+
+def events_of(path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of a trace, and each of its events as one of the name "traceEvents".
+
+    Raises:
+        CutTraceError: It ends too early.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = _Text(file)
+        text.skip("{")
+        while text.next() != "}":
+            name = text.value()
+            text.skip(":")
+            if name == _EVENTS:
+                for event in _elements(text):
+                    yield name, event
+            else:
+                yield name, text.value()
+            if text.next() == ",":
+                text.skip(",")
+
+
+def _elements(text: _Text) -> Iterator[Any]:
+    text.skip("[")
+    while text.next() != "]":
+        yield text.value()
+        if text.next() == ",":
+            text.skip(",")
+    text.skip("]")
+
+
+def write(target: str, report: LaunchRecord, parts: Mapping[int, str], *, compressed: bool) -> dict[int, str]:
+    """Writes the trace of a launch, with the parts of these ranks. Returns why a part is not whole there, by rank."""
+    lacks: dict[int, str] = {}
+    open_it: Any = functools.partial(gzip.open, compresslevel=_LEVEL) if compressed else open
+    with open_it(target, "wt", encoding="utf-8") as file:
+        file.write(f'{{"displayTimeUnit":"ms","{_BASE}":{round(report.begun * 1e9)},"{_EVENTS}":[\n')
+        for number, event in enumerate(_events(report, parts, lacks)):
+            file.write(f"{',' if number else ' '}{json.dumps(event, separators=(',', ':'))}\n")
+        file.write("]}\n")
+    return lacks
+
+
+def _events(report: LaunchRecord, parts: Mapping[int, str], lacks: dict[int, str]) -> Iterator[dict[str, Any]]:
+    ranks = max((rank.rank for rank in report.ranks), default=0) + 1
+    for rank in report.ranks:
+        yield from _timeline(rank, report)
+        try:
+            if rank.rank in parts:
+                yield from _renumbered(parts[rank.rank], _Numbers(rank, ranks), report.begun)
+        except CutTraceError as error:
+            lacks[rank.rank] = str(error)
+
+
+def _timeline(rank: RankReport, report: LaunchRecord) -> Iterator[dict[str, Any]]:
+    """Yields what the launch itself knows of a rank."""
+    pid = (rank.rank + 1) * _PROCESSES
+    named = {"name": f"rank {rank.rank} (pid {rank.pid}, {rank.device}) of {report.name}"}
+    yield {"name": "process_name", "ph": "M", "pid": pid, "args": named}
+    yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
+    yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": "mlaunch"}}
+    yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": -1}}
+    for span in rank.spans:
+        yield {"name": span.phase, "ph": "X", "cat": "mlaunch", "pid": pid, "tid": 0, "ts": round(span.start * 1e6, 3),
+               "dur": round((span.end - span.start) * 1e6, 3), "args": {"end": rank.end}}  # fmt: skip
+
+
+class _Numbers:
+    """Gives what one rank numbers numbers of its own. ``ranks``: how many there are."""
+
+    def __init__(self, rank: RankReport, ranks: int) -> None:
+        self.rank, self._ranks = rank, ranks
+        self._pids: dict[Any, int] = {rank.pid: (rank.rank + 1) * _PROCESSES}
+
+    def of_process(self, pid: Any) -> int:
+        first = (self.rank.rank + 1) * _PROCESSES
+        return self._pids.setdefault(pid, first + len(self._pids))
+
+    def of_flow(self, number: Any) -> Any:
+        """Returns a number where it is one: readers take texts for numbers to the base of 16."""
+        if isinstance(number, int):
+            return number * self._ranks + self.rank.rank
+        return f"{self.rank.rank}-{number}"
+
+    def names_the_rank(self, event: Mapping[str, Any]) -> bool:
+        """Tells whether the event names the rank's process, as the timeline has done."""
+        kind = str(event.get("name"))
+        return event.get("ph") == "M" and event["pid"] == self.rank.pid and kind.startswith("process_")
+
+
+def _renumbered(path: str, numbers: _Numbers, begun: float) -> Iterator[dict[str, Any]]:
+    """Yields the events of a part. What names a process comes with its first event: the profiler names all devices."""
+    base = 0.0
+    names: dict[Any, list[dict[str, Any]]] = {}  # of processes that have had no event
+    seen: set[Any] = set()
+    for name, value in events_of(path):
+        if name == _BASE:
+            base = float(value) / 1e3
+        elif name != _EVENTS or not isinstance(value, dict) or "pid" not in value or numbers.names_the_rank(value):
+            continue
+        elif value.get("ph") == "M" and value["pid"] not in seen:
+            names.setdefault(value["pid"], []).append(value)
+        else:
+            seen.add(value["pid"])
+            for event in (*names.pop(value["pid"], ()), value):
+                yield _moved(event, numbers, base - begun * 1e6)
+
+
+def _moved(event: Mapping[str, Any], numbers: _Numbers, shift: float) -> dict[str, Any]:
+    """Returns the event with the rank's numbers. ``shift``: microseconds between the part's first moment and ours."""
+    moved = {**event, "pid": numbers.of_process(event["pid"])}
+    if event.get("ph") == "M":
+        moved.pop("ts", None)
+        if event.get("name") == "process_name":
+            moved["args"] = {"name": f"rank {numbers.rank.rank}: {event.get('args', {}).get('name', '')}"}
+        elif event.get("name") == "process_sort_index":
+            moved["args"] = {"sort_index": moved["pid"]}
+    elif isinstance(event.get("ts"), int | float):
+        moved["ts"] = round(event["ts"] + shift, 3)
+    if event.get("ph") in _FLOWS and "id" in event:
+        moved["id"] = numbers.of_flow(event["id"])
+    return moved

@@ -1,0 +1,85 @@
+"""Profiles some steps of one call of this rank with torch's profiler, for ``profile=``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.protocol.spec import ProfileOrder
+from mlaunch.rank.for_users import progress
+
+if TYPE_CHECKING:
+    from torch import profiler
+
+
+class StepProfile:
+    """Holds while the function runs. A step ends with a turn of ``mlaunch.progress``, or with ``mlaunch.step()``.
+
+    Once ``step`` was called, turns do not count. A profiler that fails is told of and left, and the run goes on.
+    """
+
+    def __init__(self, order: ProfileOrder, rank: int) -> None:
+        self._order, self._rank = order, rank
+        self._turns_count = True
+        self._profile: profiler.profile | None = None
+
+    def __enter__(self) -> None:
+        self._try(self._begin)
+        if progress.slot is not None:
+            progress.slot.steps = self
+
+    def __exit__(self, *_: object) -> None:
+        if progress.slot is not None:
+            progress.slot.steps = None
+        self._end()
+
+    def turn(self) -> None:
+        """Counts a turn of a loop."""
+        if self._turns_count:
+            self._count()
+
+    def step(self) -> None:
+        """Counts a step that the function has named."""
+        self._turns_count = False
+        self._count()
+
+    def _begin(self) -> None:
+        from torch import profiler
+
+        made: Any = profiler.profile(schedule=self._at, on_trace_ready=self._write)
+        made.start()
+        self._profile = made
+
+    def _count(self) -> None:
+        running = self._profile
+        if running is not None:
+            self._try(running.step)
+        if running is not None and running.step_num > self._order.last:
+            self._end()
+
+    def _end(self) -> None:
+        running, self._profile = self._profile, None
+        if running is not None:
+            self._try(running.stop)
+
+    def _at(self, step: int) -> profiler.ProfilerAction:
+        """Says what the profiler does in a step: it gets ready in the one before the first."""
+        from torch.profiler import ProfilerAction
+
+        first, last = self._order.first, self._order.last
+        if first <= step < last:
+            return ProfilerAction.RECORD_AND_SAVE if step == last - 1 else ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
+
+    def _write(self, recorded: profiler.profile) -> None:
+        recorded.export_chrome_trace(self._order.part_of(self._rank))
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # of torch's, of CUPTI's, of a full disk: the run is worth more
+            self._profile = None
+            # No warning: a filter of the user's may make an exception of it, in the middle of his loop.
+            what = f"{type(error).__name__}: {error}"
+            print(f"mlaunch: rank {self._rank} is not profiled: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,160 @@
+"""``profile=``: some steps of some ranks, in one file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mlaunch
+from mlaunch import LaunchError, Ranks, launcher
+from tests.contract.test_engine_calls import Threads
+
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
+
+
+def train(steps: int = 6) -> int:
+    for _ in mlaunch.progress(range(steps)):
+        dist.all_reduce(torch.ones(8))
+    return dist.get_rank()
+
+
+def train_by_hand() -> None:
+    for _ in mlaunch.progress(range(4)):
+        for _ in range(2):
+            torch.ones(8).sum()
+            mlaunch.step()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def steps_of(events: list[dict[str, Any]]) -> dict[int, list[str]]:
+    """The steps that stand there, by rank."""
+    found: dict[int, list[str]] = {}
+    for event in events:
+        if event["name"].startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
+            found.setdefault(event["pid"] // 1000 - 1, []).append(event["name"].partition("#")[2])
+    return found
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_track_for_each_rank_and_one_clock(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    ours = launcher(train, 2, profile=path, profile_steps=(2, 4))
+    assert ours() == [0, 1]
+    events = read(path)
+    assert steps_of(events) == {0: ["2", "3"], 1: ["2", "3"]}
+    assert sum("all_reduce" in event["name"] for event in events) >= 4
+    spans = {(event["pid"], event["name"]): event for event in events if event.get("cat") == "mlaunch"}
+    for event in events:
+        if event["name"].startswith("ProfilerStep#"):
+            run = spans[event["pid"] // 1000 * 1000, "run"]
+            assert run["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= run["ts"] + run["dur"]
+    assert os.listdir(tmp_path) == ["trace.json.gz"]
+    assert ours.last is not None
+    assert ours.last.begun > 0
+
+
+def test_steps_that_the_function_counts(tmp_path: Path) -> None:
+    launcher(train_by_hand, 2, profile=tmp_path / "trace.json", profile_steps=(0, 3), profile_ranks=[1])()
+    events = read(tmp_path / "trace.json")
+    assert steps_of(events) == {1: ["0", "1", "2"]}
+    assert {event["pid"] for event in events if event.get("cat") == "mlaunch"} == {1000, 2000}
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_function_that_ends_before(tmp_path: Path) -> None:
+    """What it came to stands there; if that is nothing, it is told."""
+    path = tmp_path / "trace.json"
+    launcher(train, 1, profile=path, profile_steps=[1, 100])()
+    assert steps_of(read(path))[0][:5] == ["1", "2", "3", "4", "5"]
+    path.unlink()
+    with pytest.warns(RuntimeWarning, match=r"trace\.json' is not written: no rank came to step 7 of train\(\)"):
+        launcher(train, 1, profile=path, profile_steps=(7, 9))()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_function_that_fails(tmp_path: Path) -> None:
+    def fail() -> None:
+        train()
+        raise ValueError("no such luck")
+
+    with pytest.raises(ValueError, match="no such luck"):
+        launcher(fail, 2, profile=tmp_path / "trace.json", profile_steps=(1, 2))()
+    assert steps_of(read(tmp_path / "trace.json")) == {0: ["1"], 1: ["1"]}
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_rank_that_is_not_there_any_more(tmp_path: Path) -> None:
+    def die() -> None:
+        if dist.get_rank() == 0:
+            train_by_hand()
+        (tmp_path / f"{dist.get_rank()}").touch()
+        dist.barrier()
+        os._exit(3)
+
+    with (
+        pytest.raises(LaunchError),
+        pytest.warns(RuntimeWarning, match=r"trace\.json' lacks rank 1, which did not come to step 1"),
+    ):
+        launcher(die, 2, profile=tmp_path / "trace.json", profile_steps=(1, 2))()
+    assert steps_of(read(tmp_path / "trace.json")) == {0: ["1"]}
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_profiler_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def export(_: object, path: str) -> None:
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    ours = launcher(train, 1, profile=tmp_path / "trace.json", profile_steps=(1, 2), start_method="fork")
+    with pytest.warns(RuntimeWarning, match="is not written: no rank came to step 1"):
+        assert ours() == [0]
+    assert "rank 0 is not profiled: OSError: [Errno 28] No space left on device" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("no/trace.json", "No such file or directory"), ("", "it is a directory"), ("/proc/trace.json", "No such file")],
+)
+def test_a_path_that_cannot_be_written(tmp_path: Path, path: str, why: str) -> None:
+    def never() -> None:
+        (tmp_path / "it ran").touch()
+
+    with pytest.raises(OSError, match=rf"profile='.*' cannot be written: {why}"):
+        launcher(never, 1, profile=tmp_path / path)()
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_it_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "trace.json")
+    for options in ({"engine": Threads()}, {"keep": 5.0}):
+        with pytest.raises(ValueError, match=rf"profile='{path}' with {next(iter(options))}=: "):
+            launcher(train, 2, profile=path, **options)
+    with pytest.raises(ValueError, match=r"profile='.*' with submit\(\): allowed: None"):
+        launcher(train, 2, profile=path).submit()
+    with pytest.raises(ValueError, match=r"profile= with world_size=3: 2 of these ranks are on this machine"):
+        launcher(train, 2, world_size=3, port=29500, token="x" * 20, profile=path)()
+    with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\] with 2 ranks: allowed: 0 to 1"):
+        launcher(train, 2, profile=path, profile_ranks=[0, 2])()
+    with pytest.raises(ValueError, match=r"Ranks does not take profile \(it would have steps"):
+        Ranks(n_gpus=2, profile=path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_step_elsewhere_does_nothing() -> None:
+    mlaunch.step()
+    assert launcher(train, 1)() == [0]
