@@ -35,7 +35,8 @@ class ReportLog:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._kept: deque[Reported] = deque(maxlen=_KEPT)
+        # As ranks wrote them, with the rank: a sweep keeps those of all its runs, and most are never read.
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
         self._untold: list[Reported] = []
         self._told: list[Callable[[Reported], object]] = []
         self._board: Board | None = None
@@ -53,6 +54,11 @@ class ReportLog:
         with self._lock:
             self._look()
             self._board = None
+
+    def finish(self) -> None:
+        """Drops callbacks: nothing more comes."""
+        with self._lock:
+            self._told, self._untold, self._seen = [], [], []
 
     def tell(self, callback: Callable[[Reported], object]) -> None:
         """Has ``pass_on`` tell of what comes."""
@@ -80,21 +86,23 @@ class ReportLog:
         """Returns what there is, in the order of its coming."""
         with self._lock:
             self._look()
-            return list(self._kept)
+            kept = list(self._kept)
+        return [report for rank, data in kept for report in _parsed(rank, [data])]
 
     def latest(self) -> Reported | None:
         """Returns the one that came last."""
         with self._lock:
             self._look()
-            return self._kept[-1] if self._kept else None
+            kept = reversed(self._kept)
+            return next((report for rank, data in kept for report in _parsed(rank, [data])), None)
 
     def _look(self) -> None:
         for local_rank, seen in enumerate(self._seen if self._board is not None else ()):
             found, self._seen[local_rank] = self._board.ring(local_rank).read(seen)  # type: ignore[union-attr]
-            reports = list(_parsed(self._first_rank + local_rank, found))
-            self._kept += reports
+            rank = self._first_rank + local_rank
+            self._kept += ((rank, data) for data in found)
             if self._told:
-                self._untold += reports
+                self._untold += _parsed(rank, found)
 
 
 def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:

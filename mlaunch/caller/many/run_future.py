@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.reported import Reported, ReportLog
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import STACKS, ask
 
@@ -145,9 +148,11 @@ class Run(Future[list[Any]]):
             super().cancel()
             self.set_running_or_notify_cancel()
         elif error is not None or not isinstance(how, Ended):
-            self.set_exception(error)
+            self.set_exception(None if error is None else _without_locals(error))
         else:
             self.set_result(how.values)
+        with self._condition:
+            self._done_callbacks: list[Callable[[Future[list[Any]]], object]] = []  # which Future would keep
 
 
 @dataclass(eq=False)
@@ -167,3 +172,23 @@ class RunCourse:
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
     place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
+
+    def finish(self) -> None:
+        """Has those go on who wait for its end, and drops what only a run needs that goes on: a run may be kept."""
+        self.begins = self.place = _nothing
+        self.reports.finish()
+        self.over.set()
+
+
+def _nothing() -> None: ...
+
+
+def _without_locals(error: BaseException) -> BaseException:
+    """Returns the error without what the frames of its traceback hold: with it a run would keep its launch's handle."""
+    link, seen = error, [error]
+    while (following := link.__cause__ or link.__context__) is not None and following not in seen:
+        seen.append(following)
+        link = following
+    for link in seen:
+        traceback.clear_frames(link.__traceback__)
+    return without_ours(error) if hides_our_frames(error) else error

@@ -82,7 +82,7 @@ def drive(
         try:
             run._end(how)
         finally:
-            course.over.set()
+            course.finish()
 
     loop.add(steps_of(options, call, run.name, course), tell)
 

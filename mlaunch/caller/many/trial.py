@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -17,6 +18,8 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
+
+_PRINTED = 4096  # bytes of each rank's output that are kept with a trial: a sweep may have thousands
 
 
 class SweepOfTrials(Protocol):
@@ -78,7 +81,7 @@ class Trial(Run):
     def take(self, values: list[Any], seconds: float | None) -> None:
         """Takes the values that it had in an earlier sweep, instead of being run."""
         self._is_driven, self.seconds = True, seconds
-        self._course.over.set()
+        self._course.finish()
         self.set_result(values)
         self._sweep.has_ended(self)
 
@@ -117,9 +120,24 @@ class Trial(Run):
         if not self._course.cancelled:
             self._sweep.ends(self, how)
         try:
-            super()._end(how)
+            super()._end(_to_keep(how))
         finally:
             self._sweep.has_ended(self)
+
+
+def _to_keep(how: Ended | BaseException) -> Ended | BaseException:
+    """Returns how a trial ended, with less of what its ranks printed."""
+    if not isinstance(how, Ended):
+        return how
+    report = how.report()
+    if report.printed is not None:
+        ends = {rank: _last_lines(printed) for rank, printed in report.printed.items()}
+        report = dataclasses.replace(report, printed=ends)
+    return dataclasses.replace(how, report=lambda: report)
+
+
+def _last_lines(printed: bytes) -> bytes:
+    return printed if len(printed) <= _PRINTED else printed[-_PRINTED:].partition(b"\n")[2] or printed[-_PRINTED:]
 
 
 def arguments_of(call: Call) -> dict[str, Any]:

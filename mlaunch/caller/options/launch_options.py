@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 from mlaunch.caller.options import peer_names, profile_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
@@ -37,8 +37,7 @@ from mlaunch.caller.options.stall_option import StallLimit
 
 def about(name: str) -> About:
     """Says what the field of this name says."""
-    found: About = Options.__dataclass_fields__[name].metadata["about"]
-    return found
+    return cast(About, Options.__dataclass_fields__[name].metadata["about"])
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,7 @@ class Options:
     debug: bool = option(
         False,
         Switch(),
-        "The first rank that fails, or comes to a ``breakpoint()``, opens a prompt of pdb in this terminal or cell. No "
-        "``timeout``, ``deadline`` or ``stall`` counts. For calls from the main thread, with ranks on this machine.",
+        "A rank that fails, or calls ``breakpoint()``, opens pdb in this terminal or cell; no limit of time counts.",
     )
     max_restarts: int = option(
         0,
@@ -212,8 +210,7 @@ class Options:
     progress: bool = option(
         True,
         Switch(),
-        "Shows a line that tells how far the launch is, in a notebook and on a terminal (needs the extra "
-        "``notebook`` there).",
+        "Shows a line that tells how far the launch is: in notebooks, and on terminals (extra ``notebook``).",
     )
     profile: str | os.PathLike[str] | None = profile_options.PROFILE
     profile_steps: Sequence[int] = profile_options.STEPS

@@ -52,8 +52,8 @@ class SharedArea:
 
     def _show(self) -> str:
         self._shown = True
-        in_order = sorted(self._texts, key=lambda part: part.number)
-        return self._place.show("\n".join([*(self._texts[part] for part in in_order), self._total()]))
+        texts = [self._texts[part] for part in sorted(self._texts, key=lambda part: part.number)]
+        return self._place.show("\n".join([*texts, self._total()]))
 
 
 class AreaPart:
