@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cold, command, engines, failure, gather, large, memory, ranks, repeat, scale, warm
+from benchmarks import cold, command, engines, failure, gather, large, memory, rank_tests, ranks, repeat, scale, warm
 from benchmarks.measure import Row, table
 from benchmarks.report import words, write
 
@@ -25,6 +25,7 @@ _ALL = {
     "memory": memory.run,
     "repeat": repeat.run,
     "ranks": ranks.run,
+    "pytest": rank_tests.run,
     "scale": scale.run,
     "engines": engines.run,
 }

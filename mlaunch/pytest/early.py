@@ -1,19 +1,30 @@
-"""Starting the fork server while pytest still collects."""
+"""Starting the fork server while pytest still collects, with all that ranks of tests import: they have it then."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
+from _pytest.config import default_plugins
+
 from mlaunch.caller.server.warm import warm_server
 
-PRELOADED = ("pytest", "mlaunch.pytest.body")  # what all ranks of tests import
-_RECORDER = "coverage"  # they do if this process has
+PRELOADED = ("pytest", "mlaunch.pytest.body", "mlaunch.collectives.exchange", "mlaunch.collectives.local_group")
+_PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)  # which each rank's configuration has
+_SEEDED = "numpy.random"  # before each test, where it is installed; numpy itself imports it late
+_RECORDER = "coverage"  # ranks import it if this process has
+
+
+def prepare() -> None:
+    """Says what the fork server is to import; one that is there already stays as it is."""
+    if not warm_server.started:
+        numpy = (_SEEDED,) if importlib.util.find_spec("numpy") is not None else ()
+        wanted = (*PRELOADED, *_PYTESTS, *numpy, *((_RECORDER,) if _RECORDER in sys.modules else ()))
+        warm_server.preload = (*warm_server.preload, *(name for name in wanted if name not in warm_server.preload))
 
 
 def start() -> None:
-    """Starts it, with what ranks of tests import; a server that is there already stays as it is."""
-    if not warm_server.started:
-        wanted = (*PRELOADED, *((_RECORDER,) if _RECORDER in sys.modules else ()))
-        warm_server.preload = (*warm_server.preload, *(name for name in wanted if name not in warm_server.preload))
+    """Starts it; does not wait for it."""
+    prepare()
     warm_server.get(os.environ)

@@ -19,7 +19,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, explanation, isolation, rank_coverage, station, travel, workers
+from mlaunch.pytest import body, early, explanation, isolation, rank_coverage, station, travel, workers
 from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict
 from mlaunch.pytest.mark import Shape
 
@@ -65,6 +65,7 @@ class SharedRanks:
             raise
 
     def _started(self) -> Ranks:
+        early.prepare()
         return Ranks(
             restart=False,
             n_gpus=self.shape.size,

@@ -13,7 +13,7 @@ from mlaunch.base.fds import fix_size, memory_file
 from mlaunch.protocol import this_rank
 from mlaunch.pytest.crossing import Beginning, Verdict
 
-_PATIENCE = 0.05  # seconds for the others, once one has not passed
+_PATIENCE = 0.02  # seconds for the others to begin to run, once one has not passed
 _MOST_PATIENCE = 2.0  # for those who are not waiting for anything: the machine may be busy
 _PAUSE = 0.001
 _CELL = struct.Struct("=qq")  # the number of the test, the rank's pid
@@ -47,19 +47,23 @@ class Station:
         return False
 
     def _all_left(self, number: int) -> bool:
-        begun = time.monotonic()
+        begun = ran = time.monotonic()
         while missing := [pid for done, pid in _CELL.iter_unpack(self._board[:]) if done < number]:
-            waited = time.monotonic() - begun
-            if waited > _MOST_PATIENCE or (waited > _PATIENCE and not any(map(_runs, missing))):
+            now = time.monotonic()
+            ran = now if any(map(_runs, missing)) else ran
+            if now - begun > _MOST_PATIENCE or now - ran > _PATIENCE:
                 return False
             time.sleep(_PAUSE)
         return True
 
 
 def _runs(pid: int) -> bool:
-    """Tells whether a process runs, or would if there were a core for it."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"R"
+    """Tells whether a thread of a process runs, or would if there were a core: autograd has threads of its own."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] == b"R":
+                    return True
     return False
 
 
