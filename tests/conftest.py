@@ -25,6 +25,9 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
+from mlaunch.pytest import plugin
+from mlaunch.pytest.mark import WANTED
+from mlaunch.pytest.pool import POOL, RankPool
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks
 from tests.processes import alive, children, descendants, ours, session_of, wait_gone
@@ -46,6 +49,12 @@ LONGEST_FIRST = (
 )
 _REMOVAL_TIMEOUT = 10.0  # seconds
 interpreters = Watch()
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Loads the plugin where mlaunch is not installed (``tests/matrix/run``)."""
+    if not pluginmanager.is_registered(plugin):
+        pluginmanager.register(plugin, "mlaunch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,18 +114,29 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_ranks_stay(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of tests with the mark end with the file."""
+    yield
+    if (runner := request.config.pluginmanager.get_plugin(plugin.RUNNER)) is not None:
+        runner.pool.close()
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind():  # type: ignore[no-untyped-def]
+def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     if not TORCH:
         yield
         return
     warm_server.get(os.environ).ready()
-    before = _what_is_there()
+    if (wanted := request.node.stash.get(WANTED, None)) is not None:
+        request.config.stash[POOL].of(wanted.shape)  # they stay, so they are there before anything is counted
+    pool = request.config.stash.get(POOL, None)
+    before = _what_is_there(pool)
     yield
-    after = _what_is_there()
+    after = _what_is_there(pool)
     if after != before:
         mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
-        after = _what_is_there()
+        after = _what_is_there(pool)
     if _differs(before["shared memory"], after["shared memory"]):
         after["shared memory"] = _wait_for_removal(before["shared memory"])
     left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
@@ -145,12 +165,14 @@ def _difference(was: object, now: object) -> str:
     return f"{was} -> {now}"
 
 
-def _what_is_there() -> dict[str, object]:
+def _what_is_there(pool: RankPool | None) -> dict[str, object]:
     for replaced in warm_server._retired:
         replaced._wait(30)
     warm_server.get(os.environ)  # forgets them
     servers = [pid for pid in ours() if session_of(pid) == pid]
-    wait_gone([agent for server in servers for agent in children(server)])  # the last call's may still be exiting
+    stay = _agents(pool)
+    # The last call's may still be exiting.
+    wait_gone([agent for server in servers for agent in children(server) if agent not in stay])
     return {
         "processes": len(_outside_sessions(ours())),
         "in the fork server's session": _in_sessions(servers),  # one of an earlier test's may end only during this one
@@ -161,6 +183,11 @@ def _what_is_there() -> dict[str, object]:
         "runtime files": [str(path) for path in registry.home(os.environ).glob("*")],
         "shared memory": _shared_memory(),
     }
+
+
+def _agents(pool: RankPool | None) -> set[int]:
+    """The agents of ranks that stay for tests with the mark."""
+    return {shared.ranks.run(os.getppid)[0] for shared in (pool.sets.values() if pool else ()) if not shared.gone}
 
 
 def _shared_memory() -> set[str]:

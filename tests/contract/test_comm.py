@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import comm, launcher
 from mlaunch.collectives import exchange, seal, world
-from tests.contract.functions import error_of
+from tests.contract.functions import caught, error_of
 
 
 def on(size: int, function: Any, **options: Any) -> list[Any]:
@@ -52,221 +50,184 @@ def test_without_a_process_group() -> None:
         comm.gather(data, dst=1)
 
 
+@pytest.mark.ranks(3)
 def test_who_am_i() -> None:
-    def train() -> Any:
-        group = comm.get_local_process_group()
-        return comm.get_rank(), comm.get_local_rank(), comm.get_local_size(), comm.is_main_process(), group.size()
+    rank = dist.get_rank()
+    assert (comm.get_rank(), comm.get_local_rank(), comm.get_local_size()) == (rank, rank, 3)
+    assert comm.is_main_process() == (rank == 0)
+    assert comm.get_local_process_group().size() == 3
 
-    assert on(3, train) == [(0, 0, 3, True, 3), (1, 1, 3, False, 3), (2, 2, 3, False, 3)]
 
-
+@pytest.mark.ranks(3)
 def test_objects_of_unequal_size_reach_everybody() -> None:
-    def train() -> Any:
-        rank = comm.get_rank()
-        mine = {
-            "rank": rank,
-            "array": numpy.arange(700_000 * rank, dtype=numpy.int32),  # rank 0: nothing; others: out of band
-            "tensor": torch.full((rank + 1, 30_000), float(rank)),
-            "bytes": b"x" * (200_000 * rank),
-        }
-        mine["array"].flags.writeable = rank != 2
-        everyone = comm.all_gather(mine)
-        assert everyone[rank] is mine
-        everyone[rank - 1]["tensor"] += 1  # ours to write
-        return [
-            (one["rank"], one["array"].sum(dtype=int), tuple(one["tensor"].shape), len(one["bytes"]))
-            for one in everyone
-        ]
-
-    wanted = [
-        (rank, int(numpy.arange(700_000 * rank, dtype=numpy.int32).sum(dtype=int)), (rank + 1, 30_000), 200_000 * rank)
-        for rank in range(3)
-    ]
-    assert on(3, train) == [wanted] * 3
+    rank = comm.get_rank()
+    mine = {
+        "rank": rank,
+        "array": numpy.arange(700_000 * rank, dtype=numpy.int32),  # rank 0: nothing; others: out of band
+        "tensor": torch.full((rank + 1, 30_000), float(rank)),
+        "bytes": b"x" * (200_000 * rank),
+    }
+    mine["array"].flags.writeable = rank != 2
+    everyone = comm.all_gather(mine)
+    assert everyone[rank] is mine
+    everyone[rank - 1]["tensor"] += 1  # ours to write
+    for number, one in enumerate(everyone):
+        assert one["rank"] == number
+        assert one["array"].sum(dtype=int) == numpy.arange(700_000 * number, dtype=numpy.int32).sum(dtype=int)
+        assert tuple(one["tensor"].shape) == (number + 1, 30_000)
+        assert len(one["bytes"]) == 200_000 * number
 
 
+@pytest.mark.ranks(2, deadline=60)
 def test_buffers_as_large_as_those_that_travel_by_themselves_and_their_neighbours() -> None:
     """At the limit sender and receivers must choose the same way."""
     sizes = [exchange._LARGE + more for more in (0, 1, -1)]
-
-    def train() -> Any:
-        mine = [torch.full((size,), 10 * comm.get_rank() + i, dtype=torch.uint8) for i, size in enumerate(sizes)]
-        everyone = [*comm.all_gather(mine), *comm.gather(mine), comm.broadcast_object(mine, src=1)]
-        return [[(len(tensor), tensor.unique().tolist()) for tensor in tensors] for tensors in everyone]
-
+    mine = [torch.full((size,), 10 * comm.get_rank() + i, dtype=torch.uint8) for i, size in enumerate(sizes)]
+    everyone = [*comm.all_gather(mine), *comm.gather(mine), comm.broadcast_object(mine, src=1)]
+    found = [[(len(tensor), tensor.unique().tolist()) for tensor in tensors] for tensors in everyone]
     first, second = ([(size, [10 * rank + i]) for i, size in enumerate(sizes)] for rank in range(2))
-    assert on(2, train, timeout=30) == [[first, second, first, second, second], [first, second, second]]
+    assert found == ([first, second, first, second, second] if comm.get_rank() == 0 else [first, second, second])
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error")
 def test_a_large_buffer_that_may_not_be_written_to() -> None:
     """torch warns of memory that it could write to and must not."""
     size = 2 * exchange._LARGE
-
-    def train() -> Any:
-        given = numpy.frombuffer(bytes([comm.get_rank() + 1]) * size, dtype=numpy.uint8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            return [int(one.sum(dtype=int)) for one in comm.all_gather(given)]
-
-    assert on(2, train) == [[size, 2 * size]] * 2
+    given = numpy.frombuffer(bytes([comm.get_rank() + 1]) * size, dtype=numpy.uint8)
+    assert [int(one.sum(dtype=int)) for one in comm.all_gather(given)] == [size, 2 * size]
 
 
-def test_blobs_are_padded_up_to_a_limit() -> None:
+@pytest.mark.ranks(2)
+def test_blobs_are_padded_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A larger one travels at its own size, lest one among many small ones costs that of all."""
+    gather, padded = exchange._Link.gather_padded, []
 
-    def train() -> Any:
-        gather, padded = exchange._Link.gather_padded, []
+    def gather_and_tell(link: Any, blob: bytearray, sizes: list[int]) -> Any:
+        padded.append(max(sizes))
+        return gather(link, blob, sizes)
 
-        def gather_and_tell(link: Any, blob: bytearray, sizes: list[int]) -> Any:
-            padded.append(max(sizes))
-            return gather(link, blob, sizes)
-
-        exchange._Link.gather_padded = gather_and_tell  # type: ignore[method-assign]
-        besides = len(exchange._pack(b"x" * 1000).blob) - 1000
-        right = []
-        for size in (exchange._PADDED, exchange._PADDED + 1):
-            mine = b"" if comm.get_rank() == 0 else b"x" * (size - besides)
-            right.append(comm.all_gather(mine) == [b"", b"x" * (size - besides)])
-        return right, padded
-
-    assert on(2, train) == [([True, True], [exchange._PADDED])] * 2
+    monkeypatch.setattr(exchange._Link, "gather_padded", gather_and_tell)
+    besides = len(exchange._pack(b"x" * 1000).blob) - 1000
+    for size in (exchange._PADDED, exchange._PADDED + 1):
+        mine = b"" if comm.get_rank() == 0 else b"x" * (size - besides)
+        assert comm.all_gather(mine) == [b"", b"x" * (size - besides)]
+    assert padded == [exchange._PADDED]
 
 
-def test_values_of_several_chunks() -> None:
-    def train() -> Any:
-        exchange._CHUNK, exchange._LARGE, exchange._PADDED = 1000, 1500, 100
-        right = []
-        for size in (999, 1000, 1001, 1999, 2000, 3500):  # as blobs, and by themselves
-            values = [torch.arange(size).to(torch.uint8) + rank for rank in range(2)]
-            mine = values[comm.get_rank()]
-            pairs = [*zip(comm.all_gather(mine), values, strict=True), (comm.broadcast_object(mine, src=1), values[1])]
-            pairs += zip(comm.gather(mine, dst=1), values, strict=False)
-            right += [torch.equal(came, wanted) for came, wanted in pairs]
-        return right
+@pytest.mark.ranks(2, deadline=60)
+@pytest.mark.parametrize("size", [999, 1000, 1001, 1999, 2000, 3500])
+def test_values_of_several_chunks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As blobs, and by themselves."""
+    for name, value in {"_CHUNK": 1000, "_LARGE": 1500, "_PADDED": 100}.items():
+        monkeypatch.setattr(exchange, name, value)
+    values = [torch.arange(size).to(torch.uint8) + rank for rank in range(2)]
+    mine = values[comm.get_rank()]
+    pairs = [*zip(comm.all_gather(mine), values, strict=True), (comm.broadcast_object(mine, src=1), values[1])]
+    pairs += zip(comm.gather(mine, dst=1), values, strict=False)
+    assert len(pairs) == 3 + 2 * comm.get_rank()
+    assert all(torch.equal(came, wanted) for came, wanted in pairs)
 
-    assert on(2, train, timeout=30) == [[True] * 18, [True] * 30]
 
-
+@pytest.mark.ranks(3)
 def test_gather_gives_nothing_elsewhere() -> None:
-    def train() -> Any:
-        rank = comm.get_rank()
-        small = comm.gather(rank * 10, dst=1)
-        large = comm.gather(torch.full((400_000,), rank))
-        return small, [int(tensor[-1]) for tensor in large], error_of(lambda: comm.gather(1, dst=3))
-
-    refused = "ValueError: dst=3: the group has 3 rank(s); allowed: 0 to 2"
-    assert on(3, train) == [([], [0, 1, 2], refused), ([0, 10, 20], [], refused), ([], [], refused)]
+    rank = comm.get_rank()
+    assert comm.gather(rank * 10, dst=1) == ([0, 10, 20] if rank == 1 else [])
+    large = comm.gather(torch.full((400_000,), rank))
+    assert [int(tensor[-1]) for tensor in large] == ([0, 1, 2] if rank == 0 else [])
+    with pytest.raises(ValueError, match=r"dst=3: the group has 3 rank\(s\); allowed: 0 to 2"):
+        comm.gather(1, dst=3)
 
 
+@pytest.mark.ranks(2)
 def test_an_object_is_broadcast() -> None:
-    def train() -> Any:
-        rank = comm.get_rank()
-        none = comm.broadcast_object(None if rank == 0 else rank)
-        large = comm.broadcast_object(torch.ones(2**19) if rank == 1 else None, src=1)
-        return none, large.sum().item(), error_of(lambda: comm.broadcast_object(1, src=-1))
-
-    refused = "ValueError: src=-1: the group has 2 rank(s); allowed: 0 to 1"
-    assert on(2, train) == [(None, 2.0**19, refused)] * 2
+    rank = comm.get_rank()
+    assert comm.broadcast_object(None if rank == 0 else rank) is None
+    assert comm.broadcast_object(torch.ones(2**19) if rank == 1 else None, src=1).sum().item() == 2.0**19
+    with pytest.raises(ValueError, match=r"src=-1: the group has 2 rank\(s\); allowed: 0 to 1"):
+        comm.broadcast_object(1, src=-1)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["all_gather", "gather", "broadcast_object"])
 def test_what_cannot_be_pickled_is_an_error_everywhere(name: str) -> None:
-    def train() -> Any:
-        data = {"model": threading.Lock()} if comm.get_rank() == 0 else 1
-        texts = error_of(lambda: getattr(comm, name)(data))
-        return texts, comm.all_gather(comm.get_rank())
-
-    first, second = on(2, train)
-    assert first[0].startswith(
-        f"TypeError: {name}(): what this rank passed cannot be pickled: it['model'] is a _thread.lock ("
-    )
-    assert second[0] == f"TypeError: {name}(): rank 0 passed what cannot be pickled (its own error names it)"
-    assert first[1] == second[1] == [0, 1]  # and the group still works
+    data = {"model": threading.Lock()} if comm.get_rank() == 0 else 1
+    text = error_of(lambda: getattr(comm, name)(data))
+    if comm.get_rank() == 0:
+        ours = f"TypeError: {name}(): what this rank passed cannot be pickled: it['model'] is a _thread.lock ("
+        assert text.startswith(ours)
+    else:
+        assert text == f"TypeError: {name}(): rank 0 passed what cannot be pickled (its own error names it)"
+    assert comm.all_gather(comm.get_rank()) == [0, 1]  # the group still works
 
 
+@pytest.mark.ranks(3)
 def test_what_another_than_the_first_cannot_broadcast() -> None:
-    def train() -> Any:
-        data = threading.Lock() if comm.get_rank() == 1 else 1
-        return error_of(lambda: comm.broadcast_object(data, src=1)), comm.broadcast_object(comm.get_rank(), src=1)
-
-    first, second, third = on(3, train)
-    assert (
-        first
-        == third
-        == ("TypeError: broadcast_object(): rank 1 passed what cannot be pickled (its own error names it)", 1)
-    )
-    assert second[0].startswith(
-        "TypeError: broadcast_object(): what this rank passed cannot be pickled: it is a _thread.lock ("
-    )
-    assert second[1] == 1
+    data = threading.Lock() if comm.get_rank() == 1 else 1
+    text = error_of(lambda: comm.broadcast_object(data, src=1))
+    if comm.get_rank() == 1:
+        ours = "TypeError: broadcast_object(): what this rank passed cannot be pickled: it is a _thread.lock ("
+        assert text.startswith(ours)
+    else:
+        assert text == "TypeError: broadcast_object(): rank 1 passed what cannot be pickled (its own error names it)"
+    assert comm.broadcast_object(comm.get_rank(), src=1) == 1
 
 
+@pytest.mark.ranks(3)
 def test_groups_of_some_ranks() -> None:
-    def train() -> Any:
-        group = dist.new_group([1, 2], use_local_synchronization=True) if comm.get_rank() else None
-        if group is None:
-            return None
-        everyone = comm.all_gather(comm.get_rank(), group)
-        return everyone, comm.gather("x", 1, group), comm.broadcast_object(comm.get_rank(), 1, group)
-
-    assert on(3, train) == [None, ([1, 2], [], 2), ([1, 2], ["x", "x"], 2)]
+    if comm.get_rank() == 0:
+        return
+    group = dist.new_group([1, 2], use_local_synchronization=True)
+    assert comm.all_gather(comm.get_rank(), group) == [1, 2]
+    assert comm.gather("x", 1, group) == (["x", "x"] if comm.get_rank() == 2 else [])
+    assert comm.broadcast_object(comm.get_rank(), 1, group) == 2
 
 
+@pytest.mark.ranks(2)
 def test_a_group_that_cannot_carry_cpu_tensors_gets_a_twin() -> None:
     """A group for accelerators alone; no accelerator is touched, since objects take the twin."""
-
-    def train() -> Any:
-        from mlaunch.collectives import exchange
-
-        group = dist.new_group([0, 1], backend="cuda:gloo")
-        twin = exchange.cpu_group(group)
-        assert exchange.cpu_group(group) is twin is not group
-        return comm.all_gather(comm.get_rank(), group)
-
-    assert on(2, train) == [[0, 1]] * 2
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    twin = exchange.cpu_group(group)
+    assert exchange.cpu_group(group) is twin is not group
+    assert comm.all_gather(comm.get_rank(), group) == [0, 1]
 
 
+@pytest.mark.ranks(2)
 def test_a_shared_seed_is_rank_0s_draw() -> None:
-    def train() -> Any:
-        torch.manual_seed(comm.get_rank())
-        return comm.shared_random_seed(), comm.shared_random_seed()
-
+    torch.manual_seed(comm.get_rank())
+    found = comm.shared_random_seed(), comm.shared_random_seed()
     torch.manual_seed(0)
-    wanted = (int(torch.randint(2**31, ())), int(torch.randint(2**31, ())))
-    assert on(2, train) == [wanted] * 2
+    assert found == (int(torch.randint(2**31, ())), int(torch.randint(2**31, ())))
 
 
+@pytest.mark.ranks(2)
 def test_reduce_dict_is_the_same_on_every_rank() -> None:
-    def train() -> Any:
-        rank = comm.get_rank()
-        given = {
-            "loss": torch.tensor(1.0 + rank, requires_grad=True),
-            "vector": torch.tensor([1, 2], dtype=torch.int64) * (rank + 1),
-            "half": torch.tensor(rank, dtype=torch.float16),
-            "accuracy": 0.5 * rank,
-            "seen": 10 + rank,
-        }
-        given = dict(reversed(given.items())) if rank == 1 else given
-        mean, total = comm.reduce_dict(given), comm.reduce_dict(given, average=False)
-        assert comm.reduce_dict({}) == {}
-        assert given["loss"].item() == 1.0 + rank
-        return [list(mean), mean, total]
-
-    names = ["loss", "vector", "half", "accuracy", "seen"]
-    of_all = on(2, train)
-    assert [told for told, _, _ in of_all] == [names, names[::-1]]
-    for _, mean, total in of_all:
-        assert mean["loss"] == 1.5
-        assert not mean["loss"].requires_grad
-        assert torch.equal(mean["vector"], torch.tensor([1.5, 3.0]))
-        assert mean["half"].dtype == torch.float16
-        assert (mean["accuracy"], mean["seen"]) == (0.25, 10.5)
-        assert torch.equal(total["vector"], torch.tensor([3, 6]))
-        assert total["vector"].dtype == torch.int64
-        assert (total["loss"], total["seen"], total["accuracy"]) == (3.0, 21, 0.5)
-        assert isinstance(total["seen"], int)
+    rank = comm.get_rank()
+    given = {
+        "loss": torch.tensor(1.0 + rank, requires_grad=True),
+        "vector": torch.tensor([1, 2], dtype=torch.int64) * (rank + 1),
+        "half": torch.tensor(rank, dtype=torch.float16),
+        "accuracy": 0.5 * rank,
+        "seen": 10 + rank,
+    }
+    names = list(given) if rank == 0 else list(given)[::-1]
+    given = {name: given[name] for name in names}
+    mean, total = comm.reduce_dict(given), comm.reduce_dict(given, average=False)
+    assert comm.reduce_dict({}) == {}
+    assert given["loss"].item() == 1.0 + rank  # type: ignore[attr-defined]
+    assert list(mean) == names
+    assert mean["loss"] == 1.5
+    assert not mean["loss"].requires_grad
+    assert torch.equal(mean["vector"], torch.tensor([1.5, 3.0]))
+    assert mean["half"].dtype == torch.float16
+    assert (mean["accuracy"], mean["seen"]) == (0.25, 10.5)
+    assert torch.equal(total["vector"], torch.tensor([3, 6]))
+    assert total["vector"].dtype == torch.int64
+    assert (total["loss"], total["seen"], total["accuracy"]) == (3.0, 21, 0.5)
+    assert isinstance(total["seen"], int)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -278,11 +239,9 @@ def test_reduce_dict_is_the_same_on_every_rank() -> None:
     ],
 )  # fmt: skip
 def test_reduce_dict_of_different_things_is_an_error_everywhere(odd: dict[str, Any], words: str) -> None:
-    def train() -> Any:
-        given = odd if comm.get_rank() == 1 else {"a": 1.0}
-        return error_of(lambda: comm.reduce_dict(given)), comm.reduce_dict({"a": 1.0})
-
-    assert on(3, train) == [(words, {"a": 1.0})] * 3
+    given = odd if comm.get_rank() == 1 else {"a": 1.0}
+    assert error_of(lambda: comm.reduce_dict(given)) == words
+    assert comm.reduce_dict({"a": 1.0}) == {"a": 1.0}
 
 
 def test_reduce_dict_of_one_rank_checks_too() -> None:
@@ -290,18 +249,16 @@ def test_reduce_dict_of_one_rank_checks_too() -> None:
         comm.reduce_dict({"a": "text"})
 
 
+@pytest.mark.ranks(2)
 def test_the_mean_of_a_number() -> None:
-    assert on(2, lambda: comm.all_reduce_mean(comm.get_rank())) == [0.5, 0.5]
+    assert comm.all_reduce_mean(comm.get_rank()) == 0.5
 
 
+@pytest.mark.ranks(3, deadline=60)
 def test_the_mean_over_some_ranks() -> None:
-    def train() -> float | None:
-        if comm.get_rank() == 0:
-            return None
+    if comm.get_rank() > 0:
         group = dist.new_group([1, 2], use_local_synchronization=True)
-        return comm.all_reduce_mean(comm.get_rank(), group)
-
-    assert on(3, train, timeout=30) == [None, 1.5, 1.5]
+        assert comm.all_reduce_mean(comm.get_rank(), group) == 1.5
 
 
 @pytest.mark.slow
@@ -321,111 +278,92 @@ def test_a_barrier_names_those_who_do_not_come() -> None:
     assert on(4, train) == [missing, "", missing, ""]
 
 
+@pytest.mark.ranks(3)
 def test_a_barrier_leaves_no_more_in_the_store_than_the_one_before() -> None:
-    def train() -> int:
-        store = dist.distributed_c10d._get_default_store()
-        comm.synchronize(timeout=60)
-        comm.synchronize()
-        before = store.num_keys()
-        comm.synchronize()
-        comm.synchronize(timeout=60)
-        comm.synchronize()
-        return store.num_keys() - before
-
-    assert on(3, train) == [0, 0, 0]
+    store = dist.distributed_c10d._get_default_store()
+    comm.synchronize(timeout=60)
+    comm.synchronize()
+    before = store.num_keys()
+    comm.synchronize()
+    comm.synchronize(timeout=60)
+    comm.synchronize()
+    assert store.num_keys() == before
 
 
+@pytest.mark.ranks(3)
 def test_the_main_process_goes_first() -> None:
-    def train() -> Any:
-        with comm.main_process_first() as first:
-            now = time.monotonic()
-        with comm.once_per_machine() as first_here:
-            pass
-        return first, first_here, now
-
-    (first, first_here, at), *others = on(3, train)
-    assert first
-    assert first_here
-    assert [other[:2] for other in others] == [(False, False)] * 2
-    assert all(other[2] > at for other in others)
+    with comm.main_process_first() as first:
+        now = time.monotonic()
+    with comm.once_per_machine() as first_here:
+        pass
+    assert first == first_here == (comm.get_rank() == 0)
+    at, *others = comm.all_gather(now)
+    assert all(other > at for other in others)
 
 
+@pytest.mark.ranks(3)
 def test_a_failure_of_the_main_process_reaches_the_others() -> None:
     def block() -> None:
         with comm.main_process_first() as first:
             if first:
                 raise OSError("disk full")
 
-    first, *others = on(3, lambda: error_of(block))
-    assert first == "OSError: disk full"
-    assert (
-        others
-        == ["RuntimeError: main_process_first(): the block failed on rank 0, which goes first: OSError: disk full"] * 2
-    )
+    told = "main_process_first(): the block failed on rank 0, which goes first: OSError: disk full"
+    assert error_of(block) == ("OSError: disk full" if comm.get_rank() == 0 else f"RuntimeError: {told}")
 
 
+@pytest.mark.ranks(3, deadline=60)
 def test_the_main_process_leaves_by_system_exit() -> None:
     """The others hear of it, instead of waiting for a collective that it does not come to."""
 
-    def train() -> str:
-        try:
-            with comm.main_process_first() as first:
-                if first:
-                    sys.exit(3)
-        except SystemExit as error:
-            return f"SystemExit: {error}"
-        except RuntimeError as error:
-            return str(error)
-        return "no error"
+    def block() -> None:
+        with comm.main_process_first() as first:
+            if first:
+                sys.exit(3)
 
-    first, *others = on(3, train, timeout=30)
-    assert first == "SystemExit: 3"
-    assert others == ["main_process_first(): the block failed on rank 0, which goes first: SystemExit: 3"] * 2
+    told = "main_process_first(): the block failed on rank 0, which goes first: SystemExit: 3"
+    assert str(caught(block)) == ("3" if comm.get_rank() == 0 else told)
 
 
+@pytest.mark.ranks(4)
 def test_local_groups_of_equal_machines() -> None:
-    def train() -> Any:
-        refused = error_of(lambda: comm.create_local_process_group(3))
-        comm.create_local_process_group(2)
-        group = comm.get_local_process_group()
-        comm.create_local_process_group(2)
-        comm.synchronize()
-        assert comm.get_local_process_group() is group
-        return comm.get_local_rank(), comm.get_local_size(), comm.all_gather(comm.get_rank(), group), refused
-
     refused = (
         "ValueError: num_workers_per_machine=3: the world has 4 ranks, which is no multiple of it; "
         "allowed: a divisor, or None to have the ranks find out"
     )
-    assert on(4, train) == [
-        (0, 2, [0, 1], refused), (1, 2, [0, 1], refused), (0, 2, [2, 3], refused), (1, 2, [2, 3], refused),
-    ]  # fmt: skip
+    assert error_of(lambda: comm.create_local_process_group(3)) == refused
+    comm.create_local_process_group(2)
+    group = comm.get_local_process_group()
+    comm.create_local_process_group(2)
+    comm.synchronize()
+    assert comm.get_local_process_group() is group
+    machine, local_rank = divmod(comm.get_rank(), 2)
+    assert (comm.get_local_rank(), comm.get_local_size()) == (local_rank, 2)
+    assert comm.all_gather(comm.get_rank(), group) == [2 * machine, 2 * machine + 1]
 
 
-def test_local_groups_of_unequal_machines() -> None:
-    def train() -> Any:
-        os.environ["GROUP_RANK"] = "0" if comm.get_rank() == 0 else "1"
-        comm.create_local_process_group()
-        with comm.once_per_machine() as first:
-            pass
-        return comm.get_local_rank(), comm.get_local_size(), first
+@pytest.mark.ranks(4)
+def test_local_groups_of_unequal_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = comm.get_rank()
+    monkeypatch.setenv("GROUP_RANK", "0" if rank == 0 else "1")
+    comm.create_local_process_group()
+    with comm.once_per_machine() as first:
+        pass
+    wanted = (0, 1, True) if rank == 0 else (rank - 1, 3, rank == 1)
+    assert (comm.get_local_rank(), comm.get_local_size(), first) == wanted
 
-    assert on(4, train) == [(0, 1, True), (0, 3, True), (1, 3, False), (2, 3, False)]
 
-
-def test_a_launcher_that_does_not_say_who_shares_a_machine() -> None:
-    def train() -> Any:
-        del os.environ["LOCAL_RANK"]
-        unknown = error_of(comm.get_local_rank)
-        del os.environ["GROUP_RANK"]
-        comm.create_local_process_group()
-        return unknown, comm.get_local_rank()
-
+@pytest.mark.ranks(2)
+def test_a_launcher_that_does_not_say_who_shares_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = (
         "RuntimeError: which ranks share a machine is not known here: the launcher set no LOCAL_RANK and "
         "LOCAL_WORLD_SIZE; have all ranks call create_local_process_group() first"
     )
-    assert on(2, train) == [(unknown, 0), (unknown, 1)]
+    monkeypatch.delenv("LOCAL_RANK")
+    assert error_of(comm.get_local_rank) == unknown
+    monkeypatch.delenv("GROUP_RANK")
+    comm.create_local_process_group()
+    assert comm.get_local_rank() == comm.get_rank()
 
 
 def test_none_leaves_while_others_still_make_their_local_group() -> None:
@@ -458,32 +396,22 @@ def test_none_leaves_while_others_still_make_their_local_group() -> None:
     assert on(2, train) == [None, False]
 
 
-def test_a_local_group_that_was_not_made() -> None:
-    def train() -> Any:
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-        return error_of(comm.get_local_process_group)
-
-    assert (
-        on(2, train)
-        == [
-            "RuntimeError: the group of this machine's 1 ranks was not made; "
-            "have all ranks call create_local_process_group() first"
-        ]
-        * 2
-    )
+@pytest.mark.ranks(2)
+def test_a_local_group_that_was_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    told = "the group of this machine's 1 ranks was not made; have all ranks call create_local_process_group() first"
+    assert error_of(comm.get_local_process_group) == f"RuntimeError: {told}"
 
 
+@pytest.mark.ranks(2)
 def test_a_new_world_forgets_the_old_ones_local_group() -> None:
-    def train() -> Any:
-        comm.create_local_process_group(1)
-        before = comm.get_local_size()
-        store = dist.distributed_c10d._get_default_store()
-        rank, size = comm.get_rank(), comm.get_world_size()
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
-        return before, comm.get_local_size()
-
-    assert on(2, train) == [(1, 2)] * 2
+    comm.create_local_process_group(1)
+    assert comm.get_local_size() == 1
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = comm.get_rank(), comm.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    assert comm.get_local_size() == 2
 
 
 class Bomb:
