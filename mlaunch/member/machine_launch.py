@@ -35,7 +35,16 @@ from mlaunch.protocol.messages.launch_messages import (
     RankStarted,
     Reaped,
 )
-from mlaunch.protocol.messages.member_messages import FromAgent, Lease, Look, MachineDone, Printed, Rows, ServerEnded
+from mlaunch.protocol.messages.member_messages import (
+    Alive,
+    FromAgent,
+    Lease,
+    Look,
+    MachineDone,
+    Printed,
+    Rows,
+    ServerEnded,
+)
 from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, StopRanks, ThawRanks
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
@@ -125,6 +134,7 @@ class MachineLaunch:
                     self._cancel(record)
                 elif isinstance(record, Lease):
                     self._term.lease = record
+                    self._stream.send(Alive())
                 elif isinstance(record, Look):
                     self._looks.ask(record)
                 elif isinstance(record, _CallRecord):

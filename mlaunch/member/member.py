@@ -19,6 +19,7 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.member import waker
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
@@ -50,6 +51,7 @@ FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
 def main(secret: str = "") -> NoReturn:
     """Serves until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
     ignore(FOR_RANKS)
+    waker.watch(0)
     stream = _take_over_streams(secret)
     for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
         del os.environ[name]

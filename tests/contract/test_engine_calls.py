@@ -46,7 +46,7 @@ from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, Mac
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
 from tests import builds
-from tests.processes import children, said_in_fork
+from tests.processes import children, said_in_fork, wait_until
 from tests.system.engine_caller import parent
 
 LIMIT = 60.0
@@ -581,6 +581,40 @@ def test_what_machines_wait_for_is_said(capfd: pytest.CaptureFixture[str]) -> No
     ]
     assert launcher(rank, 1, engine=engine, machines=1, progress=False)() == [0]
     assert builds.without_gloo(capfd.readouterr().err) == ""
+
+
+def test_a_member_that_is_stopped_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its ranks go on, and nobody hears of them."""
+    os.mkfifo(tmp_path / "told")
+    engine = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
+    engine.lease = 4.0
+
+    def work() -> int:
+        if dist.get_rank() == 1:
+            member = os.getppid()
+            for _ in range(2):  # of the agent, and of the fork server
+                member = int(Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(member, signal.SIGSTOP)
+            (tmp_path / "told").read_text()
+            os.kill(member, signal.SIGCONT)
+        dist.barrier()
+        return dist.get_rank()
+
+    said = ""
+
+    def is_told() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return (
+            re.search(r"work\(\): host \S+ has not answered for 2 s: .* kill -CONT \d+ there continues", said)
+            is not None
+        )
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(launcher(work, 1, engine=engine, machines=2, device_type="cpu"))
+        wait_until(is_told)
+        (tmp_path / "told").write_text("")
+        assert call.result(LIMIT) == [0, 1]
 
 
 def hello(**changes: Any) -> Callable[[FrameStream, str], None]:

@@ -29,7 +29,7 @@ from mlaunch.engines.ray import Pump
 from mlaunch.engines.slurm import Shell
 from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
 from mlaunch.forkserver.next_launch import NextLaunch
-from mlaunch.member import started_together
+from mlaunch.member import started_together, waker
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.protocol.machines import first_process
 from mlaunch.protocol.machines.first_process import Lead, Where
@@ -37,7 +37,7 @@ from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
-from tests.processes import wait_gone, wait_until
+from tests.processes import children, wait_gone, wait_until
 
 
 class FakeShell:
@@ -350,6 +350,46 @@ def test_a_member_whose_caller_stops_before_its_first_word_leaves(module: str, c
         assert member.wait(60) == code
         assert member.stderr is not None
         assert b"nothing has come from the caller for 0.1 s" in member.stderr.read()
+
+
+def test_who_is_stopped_goes_on_once_its_input_ends() -> None:
+    """Also where it is a leader whose whole group is stopped, and is stopped again."""
+    (reader, writer), (told, tells) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        os.setpgid(0, 0)
+        waker.watch(reader)
+        os.write(tells, b"watched")
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # it notices each
+        os.read(reader, 1)
+        for _ in range(2):
+            signal.sigwait({signal.SIGCONT})
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.close(reader)
+    assert os.read(told, 7) == b"watched"
+    os.killpg(pid, signal.SIGSTOP)
+    wait_until(lambda: linux.is_stopped(pid))
+    os.close(writer)
+    assert os.waitpid(pid, 0)[1] == 0
+    for fd in (told, tells):
+        os.close(fd)
+
+
+def test_a_member_that_is_stopped_goes_on_once_its_caller_is_gone() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command_of(sys.executable), stdin=pipe, stdout=pipe, cwd=ROOT) as member:
+        assert member.stdin is not None
+        assert member.stdout is not None
+        while MARK not in member.stdout.readline():
+            pass
+        [waker] = children(member.pid)
+        member.send_signal(signal.SIGSTOP)
+        wait_until(lambda: linux.is_stopped(member.pid))
+        member.stdin.close()
+        assert member.wait(60) == 0
+        wait_gone([waker])
 
 
 def heard(stream: FrameStream, mark: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -87,6 +87,28 @@ def test_a_deadline_that_was_looked_at_before_it_passed_still_passes_once() -> N
     times = Patience(1.0, 0.0)
     assert [times.take_due() for _ in range(2)] == [(False, True), (False, False)]
     assert times.milliseconds(math.inf) is None
+
+
+def test_a_machine_that_does_not_answer_is_told_of_once_until_it_does() -> None:
+    times = Patience(1.0, None, lease=0.0)
+    silent = [True, True]
+
+    def is_silent(number: int) -> Callable[[float], bool]:
+        return lambda _seconds: silent[number]
+
+    machines = [
+        cast(Any, SimpleNamespace(number=number, host=f"m{number}", pid=7 + number, is_silent=is_silent(number)))
+        for number in range(2)
+    ]
+    texts = [news.text for news in times.news(machines)]
+    assert [text.split()[1] for text in texts] == ["m0", "m1"]
+    assert texts[1].endswith("kill -CONT 8 there continues that")
+    assert list(times.news(machines)) == []
+    silent[1] = False
+    assert list(times.news(machines)) == []
+    silent[1] = True
+    assert [news.text.split()[1] for news in times.news(machines)] == ["m1"]
+    assert Patience(1.0, None).milliseconds(math.inf) is None
 
 
 def told(**entered: int) -> dict[int, Numbers]:

@@ -11,7 +11,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.launch_messages import NamesLeft, Phase
-from mlaunch.protocol.messages.machine_messages import Waiting
+from mlaunch.protocol.messages.machine_messages import MachineSilent, Waiting
 from mlaunch.protocol.messages.stop_messages import StopOverdue
 
 _NAMES = 3  # that are shown
@@ -60,6 +60,8 @@ def words_on(name: str, record: object) -> str:
         return _overdue_stop(name, record)
     if isinstance(record, NamesLeft):
         return _names_left(name, record)
+    if isinstance(record, MachineSilent):
+        return f"{name}: {record.text}"
     return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""
 
 

@@ -56,9 +56,7 @@ class MergedAgent:
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
-        self._end_of = end_of
-        self._times = times
-        self._lookout = lookout
+        self._end_of, self._times, self._lookout = end_of, times, lookout
         self._open = {machine.stream.fileno(): machine for machine in machines}
         self._stop = MachinesStop(self._open, self._tell, lookout)
         self._board = Board.create(world_size)
@@ -113,6 +111,8 @@ class MergedAgent:
             self._give_up()
         if passed:
             self._backlog.limit = None
+        for news in self._times.news(self._open.values()):
+            self._tell(news)
         self._backlog.flush()
         for machine in self._machines:
             if machine.stderr in events:

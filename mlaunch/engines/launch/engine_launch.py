@@ -104,7 +104,9 @@ class MachinesLaunch:
     def run(self, order: StopOrder) -> Ended:
         """Runs it to its end; see ``call_on_machines``. ``order``: asks it to stop."""
         spec, history = self._begin()
-        merged = self._merged(MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds))
+        merged = self._merged(
+            MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds, self.placed.lease)
+        )
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count, ends_come=True)
         servers = AllServers(self.placed, merged)
         handle = _MachinesHandle(spec, servers, merged.channel, relay, history)

@@ -65,7 +65,7 @@ class _RanksLaunch(MachinesLaunch):
 
     def start(self, after: Callable[[], None]) -> _KeptMachinesHandle:
         spec, history = self._begin()
-        merged = self._merged(KeptAgents, spec, Patience(spec.grace_period + END_TIMEOUT, None))
+        merged = self._merged(KeptAgents, spec, Patience(spec.grace_period + END_TIMEOUT, None, self.placed.lease))
         plan = self.output(spec, history.hosts)
         servers = _Servers(self.placed, merged, after)
         handle = _KeptMachinesHandle(

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections import deque
 from typing import Any
 
+from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.text import printable
 from mlaunch.engines.placement import Ends
@@ -31,7 +33,7 @@ class Machine:
         self.stream = FrameStream(ends.stdout, ends.stdin, ends.secret)
         self.stderr = ends.stderr
         self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
-        self.host = ""
+        self.host, self.pid = "", 0  # of its member
         self.prepared: Offer | None = None
         self.answer: Any = None  # to what it was asked last
         self.rank_start = 0
@@ -68,12 +70,18 @@ class Machine:
                 return False
             with contextlib.suppress(ValueError):  # somebody else writes of the mark: a shell that has not found it
                 hello = dict(json.loads(line))
-        self.host = printable(str(hello["host"]), _NAME)
+        self.host, pid = printable(str(hello["host"]), _NAME), hello.get("pid")
+        self.pid = pid if isinstance(pid, int) else 0
         for what, ours in versions().items():
             self._compare(
                 what, printable(str(hello.get(what, "")), _NAME), ours, parts=None if what == "mlaunch" else 2
             )
         return True
+
+    def is_silent(self, seconds: float) -> bool:
+        """Tells whether nothing has come for so long, not even what nobody here has read yet."""
+        quiet = time.monotonic() >= self.stream.heard_at + seconds
+        return quiet and not linux.wait_readable([self.stream.incoming], 0.0)
 
     def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:
         known = theirs and ours  # where torch is not installed, importing it will say so

@@ -41,7 +41,7 @@ class Machines:
         self._python = python
         self._wanted = wanted
         self._n_gpus = n_gpus
-        self._lease = lease
+        self.lease = lease
         self._renewal: Renewal | None = None
         self._placement: Placement | None = None
         self._leaving = False  # they are being given back, which may have been interrupted
@@ -74,7 +74,7 @@ class Machines:
             raise
 
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
-        patience = None if self._lease is None else self._lease + timeout  # it hears of the lease when all are there
+        patience = None if self.lease is None else self.lease + timeout  # it hears of the lease when all are there
         self._placement = placement = self._place(self._wanted, command_of(self._python, patience))
         _wait_for(placement, timeout, tell)
         self._start_members(placement, timeout)
@@ -89,8 +89,8 @@ class Machines:
                 waiting.append(self.machines[-1])
             self._wait(waiting, until, timeout)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
-        if self._lease is not None:
-            record = Lease(self._lease, tuple(placement.farewell))
+        if self.lease is not None:
+            record = Lease(self.lease, tuple(placement.farewell))
             self._renewal = Renewal([machine.stream for machine in self.machines], record)
 
     def _wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
@@ -195,7 +195,7 @@ class Machines:
             wrote = "".join(f"\n  it wrote: {line}" for line in last_lines(words))
             raise LaunchError(f"host {machine.host} was lost: {fate or 'its member has ended'}{wrote}") from None
         for record, _ in found:
-            if record.number != self._asked:  # an answer for a call that was given up before it came
+            if getattr(record, "number", 0) != self._asked:  # an answer for a call that was given up before it came
                 continue
             if isinstance(record, NotPrepared):
                 raise LaunchError(f"host {machine.host} cannot take part: {record.text}")

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection, Iterator
+
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.lease import PARTS
+from mlaunch.protocol.messages.machine_messages import MachineSilent
+
+_MISSED = 2.5  # signs of life without an answer
 
 
 class Patience:
     """Of one launch, in seconds. ``patience``: that ranks may take to end, after which a machine that is said to be
-    lost is. ``deadline``: after which what nobody reads holds up nothing any more; None: it does until the end."""
+    lost is. ``deadline``: after which what nobody reads holds up nothing any more; None: it does until the end.
+    ``lease``: the engine's, in which machines are asked for an answer ``PARTS`` times; None: they are not."""
 
-    def __init__(self, patience: float, deadline: float | None) -> None:
+    def __init__(self, patience: float, deadline: float | None, lease: float | None = None) -> None:
         self._patience = patience
         self._give_up_at = math.inf
         self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
+        self._silence = math.inf if lease is None else lease * _MISSED / PARTS
+        self._look_at = time.monotonic() + self._silence
+        self._silent = set[int]()  # numbers of machines of which it was told
 
     def milliseconds(self, other: float) -> float | None:
         """Returns how long a poll may take, if something else is due at ``other``; None: for ever."""
-        due = min(self._give_up_at, self._lift_at, other)
+        due = min(self._give_up_at, self._lift_at, self._look_at, other)
         return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
 
     def begin_to_give_up(self) -> None:
@@ -31,3 +42,17 @@ class Patience:
         self._give_up_at = math.inf if gives_up else self._give_up_at
         self._lift_at = math.inf if lifts else self._lift_at
         return gives_up, lifts
+
+    def news(self, machines: Collection[Machine]) -> Iterator[MachineSilent]:
+        """Yields what is to be told of machines that do not answer any more, of each once until it does."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + self._silence
+        silent = [machine for machine in machines if machine.is_silent(self._silence)]
+        for machine in silent:
+            if machine.number not in self._silent:
+                yield MachineSilent(
+                    f"host {machine.host} has not answered for {self._silence:g} s: is it cut off, or was its member "
+                    f"stopped? kill -CONT {machine.pid} there continues that"
+                )
+        self._silent = {machine.number for machine in silent}

@@ -4,6 +4,8 @@ link -> agent -> launcher Waiting, Refused, RankFailure
 link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
 link -> agent             Beat, Planned, Over
 agent -> link             RankFailure, Value, Done
+
+MachineSilent comes from the caller's own thread that hears the machines of an engine.
 """
 
 from __future__ import annotations
@@ -16,6 +18,13 @@ from mlaunch.protocol.spec import Agreed
 @dataclass(frozen=True)
 class Waiting:
     """What the launch waits for while machines join, for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class MachineSilent:
+    """One says nothing any more, for people."""
 
     text: str
 

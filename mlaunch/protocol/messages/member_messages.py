@@ -3,8 +3,8 @@
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
 caller -> member   Lease; AskOffer, Listen, Reach, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for
                    ranks that stay; FreezeRanks, ThawRanks, StopRanks
-member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, ServerEnded, and
-                   MachineDone at last
+member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, Alive, ServerEnded,
+                   and MachineDone at last
 """
 
 from __future__ import annotations
@@ -180,6 +180,11 @@ class Seen:
     """Answers a Look. The content: a status in JSON; none if the launch's agent did not answer."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Answers a Lease while ranks run."""
 
 
 @dataclass(frozen=True)

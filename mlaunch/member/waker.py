@@ -1,0 +1,54 @@
+"""Has a member that somebody has stopped go on once its caller is gone: it reads nothing, so it would not leave.
+
+Slurm and ``mpirun`` end what they have started. Behind ``ssh`` nobody is left on the machine who would, so a process of
+its own waits there for the end of the member's standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import warnings
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.base.process_name import name_process
+
+_DELAY = 1.0  # seconds between two times that it is continued: who has stopped it may do so again
+_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that come to all processes of a job
+
+
+def watch(incoming: int) -> None:
+    """Forks a process that watches over this one, and ends with it. ``incoming``: its standard input."""
+    member = os.pidfd_open(os.getpid())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it has no use for
+        pid = os.fork()
+    if pid == 0:
+        _live(incoming, member)
+    os.close(member)
+
+
+def _live(incoming: int, member: int) -> NoReturn:
+    try:
+        os.setsid()  # whoever stops the member by its group does not stop this one
+        name_process("waker")
+        for number in _OTHERS:
+            signal.signal(number, signal.SIG_IGN)
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {incoming, member}:
+            with contextlib.suppress(OSError):  # that of the list
+                os.close(fd)
+        _wake_at_the_end(incoming, member)
+    finally:
+        os._exit(0)
+
+
+def _wake_at_the_end(incoming: int, member: int) -> None:
+    poll = select.poll()
+    poll.register(incoming, select.POLLRDHUP)
+    poll.register(member, select.POLLIN)
+    while member not in dict(poll.poll()):
+        signal.pidfd_send_signal(member, signal.SIGCONT)
+        linux.wait_readable([member], _DELAY)
