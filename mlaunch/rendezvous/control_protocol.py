@@ -48,6 +48,12 @@ class UnprovedError(ConnectionError):
         self.advice = advice
 
 
+SILENT = UnprovedError(
+    "it takes connections and says nothing",
+    "was its gate stopped (SIGSTOP, a debugger), or does another program listen there?",
+)
+
+
 class WrongTokenError(ConnectionError):
     """A client has another token."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -326,6 +327,12 @@ def link_of(process: subprocess.Popen[str], *, master: bool) -> int:
     return sorted(children(agent))[1 if master else 0]
 
 
+def gate_of(process: subprocess.Popen[str]) -> int:
+    """That of the first machine."""
+    [agent] = children(children(process.pid)[0])
+    return min(children(agent))
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [(0, "the gate on host HOST (pid PID) was killed by SIGKILL while the machines were joining"),
@@ -335,9 +342,7 @@ def test_what_dies_while_joining_is_told_at_once(place: int, words: str, network
     with launched(network, 1, 1) as machines:
         process = machines.start(0)
         machines.until_waiting(0)
-        [server] = children(process.pid)
-        [agent] = children(server)
-        victim = sorted(children(agent))[place]
+        victim = (gate_of, functools.partial(link_of, master=True))[place](process)
         os.kill(victim, signal.SIGKILL)
         text = machines.end(0)["text"]
         told = words.replace("HOST", machines.host(0).name).replace("PID", str(victim))
@@ -428,6 +433,20 @@ def test_a_machine_with_another_token(network: Network, tokens: tuple[Any, Any],
         assert [len(end["values"]) for end in ends] == [1, 1]
         turned_away = tokens == ("right", "wrong")
         assert ends[0]["stderr"].count("came with another token and was turned away; if it is a machine") == turned_away
+
+
+def test_a_gate_that_is_stopped_while_joining(network: Network) -> None:
+    with launched(network, 1, 1) as machines:
+        process = machines.start(0)
+        machines.until_waiting(0)
+        gate = gate_of(process)
+        os.kill(gate, signal.SIGSTOP)
+        machines.start(1, join_timeout=3)
+        text = machines.end(1)["text"]
+        assert "(it takes connections and says nothing): was its gate stopped (SIGSTOP, a debugger), or does " in text
+        os.kill(gate, signal.SIGCONT)
+        machines.start(1)
+        assert [len(end["values"]) for end in machines.ends()] == [1, 1]
 
 
 def test_a_token_from_the_environment(network: Network) -> None:

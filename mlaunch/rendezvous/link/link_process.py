@@ -48,7 +48,7 @@ class LinkProcess:
         self._agent = agent
         self._token = cluster.token or ""
         self._start = time.monotonic()
-        self._trouble = OSError("trying")  # why there is no connection
+        self._trouble: OSError = OSError("trying")  # why there is no connection
         self._joined = ""  # who has joined, as the gate told last
         self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
@@ -68,8 +68,8 @@ class LinkProcess:
                 self._begin(self._carry(listener), "the way to the store")
             await self._hear_gate_to_the_end()
         except asyncio.TimeoutError:
-            limit = f"join_timeout={self._cluster.join_timeout:g} s is over"
-            self._agent.try_send(Refused(f"{self._state()}; {limit}", late=True))
+            over = f"join_timeout={self._cluster.join_timeout:g} s is over"
+            self._agent.try_send(Refused(f"{self._state()}; {over}", late=True))
         except control_protocol.RefusedError as refusal:
             self._agent.try_send(Refused(str(refusal)))
         finally:
@@ -86,7 +86,7 @@ class LinkProcess:
                 await self._wait_for_plan(self._reader)
                 return
             except asyncio.TimeoutError:
-                self._trouble = OSError("it does not answer")
+                pass
             except OSError as error:
                 self._trouble = error
             self._joined = ""
@@ -98,7 +98,7 @@ class LinkProcess:
         reader, writer = await asyncio.open_connection(
             self._cluster.master_ip, self._cluster.port, limit=control_protocol.LINE_LIMIT
         )
-        self._master = str(writer.get_extra_info("peername")[0])
+        self._master, self._trouble = str(writer.get_extra_info("peername")[0]), control_protocol.SILENT
         try:
             with control_protocol.limited(reader, _HANDSHAKE_TIMEOUT):
                 join = {"join": self._join.as_record()}
