@@ -176,7 +176,7 @@ class FunctionRank(Rank):
         slow_imports.conclude()
         self._send(self._outcome_of(call, value))
         late_imports.note(leads=self._args.local_rank == 0)
-        del function, call, run, value  # and with them what memory they hold, which the others may need
+        del function, call, value  # and with them what memory they hold, which the others may need
         self._enter(self._AFTERWARDS)
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
