@@ -12,6 +12,8 @@ import torch.distributed as dist
 from mlaunch import launcher
 
 GPUS, MACHINES = 2, 2
+if len(sys.argv) != 3:
+    sys.exit("usage: python examples/machines.py ADDRESS_OF_THE_FIRST NUMBER_OF_THIS_ONE")
 address, machine = sys.argv[1], int(sys.argv[2])
 
 

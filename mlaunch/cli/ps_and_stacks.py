@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import name_some_ranks
@@ -78,11 +78,22 @@ def _ps(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(launches, indent=2))
     else:
-        leases = on_lease.rows(os.environ)
+        leases, trouble = _leases()
         kept = [warm_command.row(state) for state in zygote_upkeep.states(os.environ)]
         blocks = [*(_entry(launch) for launch in launches), *("\n".join(rows) for rows in (leases, kept) if rows)]
         print("\n\n".join(blocks) or _nothing())
+        if trouble:
+            print(f"mlaunch: {trouble}", file=sys.stderr)
+            return 1
     return 0
+
+
+def _leases() -> tuple[list[str], str]:
+    """Returns a line for each lease and each wait, and why that cannot be told; "" if it can."""
+    try:
+        return on_lease.rows(os.environ), ""
+    except OSError as error:
+        return [], str(error)
 
 
 def _watch(every: float) -> int:
@@ -124,14 +135,24 @@ def _stacks(args: argparse.Namespace) -> int:
 
 def _stop(args: argparse.Namespace) -> int:
     found = ask(STATUS, args.id)
-    if len(found) != 1:
-        others = "; ".join(title_of(launch) for launch in found or ask(STATUS))
-        which = f"has an ID that starts with {args.id!r}" if args.id else "is the only one"
-        raise LookupError(f"no running launch {which}; running: {others}" if others else _nothing())
-    (launch,) = found
-    print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
-    ask(END if args.now else STOP, launch["id"], patient=True)
+    ids = {launch["id"] for launch in found}  # the parts of one launch that are on this machine have the same
+    if len(ids) != 1:
+        raise LookupError(_which(args.id, found))
+    for launch in found:
+        print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
+    ask(END if args.now else STOP, *ids, patient=True)
     return 0
+
+
+def _which(start: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """Says that one of those that run has to be named."""
+    running = found or ask(STATUS)
+    if not running:
+        return _nothing()
+    rows = "".join(f"\n  {title_of(launch)}" for launch in running)
+    if not found:
+        return f"no running launch has an ID that starts with {start!r}; running:{rows}"
+    return f"{len(running)} launches run; say which, such as mlaunch stop {running[0]['id'][:ID_SHOWN]}:{rows}"
 
 
 def _nothing() -> str:

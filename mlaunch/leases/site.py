@@ -118,11 +118,14 @@ class LeaseSite:
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(
-            f"{path} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
-            f"{stat.S_IMODE(status.st_mode):04o}; remove it, or set {VARIABLE} to a directory of yours"
-        )
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == os.getuid() and not mode & 0o077:
+        return
+    mend = f"chmod 700 {path}" if status.st_uid == os.getuid() else f"set {VARIABLE} to a directory of yours"
+    raise PermissionError(
+        f"{path} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
+        f"{mode:04o}: {mend}"
+    )
 
 
 @contextlib.contextmanager

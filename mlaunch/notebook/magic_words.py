@@ -100,9 +100,10 @@ def _flag(word: str, rest: list[str]) -> tuple[str, str]:
     """Returns the name of a flag and its value, which may be the next word."""
     name, has_value, text = word[2:].partition("=")
     if not has_value:
-        if not rest or rest[0].startswith("--"):
+        if rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif name.replace("-", "_") in {*_TYPES, *_OF_CELLS}:
             raise WordError(f"{word} has no value: allowed: {word} VALUE")
-        text = rest.pop(0)
     return name.replace("-", "_"), text
 
 

@@ -55,7 +55,7 @@ def test_all_ranks_stop_at_the_same_step(in_step: bool) -> None:
     assert ours.last is not None
     assert ours.last.stopped is not None
     assert (ours.last.stopped.reason, ours.last.stopped.step) == ("USR1", first[0])
-    assert f"stopped at look {first[0]}, as asked at " in str(ours.last)
+    assert f"stopped at step {first[0]}, as asked at " in str(ours.last)
     assert signal.getsignal(signal.SIGUSR1) == before
 
 

@@ -272,7 +272,10 @@ def test_what_this_machine_lacks_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 4}, r"world_size=4 with 2 rank\(s\) on this machine and port=0: the machines of a launch must"),
+        (
+            {"world_size": 4},
+            r"world_size=4 with 2 rank\(s\) on this machine: .*; give port= \(1 to 65535\), master_ip= and",
+        ),
         ({"world_size": 1}, r"rank_start=0 with n_gpus=2 and world_size=1: allowed"),
         ({"join_timeout": 0}, "join_timeout=0: allowed: seconds, more than 0"),
         ({"heartbeat_timeout": -1}, "heartbeat_timeout=-1: allowed: seconds, more than 0"),

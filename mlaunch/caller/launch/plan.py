@@ -92,8 +92,8 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
         )
     if world_size > here and options.port == 0:
         raise ValueError(
-            f"world_size={world_size} with {here} rank(s) on this machine and port=0: the machines of a launch "
-            f"must agree on the port of the one with rank 0; allowed: 1 to 65535"
+            f"world_size={world_size} with {here} rank(s) on this machine: the others are on machines that have to "
+            f"find each other; give port= (1 to 65535), master_ip= and rank_start=, or engine= instead"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.user_frames import hide_ours
 
 if TYPE_CHECKING:
     from mlaunch.caller.call_log import CallLog
@@ -74,7 +75,11 @@ class Submitting(Generic[P, R]):
         if not iterables:
             raise TypeError(f"{self._name}.map() of nothing; allowed: an iterable of values for each argument")
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(values, {}) for values in zip(*iterables)]  # noqa: B905 - as the builtin, up to the shortest
-        return self._plan("map", devices, retries, return_exceptions, resume).begin(calls)
+        try:
+            return self._plan("map", devices, retries, return_exceptions, resume).begin(calls)
+        except BaseException as error:
+            hide_ours(error)
+            raise
 
     def grid(
         self,
@@ -97,9 +102,13 @@ class Submitting(Generic[P, R]):
         __tracebackhide__ = True
         from mlaunch.caller.many import trial_arguments
 
-        trial_arguments.check_names(self._function, self.grid)
-        calls = [((), chosen) for chosen in trial_arguments.combinations(values)]
-        return self._plan("grid", devices, retries, return_exceptions, resume).begin(calls)
+        try:
+            trial_arguments.check_names(self._function, self.grid)
+            calls = [((), chosen) for chosen in trial_arguments.combinations(values)]
+            return self._plan("grid", devices, retries, return_exceptions, resume).begin(calls)
+        except BaseException as error:
+            hide_ours(error)
+            raise
 
     def _plan(
         self,

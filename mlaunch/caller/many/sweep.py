@@ -26,6 +26,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.protocol.calls import Call
 
 _log = logging.getLogger("mlaunch")
@@ -199,8 +200,12 @@ class Sweep(Sequence[Run]):
             with self._changed:
                 while not (found := is_so()) and (left := until - time.monotonic()) > 0:
                     self._changed.wait(None if math.isinf(left) else left)
-        except BaseException:
+        except BaseException as interrupt:
             self.cancel()
+            done = sum(trial.state == "returned" for trial in self._trials)
+            ended = f"the trials of {self._plan.name}() were ended by this"
+            add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay")
+            hide_ours(interrupt)
             raise
         if not found:
             raise TimeoutError(f"{len(self._trials) - len(self._ended)} of {len(self._trials)} trials have not ended")

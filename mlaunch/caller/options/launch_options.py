@@ -230,7 +230,7 @@ class Options:
     engine: PlacesRanks | None = option(
         None,
         AnEngine(),
-        "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or an allocation that one holds. "
+        "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or what its ``hold()`` returned. "
         "The list then has the values of all ranks. None: they run on this machine.",
         flag="--engine",
     )

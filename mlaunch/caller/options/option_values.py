@@ -206,7 +206,7 @@ class AnEngine:
     """Who places ranks on other machines."""
 
     def __str__(self) -> str:
-        return "an engine of mlaunch.engines, an allocation that one holds, or None"
+        return "an engine such as mlaunch.engines.Slurm(), what its hold() has returned, or None"
 
     def check(self, name: str, value: object) -> None:
         if value is not None and (isinstance(value, type) or not callable(getattr(value, "call", None))):

@@ -125,16 +125,26 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
         doing = f"importing {_imported(inner) or _named_in(file, line) or 'a module'}"
     elif name == _MODULE and outer and is_import(outer[0][0]):
         doing = f"importing {module_of(file)}" + (f", in {called}," if (called := _called(inner)) else "")
+    elif module := _imported_within(inner):
+        doing = f"importing {module}, in {_called(inner)},"
     else:
         doing = f"in {_called(inner) or name}"
     return f"{doing} at {notebook.short_name(file)}:{line}"
 
 
 def operation_of(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Names the collective that a stack, innermost frame first, is in; "" if it is in none."""
+    """Names the collective that a stack, innermost frame first, is in; "" if it is in none, or none has a name."""
     place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames))
     inner = frames[:place]
-    return _called(inner) if any(_COLLECTIVES in file for file, _, _ in inner) else ""
+    if _imported_within(inner) or not any(_COLLECTIVES in file for file, _, _ in inner):
+        return ""
+    return "" if (called := _called(inner)) == "__init__" else called  # of DistributedDataParallel
+
+
+def _imported_within(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Names the module that a library imports meanwhile; "" if it does not."""
+    outermost = max((i for i, (file, _, _) in enumerate(frames) if is_import(file)), default=-1)
+    return _imported(frames[:outermost]) or "a module" if outermost >= 0 else ""
 
 
 def _imported(frames: Sequence[tuple[str, str, str]]) -> str:

@@ -72,7 +72,7 @@ class Stopped:
 
     def __str__(self) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(self.asked))
-        return f"stopped at look {self.step}, as asked at {at} ({self.reason})"
+        return f"stopped at step {self.step}, as asked at {at} ({self.reason})"
 
 
 @dataclass(frozen=True)
