@@ -41,6 +41,8 @@ def train(way, lr):
         thread = threading.Thread(target=lambda: helper(scale), name="helper")
         thread.start()
         thread.join()
+    if way == "in a worker" and rank == 1:
+        list(torch.utils.data.DataLoader([0.0, 1.0], num_workers=1, collate_fn=lambda batch: breakpoint()))
     if way == "in a child" and rank == 1:
         if (child := os.fork()) == 0:
             try:
@@ -137,29 +139,37 @@ def test_several_wait_for_their_turn(terminal: Terminal) -> None:
 
 @doing("all break")
 def test_words_for_several_ranks(terminal: Terminal) -> None:
-    terminal.until("(Pdb, rank ")
-    first = int(terminal.until(") ")[0])
-    mine, other = f"(Pdb, rank {first}) ", f"(Pdb, rank {1 - first}) "
-    while True:  # until the other one has stopped, too
-        terminal.type("who")
-        if terminal.until(mine).count("has stopped at train.py:") == 2:
-            break
-    terminal.type("all p scale")
-    assert "[0] 5.0\n[1] 15.0\n" in terminal.until(mine)
+    here(terminal, "train.py:23", "train.py:23")
+    seen, rank = tell(terminal, "all p scale")
+    assert re.search(r"^\[0\] 5.0\n(.*\n)?(.*\n)?\[1\] 15.0$", seen, re.MULTILINE), (
+        seen
+    )  # where each is, the first time
     terminal.type("all n")
-    assert terminal.until(mine).count('-> if way == "asks":') == 2
-    terminal.type(f"ranks {1 - first} scale = 1.0")
-    terminal.until(mine)
-    terminal.type(f"switch {1 - first}")
-    terminal.until(other)
-    terminal.type("p scale")
-    assert "1.0" in terminal.until(other)
-    terminal.type("ranks 0,7 n")
-    assert "rank 7 of train(): not at a prompt" in terminal.until(other)
+    rank = here(terminal, "train.py:24", "train.py:24")
+    tell(terminal, f"ranks {1 - rank} scale = 1.0")
+    assert tell(terminal, f"switch {1 - rank}")[1] == 1 - rank
+    assert "1.0" in tell(terminal, "p scale")[0]
+    assert "rank 7 of train(): not at a prompt" in tell(terminal, "ranks 0,7 n")[0]
     terminal.type("all c")
-    total = (7.0, 17.0)[first]
+    total = (7.0, 17.0)[rank]
     terminal.until(f"values [{total}, {total}]")
     assert terminal.end() == 0
+
+
+def tell(terminal: Terminal, line: str = "") -> tuple[str, int]:
+    """Types a line; returns what is shown until the next prompt, and whose that is."""
+    if line:
+        terminal.type(line)
+    seen = terminal.until("(Pdb, rank ")
+    return seen, int(terminal.until(") ")[0])
+
+
+def here(terminal: Terminal, *places: str) -> int:
+    """Waits until all ranks have stopped, each at its place; returns whose the prompt is then."""
+    seen, rank = tell(terminal)
+    while not all(f"rank {number} has stopped at {place} " in seen for number, place in enumerate(places)):
+        seen, rank = tell(terminal, "who")
+    return rank
 
 
 @doing("breaks")
@@ -198,6 +208,15 @@ def test_a_breakpoint_in_a_child_of_a_rank(terminal: Terminal) -> None:
     )
     terminal.until("values [22.0, 22.0]")
     assert terminal.end() == 0
+
+
+@doing("in a worker")
+def test_a_breakpoint_in_a_worker_of_a_data_loader(terminal: Terminal) -> None:
+    """It is an error, which the rank raises: there is a prompt for that one."""
+    assert "rank 1 of train() raised RuntimeError: Caught RuntimeError in DataLoader worker" in terminal.until(PROMPT)
+    terminal.type("q")
+    terminal.until("num_workers=0 runs its code in the rank")
+    assert terminal.end() == 1
 
 
 @pytest.mark.parametrize("leave", ["q", "\x04"])

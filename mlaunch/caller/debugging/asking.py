@@ -16,9 +16,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from mlaunch.base import linux
+from mlaunch.base.fds import close_all
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.report import notebook
+
+_AGAIN = 0.1  # seconds between two interrupts
+_END = 0  # no signal has this number
 
 
 class WithdrawnError(Exception):
@@ -95,8 +100,13 @@ class _OpenQuestion:
         self._asks = False  # the main thread waits for the answer, and may be interrupted
         self._open = False  # the thread may interrupt it
         self._over = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="mlaunch-debugger", daemon=True)
+        self._heard = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the numbers of signals that have come
+        os.set_blocking(self._heard[0], True)
+        self._noticed = False  # by Python, that an interrupt has come
+        tasks = (self._run, self._repeat)
+        self._threads = [threading.Thread(target=task, name="mlaunch-debugger", daemon=True) for task in tasks]
         self._handler: Any = None  # of interrupts, before
+        self._woken = False  # signals write to that pipe
         self.void = False
         self.error: BaseException | None = None  # of the thread
 
@@ -104,18 +114,26 @@ class _OpenQuestion:
         """Begins to drive."""
         self._handler = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, self._interrupted)
+        if (before := signal.set_wakeup_fd(self._heard[1], warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(before)  # an event loop's, which must not miss one
+        self._woken = before == -1
         self._asks = self._open = True
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def end(self) -> None:
         """Ends the thread. No interrupt of its comes afterwards."""
         self._asks = False
         with self._lock:
             self._open = False
+        if self._woken:
+            signal.set_wakeup_fd(-1)
         os.eventfd_write(self._over, 1)
-        if self._thread.ident is not None:
-            self._thread.join()
-        os.close(self._over)  # a system call, on whose way back a signal of the thread's arrives at the latest
+        os.write(self._heard[1], bytes([_END]))
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        close_all([*self._heard, self._over])  # by this time a signal of the thread's has arrived
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
 
@@ -124,12 +142,23 @@ class _OpenQuestion:
             goes_on = self._drive(self._over)
         except BaseException as error:
             self.error, goes_on = error, False
+        if not goes_on:
+            self.void = True
+            self._interrupt()
+
+    def _repeat(self) -> None:
+        """Repeats interrupts that came just before the main thread began to wait in C: it takes no notice of those."""
+        while (number := os.read(self._heard[0], 1)[0]) != _END:
+            if number == signal.SIGINT and not linux.wait_readable([self._over], _AGAIN) and not self._noticed:
+                self._interrupt()
+
+    def _interrupt(self) -> None:
         with self._lock:
-            if self._open and not goes_on:
-                self.void = True
+            if self._open:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self._noticed = True
         if not self.void:
             self._handler(number, frame)
         elif self._asks:

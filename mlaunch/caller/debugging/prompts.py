@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptSays
 
-_PATIENCE = 0.5  # seconds for ranks that were given a command
+_PATIENCE = 1.0  # seconds for ranks that take a step
 
 
 class Prompts:
@@ -24,9 +24,10 @@ class Prompts:
         self._clock = clock
         self._asking: dict[int, PromptAsks] = {}  # in the order of their coming
         self._said: dict[int, str] = {}  # what is not shown yet
-        self._expected: set[int] = set()  # that have been given a command, and have not come back
+        self._busy: set[int] = set()  # with a command, at the prompt
+        self._expected: set[int] = set()  # back from a step
         self._together = False  # that command went to several
-        self._until = 0.0  # they are waited for
+        self._until = 0.0  # these are waited for
         self._current: int | None = None
         self._fails = False  # a rank does, and the launch is about to end
         self.quit: tuple[int, str] | None = None  # the rank whose prompt has ended the launch, and where that was
@@ -39,14 +40,17 @@ class Prompts:
                 self._tell(rank)
         elif isinstance(record, PromptAsks):
             self._asking[rank] = record
+            self._busy.discard(rank)
             self._expected.discard(rank)
         elif isinstance(record, PromptLeft):
             self._take_leave(rank, record)
 
     def _take_leave(self, rank: int, record: PromptLeft) -> None:
+        self._busy.discard(rank)
         if record.how is Onward.STEPS:
+            self._expected.add(rank)
+            self._until = self._clock() + _PATIENCE
             return
-        self._expected.discard(rank)
         self._fails = self._fails or record.how is Onward.FAILS
         if record.how is Onward.QUITS:
             self.quit = rank, record.place
@@ -57,16 +61,18 @@ class Prompts:
     def forget(self, rank: int) -> None:
         """Takes in that a rank is gone."""
         self._asking.pop(rank, None)
+        self._busy.discard(rank)
         self._expected.discard(rank)
 
     def timeout(self) -> float | None:
         """Returns the seconds until ``next`` has another answer though nothing comes; None: it has not."""
-        waits = self._expected and self._asking and not self._fails
+        waits = self._expected and self._asking and not self._busy and not self._fails
         return max(0.0, self._until - self._clock()) if waits else None
 
     def next(self) -> tuple[int, str] | None:
         """Returns the rank that is to be asked, and its prompt; None: none is, now. Shows what it has said."""
-        if not self._asking or self._fails or (self._expected and self._clock() < self._until):
+        waits = self._busy or (self._expected and self._clock() < self._until)
+        if not self._asking or self._fails or waits:
             return None
         if self._together:
             for rank in sorted(self._said):
@@ -89,7 +95,8 @@ class Prompts:
         """Takes in that these ranks, which waited, have been given a line."""
         for rank in ranks:
             del self._asking[rank]
-        self._expected, self._until = set(ranks), self._clock() + _PATIENCE
+        self._busy = set(ranks)
+        self._expected.clear()
         self._together = len(ranks) > 1
 
     def _tell(self, rank: int, *, marked: bool = False) -> None:
