@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from mlaunch import launcher
+from mlaunch.caller.debugging import asking
 from tests.processes import descendants, wait_gone
 from tests.terminal import Terminal
 
@@ -81,6 +85,29 @@ def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Termina
 
 def doing(way: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("terminal", [way], indirect=True)
+
+
+def test_whoever_is_asked_may_be_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> float:
+        scale = 10.0 * (dist.get_rank() + 1)
+        if dist.get_rank() == 1:
+            breakpoint()
+        total = torch.tensor(scale)
+        dist.all_reduce(total)
+        return float(total)
+
+    asked: list[str] = []
+    answers = iter(["p scale", "scale = 5.0", "n", "c"])
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        return next(answers)
+
+    monkeypatch.setattr(asking, "check_place", lambda _name: None)
+    monkeypatch.setattr("builtins.input", answer)
+    assert launcher(train, 2, device_type="cpu", debug=True)() == [15.0, 15.0]
+    assert asked == [PROMPT] * 4
+    assert "-> total = torch.tensor(scale)\n20.0\n" in capsys.readouterr().out
 
 
 @doing("fails")

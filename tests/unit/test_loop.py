@@ -95,6 +95,11 @@ INSIDE = {
     "mlaunch.agent.prepared": "test_it_serves_other_functions_arguments_seeds_deadlines_and_command_lines",
     "mlaunch.agent.rehearsing": "test_ranks_that_wait_are_stopped_after_a_while_and_run_again_with_their_call",
     "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
+    "mlaunch.caller.debugging.asking": "test_whoever_is_asked_may_be_a_program",
+    "mlaunch.caller.debugging.debugged_handle": "test_whoever_is_asked_may_be_a_program",
+    "mlaunch.rank.debugging.debugger": "test_whoever_is_asked_may_be_a_program",
+    "mlaunch.rank.debugging.rank_pdb": "test_whoever_is_asked_may_be_a_program",
+    "mlaunch.rank.debugging.talk": "test_whoever_is_asked_may_be_a_program",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.caller.detectron2": "test_launch",
@@ -174,9 +179,6 @@ INSIDE = {
 # A fork server that outlives its caller is a fresh interpreter: test_warm.py runs these.
 FRESH = {"mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
 FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
-# A debugger's prompt is in a terminal of its own: test_debugger.py runs these.
-FRESH |= {f"mlaunch.caller.debugging.{name}" for name in ("asking", "debugged_handle")}
-FRESH |= {f"mlaunch.rank.debugging.{name}" for name in ("debugger", "rank_pdb", "talk")}
 
 
 def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:
