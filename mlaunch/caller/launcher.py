@@ -149,6 +149,10 @@ class launcher(Submitting[P, R]):
         nesting.refuse_in_bootstrap(self._name)
         place = nesting.place_to_join(self._options, self._name)
         arguments.check(self._function, args, kwargs)
+        if self._options.inline:
+            from mlaunch.caller.inline import run_inline  # for this alone
+
+            return run_inline(self._options, self._name, self._function, args, kwargs)
         if place is not None:
             return nesting.run_joined(self._options, place, self._function, args, kwargs)
         self._calls.begin()

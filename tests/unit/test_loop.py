@@ -101,6 +101,7 @@ INSIDE = {
     "mlaunch.rank.debugging.rank_pdb": "test_whoever_is_asked_may_be_a_program",
     "mlaunch.rank.debugging.talk": "test_whoever_is_asked_may_be_a_program",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
+    "mlaunch.caller.inline": "test_a_call_in_this_process",
     "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.caller.detectron2": "test_launch",
     "mlaunch.caller.output.files": "test_files",

@@ -90,6 +90,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "keep=5.0 with debug=True: allowed: None; a debugger serves one call on",
     ),
     ({"debug": True, "n_gpus": 1, "world_size": 2}, ValueError, "world_size=2 with debug=True: allowed: ranks on this"),
+    ({"inline": True, "debug": True}, ValueError, "debug=True with inline=True: allowed: False; nothing but the func"),
     ({"colour": 1}, TypeError, "launcher has no option 'colour'; help(launcher) lists what there is"),
 ]
 

@@ -47,6 +47,8 @@ def check(options: Options, name: str, method: str) -> None:
                 f"function itself; allowed: a blocking call, or join=False"
             )
         )
+    if options.inline:
+        raise misuse(ValueError(f"inline=True with {method}(): allowed: a blocking call, which runs the function here"))
     if options.debug:
         raise misuse(ValueError(f"debug=True with {method}(): allowed: a blocking call, in the main thread, which asks "
                                 f"for input"))  # fmt: skip

@@ -59,10 +59,7 @@ class Options:
     )
     master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
     port: int = option(
-        0,
-        Whole(0, HIGHEST_PORT),
-        "The port of the rendezvous there. 0: chosen by the system, for a launch on one machine.",
-        flag="--master-port",
+        0, Whole(0, HIGHEST_PORT), "The port of the rendezvous there. 0: chosen by the system.", flag="--master-port"
     )
     device_type: str = option(
         "auto",
@@ -100,9 +97,7 @@ class Options:
         "CPU of its own.",
     )
     timeout: float | timedelta | None = option(
-        1800.0,
-        Seconds(optional=True, delta=True),
-        "Limit in seconds (or a timedelta) for each collective and for joining the group. None: no limit.",
+        1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."
     )
     grace_period: float = option(
         5.0, Seconds(zero=True), "Seconds between SIGTERM and SIGKILL for stopped ranks.", flag="--shutdown-timeout"
@@ -138,6 +133,11 @@ class Options:
         False,
         Switch(),
         "A rank that fails, or calls ``breakpoint()``, opens pdb in this terminal or cell; no limit of time counts.",
+    )
+    inline: bool = option(
+        False,
+        Switch(),
+        "No processes: the function runs in this one, as rank 0 of a world of one, whatever ``n_gpus`` says.",
     )
     max_restarts: int = option(
         0,

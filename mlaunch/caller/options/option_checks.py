@@ -20,6 +20,7 @@ def check_together(given: Mapping[str, Any]) -> None:
     _check_lease(given)
     _check_debug(given)
     check_profile(given)
+    _check_inline(given)
 
 
 def _check_log_dir(given: Mapping[str, Any]) -> None:
@@ -78,6 +79,14 @@ def _check_debug(given: Mapping[str, Any]) -> None:
     size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
     if given["debug"] and given["world_size"] not in {None, size}:
         raise ValueError(f"world_size={given['world_size']} with debug=True: allowed: ranks on this machine alone")
+
+
+def _check_inline(given: Mapping[str, Any]) -> None:
+    others = {"engine": None, "ranks": None, "keep": None, "max_restarts": 0, "debug": False, "deadline": None}
+    for name, usual in {**others, "log_dir": None, "stop_on": None}.items() if given["inline"] else ():
+        if given[name] != usual:
+            raise ValueError(f"{name}={given[name]!r} with inline=True: allowed: {usual!r}; nothing but the function "
+                             f"runs, in this process")  # fmt: skip
 
 
 def asks_for_lease(given: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ class KeywordOptions(TypedDict, total=False):
     stop_grace: float
     stall: float | str | None
     debug: bool
+    inline: bool
     max_restarts: int
     start_method: str
     env: Mapping[str, str] | None

@@ -25,6 +25,7 @@ _INSTEAD = {
     "profile": "it would have steps of many calls; profile in the function, with torch.profiler",
     "max_restarts": "it starts fresh ranks when they are lost; see restart=",
     "keep": "see idle_timeout=",
+    "inline": "its ranks are processes",
     "debug": "a decorated function does, for a call on ranks of its own",
     "ranks": "it makes them",
 }

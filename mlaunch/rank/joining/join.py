@@ -152,7 +152,7 @@ def become_rank(
     _complete_environment(info)
     store = _meet(info, timeout)
     group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, device_of_rank))
-    atexit.register(_leave)
+    atexit.register(leave)
     current_device.bound = device_of_rank
     if seed is not None:
         seeding.apply(seeding.of_rank(seed, info.rank))
@@ -214,7 +214,8 @@ def _in_brackets(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Leaves the group that this process has joined, if it has not left yet."""
     import torch.distributed as dist
 
     if dist.is_initialized():

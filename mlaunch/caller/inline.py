@@ -1,0 +1,97 @@
+"""A call without processes: the function runs here, as rank 0 of a world of one, for IDEs, profilers and first steps.
+
+What a function finds in a rank is there while it runs, and gone afterwards: group, device, variables, seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base import seeding
+from mlaunch.base.misuse import misuse
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.rank.for_users import current_device
+from mlaunch.rank.setup import device, environment, group
+
+if TYPE_CHECKING:
+    import torch
+
+
+def run_inline(
+    options: Options, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any]:
+    """Runs it; returns a list of one value. Exceptions are raised as they are.
+
+    Raises:
+        RuntimeError: This process is in a process group already.
+        ValueError: This machine has no such device, or this torch no such backend.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise misuse(
+            RuntimeError(
+                f"{name}() with inline=True in a process that is in a process group already: its function would run "
+                f"in that one. Leave it before (torch.distributed.destroy_process_group()), or call "
+                f"{name}.__wrapped__(...)"
+            )
+        )
+    bound = _device(options)
+    variables = {**(options.env or {}), **environment.identity(0, 1, 0, 1, "127.0.0.1", options.port)}
+    with _environment(variables), _world_of_one(options, bound):
+        if options.seed is not None:
+            seeding.apply(seeding.of_rank(options.seed, 0))
+        return [function(*args, **kwargs)]
+
+
+def _device(options: Options) -> torch.device:
+    """Returns the first one that the launch would use."""
+    import torch
+
+    kind = options.device_type
+    there = device.accelerator() if torch.accelerator.is_available() else None
+    if kind == "auto":
+        kind = there or "cpu"
+    if kind not in {"cpu", there}:
+        has = f"{there} and the CPU" if there else "the CPU alone"
+        raise misuse(ValueError(f"device_type={kind!r} with inline=True: this machine has {has}"))
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, (options.devices or [0])[0])
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
+    from mlaunch.rank.joining.join import leave
+
+    try:
+        backend = device.choose_backend(options.backend, bound.type, device.offered())
+    except ValueError as error:
+        raise misuse(error) from None
+    if bound.type != "cpu":
+        torch.accelerator.set_device_index(bound.index)
+    group.join_world(dist.HashStore(), group.Membership(0, 1, backend, options.timeout_seconds, bound))
+    before, current_device.bound = current_device.bound, bound
+    try:
+        yield
+    finally:
+        current_device.bound = before
+        leave()
