@@ -86,7 +86,7 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel, theirs = Channel.pair()
     control, their_control = Channel.pair()
-    debug, their_debug = Channel.pair() if spec.debug else (None, None)
+    debug, their_debug = Channel.pair() if spec.debug == "pdb" else (None, None)
     args = RankArgs(
         spec=spec,
         local_rank=local_rank,

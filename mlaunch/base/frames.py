@@ -10,7 +10,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
 _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function", "script"))
 _BOTTOM += (os.path.join(_PACKAGE, "pytest", "body.py"),)  # what runs a test
-_BOTTOM += (os.path.join(_PACKAGE, "rank", "debugging", "debugger.py"),)  # what runs a function that is debugged
+# What runs a function that is debugged.
+_BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for name in ("debugger", "ide"))
 _BOTTOM += (os.path.join(_PACKAGE, "rank", "cells", ""),)  # what runs a notebook's cell
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))

@@ -132,7 +132,7 @@ class LaunchSpec:
     stop_grace: float = 300.0  # seconds in which they stop when they are asked to
     stall: float | None = None  # seconds without progress after which its caller says so; None: never
     stall_ends: bool = False  # and ends it
-    debug: bool = False  # its caller debugs: each rank has a channel to it
+    debug: str = ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait
     profile: ProfileOrder | None = None
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 

@@ -7,25 +7,33 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.protocol.channel import Channel
+from mlaunch.rank.base import RankArgs
+from mlaunch.rank.setup import group
 
 if TYPE_CHECKING:
     from mlaunch.rank.debugging.debugger import Debugger
+    from mlaunch.rank.debugging.ide import IdeSession
 
 _USUAL = {"", "pdb.set_trace"}  # of PYTHONBREAKPOINT
 
 
-def install(channel: Channel | None, rank: int, who: Callable[[], str]) -> Debugger | None:
-    """Installs it; returns the debugger. ``channel``: to the caller that debugs; ``who`` says "rank 1 of train()"."""
-    if channel is None:
-        sys.breakpointhook = BreakpointHook(who, None)
-        return None
-    from mlaunch.rank.debugging.debugger import Debugger  # imports pdb
+def install(args: RankArgs, who: Callable[[], str]) -> Debugger | IdeSession | None:
+    """Installs it; returns what runs the function, if somebody debugs. ``who`` says "rank 1 of train()"."""
+    rank = args.spec.rank(args.local_rank)
+    sys.breakpointhook = BreakpointHook(who, None)
+    if args.debug is not None:
+        from mlaunch.rank.debugging.debugger import Debugger  # imports pdb
 
-    debugger = Debugger(channel, rank, who())
-    sys.breakpointhook = BreakpointHook(who, debugger)
-    debugger.install()
-    return debugger
+        debugger = Debugger(args.debug, rank, who())
+        sys.breakpointhook = BreakpointHook(who, debugger)
+        debugger.install()
+        return debugger
+    if args.spec.debug:
+        from mlaunch.rank.debugging import ide
+
+        group.lift_limits()
+        return ide.IdeSession(who) if ide.is_awaited(args.spec.debug, rank) else None
+    return None
 
 
 class BreakpointHook:

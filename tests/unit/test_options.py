@@ -83,7 +83,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"strategy": "ddp"}, TypeError, "launcher has no option 'strategy'; how a model is spread over ranks is"),
     ({"use_port": "1"}, TypeError, "launcher has no option 'use_port'; here that is port="),
     ({"devices": 4}, TypeError, "devices=4: allowed: a list of device numbers; for 4 ranks: n_gpus=4"),
-    ({"debug": 1}, TypeError, "debug=1: allowed: True, False"),
+    ({"debug": 1}, TypeError, 'debug=1: allowed: True, False, "debugpy", or with ranks "debugpy:0,2"'),
+    ({"debug": "ipdb"}, ValueError, "debug='ipdb': allowed: True, False"),
     (
         {"debug": True, "keep": 5.0},
         ValueError,

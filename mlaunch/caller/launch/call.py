@@ -10,6 +10,7 @@ call_on_ranks
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import time
@@ -82,9 +83,12 @@ def call_on_ranks(
 
 def _debugged(options: Options, name: str) -> Options:
     """Returns the options without clocks, which would count while somebody reads. ValueError: there is nobody."""
-    from mlaunch.caller.debugging import asking  # for this alone
+    if options.debug is True:
+        from mlaunch.caller.debugging import asking  # for this alone
 
-    asking.check_place(name)
+        asking.check_place(name)
+    elif importlib.util.find_spec("debugpy") is None:
+        raise misuse(ModuleNotFoundError(f"debug={options.debug!r} for {name} needs debugpy (extra: debug)"))
     return options.replaced({"timeout": None, "deadline": None, "stall": None})
 
 

@@ -13,7 +13,7 @@ from multiprocessing.process import current_process
 from mlaunch.base import rlimits, signals
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
-from mlaunch.caller.options import stall_option
+from mlaunch.caller.options import debug_option, stall_option
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
@@ -76,7 +76,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         stop_on=signals.numbers_of_option(options.stop_on),
         stop_grace=options.stop_grace,
         stall=None if cluster is not None else stall_option.parse(options.stall)[0],
-        debug=options.debug,
+        debug=debug_option.word_of(options.debug, world_size),
         stall_ends=stall_option.parse(options.stall)[1],
         rank0_only=options.results == "rank0",
         profile=attempt.profile,

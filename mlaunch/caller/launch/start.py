@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.options.debug_option import PROMPT
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
@@ -71,7 +72,7 @@ def start_or_take(
 
 def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: OutputPlan, history: History) -> LaunchHandle:
     kind = LaunchHandle
-    if spec.debug:
+    if spec.debug == PROMPT:
         from mlaunch.caller.debugging.debugged_handle import DebuggedHandle as kind  # for this alone
     return kind(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
 

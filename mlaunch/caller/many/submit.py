@@ -50,8 +50,7 @@ def check(options: Options, name: str, method: str) -> None:
     if options.inline:
         raise misuse(ValueError(f"inline=True with {method}(): allowed: a blocking call, which runs the function here"))
     if options.debug:
-        raise misuse(ValueError(f"debug=True with {method}(): allowed: a blocking call, in the main thread, which asks "
-                                f"for input"))  # fmt: skip
+        raise misuse(ValueError(f"debug={options.debug!r} with {method}(): allowed: a blocking call"))
     for option, usual in _ELSEWHERE.items():
         if getattr(options, option) != usual:
             raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from datetime import timedelta
 from typing import Any, cast
 
-from mlaunch.caller.options import peer_names, profile_options
+from mlaunch.caller.options import debug_option, peer_names, profile_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
@@ -129,16 +129,8 @@ class Options:
         'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
         flag="--stall",
     )
-    debug: bool = option(
-        False,
-        Switch(),
-        "A rank that fails, or calls ``breakpoint()``, opens pdb in this terminal or cell; no limit of time counts.",
-    )
-    inline: bool = option(
-        False,
-        Switch(),
-        "No processes: the function runs in this one, as rank 0 of a world of one, whatever ``n_gpus`` says.",
-    )
+    debug: bool | str = debug_option.DEBUG
+    inline: bool = debug_option.INLINE
     max_restarts: int = option(
         0,
         Whole(0),

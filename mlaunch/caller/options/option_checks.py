@@ -74,11 +74,15 @@ def _check_debug(given: Mapping[str, Any]) -> None:
     others = {"engine": None, "ranks": None, "keep": None, "max_restarts": 0, "gather": "local"}
     for name, usual in others.items() if given["debug"] else ():
         if given[name] != usual:
-            raise ValueError(f"{name}={given[name]!r} with debug=True: allowed: {usual!r}; a debugger serves one call "
-                             f"on ranks of its own")  # fmt: skip
+            raise ValueError(
+                f"{name}={given[name]!r} with debug={given['debug']!r}: allowed: {usual!r}; a debugger serves one call "
+                f"on ranks of its own"
+            )
     size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
     if given["debug"] and given["world_size"] not in {None, size}:
-        raise ValueError(f"world_size={given['world_size']} with debug=True: allowed: ranks on this machine alone")
+        raise ValueError(
+            f"world_size={given['world_size']} with debug={given['debug']!r}: allowed: ranks on this machine alone"
+        )
 
 
 def _check_inline(given: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ class KeywordOptions(TypedDict, total=False):
     stop_on: str | None
     stop_grace: float
     stall: float | str | None
-    debug: bool
+    debug: bool | str
     inline: bool
     max_restarts: int
     start_method: str

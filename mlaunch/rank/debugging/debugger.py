@@ -15,7 +15,7 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.rank import remote_error
 from mlaunch.rank.debugging.rank_pdb import RankPdb
 from mlaunch.rank.debugging.talk import Talk
-from mlaunch.rank.setup import device
+from mlaunch.rank.setup import group
 
 
 class Debugger:
@@ -34,7 +34,7 @@ class Debugger:
         threading.settrace(None)
         builtins.input = self._input(builtins.input)
         pdb.set_trace = sys.breakpointhook
-        _wait_for_ever()
+        group.lift_limits()
 
     def stop_at(self, frame: FrameType) -> None:
         """Opens a prompt at the next line of this frame, in this thread."""
@@ -68,12 +68,3 @@ class Debugger:
     def _input(self, usual: Callable[..., str]) -> Callable[..., str]:
         """Returns what ``input`` is to be; in a child of the rank it is the usual one."""
         return lambda prompt="", /: self._talk.ask(prompt) if os.getpid() == self._pid else usual(prompt)
-
-
-def _wait_for_ever() -> None:
-    """Gives groups that code of the user's makes no limit, either, unless it says one."""
-    import torch.distributed.distributed_c10d as dist
-
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        if getattr(dist, name, None) is not None:
-            setattr(dist, name, device.limit(None))

@@ -52,6 +52,15 @@ def _serves(backend: str, device_type: str) -> bool:
     return device_type != "cpu" and device_type in BackendConfig(Backend(backend)).get_device_backend_map()
 
 
+def lift_limits() -> None:
+    """Gives groups that code of the user's makes no limit, either, unless it says one."""
+    import torch.distributed.distributed_c10d as dist
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        if getattr(dist, name, None) is not None:
+            setattr(dist, name, device.limit(None))
+
+
 def meet_and_join(
     spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int], bound: torch.device | None, *, again: int = 0
 ) -> None:

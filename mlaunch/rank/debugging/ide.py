@@ -1,0 +1,41 @@
+"""A rank that waits until an IDE is attached to it, by debugpy, and then runs its function."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_HOST = "127.0.0.1"
+
+
+class IdeSession:
+    """``who``: "rank 1 of train()". Started once, and made before debugpy is imported."""
+
+    def __init__(self, who: Callable[[], str]) -> None:
+        self._who = who
+        self._pid = os.getpid()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Says how to attach, waits for that, and runs it; ``breakpoint()`` stops in the IDE."""
+        import debugpy  # type: ignore[import-not-found, unused-ignore]  # an extra; it imports much
+
+        debugpy.configure(subProcess=False)
+        _, port = debugpy.listen((_HOST, 0))
+        print(f"{self._who()} waits for an IDE. Its entry in launch.json: {self._entry(port)}", flush=True)
+        debugpy.wait_for_client()
+        sys.breakpointhook = debugpy.breakpoint
+        return function(*args, **kwargs)
+
+    def _entry(self, port: int) -> str:
+        at = {"host": _HOST, "port": port}
+        entry = {"name": self._who(), "type": "debugpy", "request": "attach", "connect": at, "justMyCode": False}
+        return json.dumps(entry)
+
+
+def is_awaited(debug: str, rank: int) -> bool:
+    """Tells whether a rank is to wait. ``debug``: the launch's word, "debugpy" for all, "debugpy:0,2" for some."""
+    name, _, ranks = debug.partition(":")
+    return name == "debugpy" and (not ranks or str(rank) in ranks.split(","))

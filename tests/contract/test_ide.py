@@ -1,0 +1,107 @@
+"""``debug="debugpy"``: ranks that wait for an IDE, as which a small client of its protocol attaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlaunch import launcher
+from mlaunch.rank.debugging import ide
+from tests.processes import wait_until
+
+debugpy = pytest.importorskip("debugpy", reason="debugpy is not installed (extra: debug)")
+
+
+class Client:
+    """Speaks the Debug Adapter Protocol."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._connection = socket.create_connection((host, port), timeout=60)
+        self._stream = self._connection.makefile("rwb")
+        self._number = 0
+
+    def ask(self, command: str, **arguments: Any) -> None:
+        self._number += 1
+        text = json.dumps({"seq": self._number, "type": "request", "command": command, "arguments": arguments}).encode()
+        self._stream.write(b"Content-Length: %d\r\n\r\n" % len(text) + text)
+        self._stream.flush()
+
+    def hear(self, kind: str, name: str) -> Any:
+        """The body of the next response or event of this name."""
+        while True:
+            length = 0
+            while (line := self._stream.readline().strip()) != b"":
+                length = int(line.partition(b":")[2]) if line.lower().startswith(b"content-length") else length
+            message = json.loads(self._stream.read(length))
+            if (message["type"], message.get("command" if kind == "response" else "event")) == (kind, name):
+                assert message.get("success", True), message
+                return message.get("body")
+
+    def attach(self) -> None:
+        self.ask("initialize", adapterID="python", pathFormat="path")
+        self.hear("response", "initialize")
+        self.ask("attach", justMyCode=False)
+        self.hear("event", "initialized")
+        self.ask("configurationDone")
+
+    def close(self) -> None:
+        self._stream.close()
+        self._connection.close()
+
+
+def test_a_rank_waits_for_an_ide(capsys: pytest.CaptureFixture[str]) -> None:
+    def train() -> float:
+        scale = float(dist.get_rank())
+        if dist.get_rank() == 1:
+            breakpoint()
+        total = torch.tensor(scale)
+        dist.all_reduce(total)
+        return float(total)
+
+    said = ""
+
+    def is_there() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return "launch.json: " in said and "\n" in said.partition("launch.json: ")[2]
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(launcher(train, 2, device_type="cpu", debug="debugpy:1", timeout=1))
+        wait_until(is_there)
+        entry = json.loads(said.partition("launch.json: ")[2].partition("\n")[0])
+        assert re.fullmatch(r"rank 1 of .*train\(\)", entry["name"])
+        assert (entry["type"], entry["request"], entry["connect"]["host"]) == ("debugpy", "attach", "127.0.0.1")
+        client = Client(**entry["connect"])
+        client.attach()
+        thread = client.hear("event", "stopped")["threadId"]
+        client.ask("stackTrace", threadId=thread)
+        frames = client.hear("response", "stackTrace")["stackFrames"]
+        assert frames[0]["source"]["path"] == os.path.abspath(__file__)
+        client.ask("continue", threadId=thread)
+        assert call.result() == [1.0, 1.0]
+        client.close()
+
+
+def test_which_ranks_wait() -> None:
+    assert [rank for rank in range(12) if ide.is_awaited("debugpy:1,10", rank)] == [1, 10]
+    assert all(ide.is_awaited("debugpy", rank) for rank in range(3))
+    assert not any(ide.is_awaited(word, 0) for word in ("", "pdb"))
+
+
+def test_a_rank_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match=r"debug='debugpy:0,2' with 2 rank\(s\): allowed: ranks from 0 to 1"):
+        launcher(print, 2, device_type="cpu", debug="debugpy:0,2")()
+
+
+def test_without_debugpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"debug='debugpy' for print\(\) needs debugpy \(extra: debug\)"):
+        launcher(print, 2, device_type="cpu", debug="debugpy")()
