@@ -60,9 +60,10 @@ class Inspection:
     def stopped_by(self) -> int | None:
         """The process that has asked the launch to end; None: none has.
 
-        This machine's ranks alone cannot agree on a step: where other machines have some, a stop is an end.
+        On one machine of an engine's, whose caller would have to be asked, a stop is an end.
         """
-        asked_by = None if self._spec.cluster is None else self._reception.asked_by
+        cluster = self._spec.cluster
+        asked_by = self._reception.asked_by if cluster is not None and cluster.by_engine else None
         return asked_by if self._reception.stopped_by is None else self._reception.stopped_by
 
     def take_request(self) -> int | None:

@@ -17,6 +17,7 @@ from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
+from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen, StopOrder
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import Agreed, LaunchSpec, Rendezvous
 from mlaunch.rendezvous.address import listen_as_master
@@ -35,8 +36,12 @@ class Peers:
     ``timeout``: seconds after which a link that does not say a word counts as lost, and is killed.
     """
 
-    def __init__(self, link: Link | None = None, timeout: float = 0.0, *, gather_all: bool = False) -> None:
+    def __init__(
+        self, link: Link | None = None, timeout: float = 0.0, *, gather_all: bool = False, by_engine: bool = False
+    ) -> None:
         self._link = link
+        self.agree = link is not None and not by_engine  # on a step at which all stop
+        self._orders: list[StopOrder] = []
         self._timeout = timeout
         self._heard_at = time.monotonic()
         self._over = link is None
@@ -79,10 +84,22 @@ class Peers:
             launcher.try_send(record, fds)
             for fd in fds:
                 os.close(fd)
+        if isinstance(record, StopOrder):
+            self._orders.append(record)
         if isinstance(record, RankFailure):
             self._told = True
             return record
         return None
+
+    def take_orders(self) -> list[StopOrder]:
+        """Returns what has come of a stop that all machines agree on, once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def say(self, record: AskAll | RanksFrozen) -> None:
+        """Says a word about such a stop."""
+        if self._link is not None:
+            self._link.channel.try_send(record)
 
     def _miss(self, link: Link) -> RankFailure | None:
         """Gives a link up that somebody has stopped."""
@@ -133,12 +150,13 @@ def join_machines(
     link = Link(cluster, _introduction(spec), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
+    peers = Peers(link, cluster.heartbeat_timeout, gather_all=spec.gather_all, by_engine=cluster.by_engine)
     joined = dataclasses.replace(
         _as_agreed(spec, plan.agreed),
         interface=plan.interface,
         time_left=None if left is None else max(0.0, left - (time.monotonic() - start)),
     )
-    return Joined(joined, server, Peers(link, cluster.heartbeat_timeout, gather_all=spec.gather_all))
+    return Joined(joined, server, peers)
 
 
 def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:

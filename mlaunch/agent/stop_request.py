@@ -4,7 +4,8 @@
       |                 |
       +---- half of the time: a notice ---- all of it: a failure, as a deadline that has passed
 
-A caller who hears several machines agrees with all of them, and this agent only freezes and tells.
+A caller who hears several machines agrees with all of them, and this agent only freezes and tells. So it does where the
+gate agrees with machines that have a caller each.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.agent.agreed_stop import AgreedStop, Freeze
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import name_some_ranks
 from mlaunch.protocol import failures
+from mlaunch.protocol.agreed_stop import AgreedStop, Freeze
 from mlaunch.protocol.messages.control_messages import FreezeLooks, StopAtLook, TellLooks, ThawLooks
 from mlaunch.protocol.messages.stop_messages import (
+    AskAll,
     AskToStop,
     FreezeRanks,
+    NobodyLooks,
     RanksFrozen,
     StopAgreed,
+    StopOrder,
     StopOverdue,
     StopRanks,
     ThawRanks,
@@ -64,6 +68,8 @@ class StopRequest:
 
     def __init__(self, scene: Supervision, questions: Questions) -> None:
         self._members, self._launcher = RankMembers(scene.ranks, questions), scene.launcher
+        self._peers = scene.peers if scene.peers.agree else None
+        self._has_asked = False  # the others
         self._expected, self._grace = bool(scene.stop_on), scene.stop_grace
         self._clock = scene.system.clock
         self._asked_at = 0.0
@@ -107,10 +113,26 @@ class StopRequest:
         self._asked_by = by
         if by is not None and not self._members.working():
             self._give_up(by)
-        elif self._freeze is None and self._members.working():
+        elif self._peers is not None and not self._has_asked:
+            self._has_asked = True
+            self._peers.say(AskAll(reason, self._grace / 2, by is not None and not self._expected))
+        elif self._peers is None and self._freeze is None and self._members.working():
             self._agreed = AgreedStop(self._members, self._clock)
             self._begin(self._agreed.freeze, reason, call)
             self._agreed.begin(self._grace / 2)
+
+    def hear_gate(self, order: StopOrder, call: int) -> None:
+        """Does what the gate wants, as all machines have to agree."""
+        if isinstance(order, NobodyLooks):
+            if self._asked_by is not None:
+                self._give_up(self._asked_by)
+        elif isinstance(order, FreezeRanks):
+            self._freeze_for_others(order.reason, call)
+        elif self._freeze is not None and isinstance(order, StopRanks):
+            self._freeze.stop_at(order.look)
+            self._launcher.try_send(StopAgreed(order.reason, self._asked_at, order.look))
+        elif self._freeze is not None:
+            self._freeze.thaw()
 
     def _freeze_for_others(self, reason: str, call: int) -> None:
         if self._freeze is None:
@@ -133,7 +155,11 @@ class StopRequest:
             self._agree(self._agreed)
         elif self._freeze.all_wait and not self._said:
             self._said = True
-            self._launcher.try_send(RanksFrozen(self._members.call, max(self._freeze.counts.values(), default=0)))
+            frozen = RanksFrozen(self._members.call, max(self._freeze.counts.values(), default=0))
+            if self._peers is not None:
+                self._peers.say(frozen)
+            else:
+                self._launcher.try_send(frozen)
         if self._clock() >= min(self._half_at, self._end_at):
             self._ask_looks()
         if self._clock() >= self._tell_at:

@@ -86,18 +86,13 @@ def signals_of(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def stop_signals_of(text: str | None, nodes: int, engine: str | None) -> str | None:
+def stop_signals_of(text: str | None) -> str | None:
     """Checks what asks the ranks to stop."""
     if text is not None:
         try:
             signals.numbers_of(f"--stop-on {text}", text)
         except ValueError as error:
             raise UsageError(str(error)) from None
-    if text is not None and nodes > 1 and engine is None:
-        raise UsageError(
-            f"--stop-on {text} with --nnodes {nodes}: the ranks of machines that are started one by one cannot agree "
-            f"on a step; allowed: with --engine, or on one machine"
-        )
     return text
 
 

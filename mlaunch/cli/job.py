@@ -120,7 +120,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         grace_period=grace_period_of(args.shutdown_timeout, environ),
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
-        stop_on=stop_signals_of(args.stop_on, nodes, args.engine),
+        stop_on=stop_signals_of(args.stop_on),
         stop_grace=seconds_of("--stop-grace", args.stop_grace),
         stall=stall_of(args.stall),
         signals=signals_of(args.signals_to_handle),

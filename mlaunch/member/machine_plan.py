@@ -68,6 +68,8 @@ class MachinePlan:
         path = dict.fromkeys([*first, *then])
         context = dataclasses.replace(spec.context, cwd=self._cwd, sys_path=tuple(path), main_file=None, main_name=None)
         spec = dataclasses.replace(spec, context=context, piped=(_STREAMS,) * spec.local_world_size)
+        if spec.cluster is not None:
+            spec = dataclasses.replace(spec, cluster=dataclasses.replace(spec.cluster, by_engine=True))
         if order.stays:
             spec = dataclasses.replace(spec, launch_id=order.stays, stays=True)
         return spec if order.command is None else _of_command(spec, order.command, order)

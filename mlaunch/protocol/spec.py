@@ -75,6 +75,7 @@ class Rendezvous:
     token: str | None = field(repr=False)
     join_timeout: float
     heartbeat_timeout: float
+    by_engine: bool = False  # whose caller hears all machines; else each has a caller of its own
 
 
 @dataclass(frozen=True)

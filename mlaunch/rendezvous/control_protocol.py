@@ -27,7 +27,7 @@ from typing import Any
 
 from mlaunch.base.text import printable
 
-PROTOCOL = 5
+PROTOCOL = 6
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
 SENTENCE = 2_000  # bytes of what is said to people

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+from collections.abc import Callable
 
 from mlaunch.base.fds import memory_file
 from mlaunch.rendezvous import control_protocol
@@ -74,3 +75,29 @@ async def receive(
             os.close(fd)
         raise
     return rank, fd, trailer
+
+
+class GatheredValues:
+    """What machines have put at the gate. ``complete``: is called once those of all ranks are there."""
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+        self._held: dict[object, tuple[int | None, str]] = {}  # rank -> memfd, signature
+
+    async def take(self, reader: asyncio.StreamReader, token: str, launch_id: str, world_size: int) -> None:
+        """Takes those of a machine."""
+        while not reader.at_eof():
+            rank, memfd, signature = await receive(reader, token, launch_id, world_size)
+            self._held[rank] = memfd, signature
+            if len(self._held) == world_size:
+                self._complete()
+
+    async def give(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: float) -> None:
+        """Gives a machine those that it asks for, until it asks for none, or for nothing for these seconds."""
+        while True:
+            with control_protocol.limited(reader, patience):
+                rank = (await control_protocol.read(reader)).get("rank")
+            if type(rank) is not int or rank not in self._held:
+                return
+            memfd, signature = self._held[rank]
+            await send(writer, rank, memfd, signature)

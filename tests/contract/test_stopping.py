@@ -8,6 +8,8 @@ import runpy
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
+from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
+from mlaunch.protocol import registry
+from mlaunch.protocol.visitors import STATUS, STOP
+from mlaunch.rendezvous.address import listen
 from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
@@ -68,6 +74,76 @@ def test_ranks_of_several_machines_stop_at_the_same_step(in_step: bool) -> None:
     assert ours.last is not None
     assert ours.last.stopped is not None
     assert ours.last.stopped.step == told[0][0]
+
+
+def free_port() -> int:
+    with listen() as listener:
+        return int(listener.getsockname()[1])
+
+
+def by_hand(rank_start: int, port: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """One of two machines, each of which has a caller of its own."""
+    own: dict[str, Any] = {
+        "world_size": 3,
+        "rank_start": rank_start,
+        "master_ip": "127.0.0.1",
+        "port": port,
+        "token": "hush hush hush",
+    }
+    own["join_timeout"] = 60.0
+    return launcher(function, 1 if rank_start else 2, device_type="cpu", **own, **options)(*args)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_machines_that_were_started_by_hand_stop_at_the_same_step(in_step: bool) -> None:
+    """The signal comes to one of them."""
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(by_hand, 2, port, train, os.getpid(), 50, in_step)
+        told = by_hand(0, port, train, os.getpid(), 50, in_step, stop_on="USR1") + other.result()
+    assert told == [told[0]] * 3
+    assert told[0][1] == "USR1"
+
+
+def look_on() -> tuple[int, str]:
+    for step in range(1, LIMIT):
+        if reason := mlaunch.stopping():
+            return step, reason
+    raise AssertionError("it was not stopped")
+
+
+def never_look() -> None:
+    threading.Event().wait()
+
+
+def stop_the_second(function: Callable[..., Any]) -> list[Future[list[Any]]]:
+    """Asks the machine that has not the gate by ``mlaunch stop``, once both run."""
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(by_hand, rank_start, port, function, stop_grace=60.0) for rank_start in (0, 2)]
+
+        def both_run() -> bool:
+            ranks = [rank for launch in ask(STATUS) for rank in launch["ranks"]]
+            return [rank["state"] for rank in ranks] == ["running the function"] * 3
+
+        wait_until(both_run)
+        [second] = [launch for launch in ask(STATUS) if launch["ranks"][0]["rank"] == 2]
+        ask(STOP, registry.name_of(second["id"], 2), patient=True)
+        wait(runs)
+    return runs
+
+
+def test_any_machine_may_be_asked() -> None:
+    runs = stop_the_second(look_on)
+    told = [value for run in runs for value in run.result()]
+    assert told == [told[0]] * 3
+    assert told[0][1] == "asked"
+
+
+def test_machines_whose_ranks_never_look_are_ended() -> None:
+    for run in stop_the_second(never_look):
+        with pytest.raises(LaunchError, match=r"was ended by mlaunch stop \(pid \d+\)"):
+            run.result()
 
 
 class Struck(Dataset[int]):

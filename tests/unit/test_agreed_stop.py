@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import signal
@@ -13,14 +15,24 @@ from typing import Any, cast
 
 import pytest
 
-from mlaunch.agent.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
 from mlaunch.agent.stop_request import why_not
 from mlaunch.base import signals
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.engines.launch.machines_stop import MachinesStop
 from mlaunch.member.term import SignalsHere
-from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, RanksFrozen, StopRanks
+from mlaunch.protocol.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
+from mlaunch.protocol.messages.stop_messages import (
+    AskAll,
+    AskToStop,
+    FreezeRanks,
+    NobodyLooks,
+    RanksFrozen,
+    StopRanks,
+    ThawRanks,
+)
 from mlaunch.rank.stop_point import StopPoint, stopping
+from mlaunch.rendezvous.gate.gate_stop import GateStop
+from mlaunch.rendezvous.link import stop_words
 
 
 @dataclass
@@ -256,3 +268,67 @@ def test_a_call_that_waits_for_its_ranks_is_asked_as_it_begins() -> None:
     assert asked == ["asked"]
     session.present = None
     assert not ask_to_stop(session, "asked")
+
+
+class Wire:
+    """To a machine that has joined at the gate."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, line: bytes) -> None:
+        self.said.append(json.loads(line))
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"stop": 3, "patience": 1}, {"stop": "x" * 101, "patience": 1}, {"stop": "", "patience": 1}, {"frozen": 5},
+    {"stop": "a\x1bb", "patience": 1}, {"stop": "TERM"}, {"stop": "TERM", "patience": -1}, {"patience": 1},
+    {"stop": "TERM", "patience": float("nan")}, {"stop": "TERM", "patience": "1"}, {"stop": ["TERM"], "patience": 1},
+]  # fmt: skip
+
+
+def test_the_gate_agrees_with_machines_that_have_a_caller_each() -> None:
+    """One that ends meanwhile is not waited for, and what makes no sense does nothing."""
+
+    async def talk() -> None:
+        stop, wires = GateStop(), [Wire(), Wire(), Wire()]
+        for number, wire in enumerate(wires):
+            stop.add(number, cast("Any", wire))
+        for record in NONSENSE:
+            stop.hear(0, record)
+        assert [wire.said for wire in wires] == [[], [], []]
+        stop.hear(1, stop_words.record_of(AskAll("TERM", 60.0, unsure=False)))
+        assert [wire.said for wire in wires] == [[{"freeze": "TERM"}]] * 3
+        stop.hear(0, {"frozen": True})
+        stop.hear(0, stop_words.record_of(RanksFrozen(0, 7)))
+        stop.hear(1, stop_words.record_of(RanksFrozen(0, 5)))
+        assert len(wires[0].said) == 1
+        stop.remove(2)
+        assert [wire.said[-1] for wire in wires[:2]] == [{"stop_at": 8, "reason": "TERM"}] * 2
+
+    asyncio.run(talk())
+
+
+def test_the_gate_tells_who_asked_that_nobody_looks() -> None:
+    async def talk() -> None:
+        stop, wires = GateStop(), [Wire(), Wire()]
+        for number, wire in enumerate(wires):
+            stop.add(number, cast("Any", wire))
+        stop.hear(1, stop_words.record_of(AskAll("asked", 60.0, unsure=True)))
+        for number in (0, 1):
+            stop.hear(number, stop_words.record_of(RanksFrozen(0, 0)))
+        assert wires[0].said == [{"freeze": "asked"}, {"thaw": 1}]
+        assert wires[1].said == [{"freeze": "asked"}, {"thaw": 1}, {"unused": 1}]
+
+    asyncio.run(talk())
+
+
+def test_what_the_gate_wants() -> None:
+    assert stop_words.order_of({"freeze": "TERM"}) == FreezeRanks(0, "TERM")
+    assert stop_words.order_of({"thaw": 1}) == ThawRanks(0)
+    assert stop_words.order_of({"stop_at": 8, "reason": "TERM"}) == StopRanks(0, 8, "TERM")
+    assert stop_words.order_of({"unused": 1}) == NobodyLooks()
+    assert stop_words.order_of({"stop_at": "8"}) is stop_words.order_of({"beat": 1}) is None

@@ -257,3 +257,5 @@ class Supervisor:
         if (failure := self._peers.hear(ready, self._launcher)) is not None:
             self._launcher.try_send(failure)
             self._stopping.follow(failure, self._questions)
+        for order in self._peers.take_orders():
+            self._stop.hear_gate(order, self._call.number)

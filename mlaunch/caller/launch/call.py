@@ -151,13 +151,7 @@ def planned(
 ) -> LaunchSpec:
     """Plans a launch; its errors are raised as if from the line that called."""
     try:
-        spec = plan(options, machine, name, environ, number)
-        if spec.cluster is not None and options.stop_on is not None:
-            raise ValueError(
-                f"stop_on={options.stop_on!r} with world_size={spec.world_size}: the ranks of machines that are "
-                f"started one by one cannot agree on a step; allowed: with engine=, or on one machine"
-            )
-        return spec
+        return plan(options, machine, name, environ, number)
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from mlaunch.agent.agreed_stop import AgreedStop
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.protocol.agreed_stop import AgreedStop
 from mlaunch.protocol.messages.stop_messages import (
     AskToStop,
     FreezeRanks,

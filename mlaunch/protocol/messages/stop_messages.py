@@ -1,9 +1,11 @@
 """The records of a stop that all ranks agree on.
 
-launcher -> agent   AskToStop                            (all of the launch's ranks are that agent's)
+launcher -> agent   AskToStop
 launcher -> agent   FreezeRanks, ThawRanks, StopRanks    (an engine's caller, who agrees with all machines)
 agent -> launcher   RanksFrozen                          (to such a caller)
 agent -> launcher   StopAgreed, StopOverdue
+agent -> link       AskAll, RanksFrozen                  (of machines with a caller each: the gate agrees with them)
+link -> agent       FreezeRanks, ThawRanks, StopRanks, NobodyLooks
 """
 
 from __future__ import annotations
@@ -17,6 +19,24 @@ class AskToStop:
 
     call: int
     reason: str
+
+
+@dataclass(frozen=True)
+class AskAll:
+    """Asks the ranks of all machines to stop.
+
+    ``patience``: seconds after which machines that cannot answer are left out. ``unsure``: whether their ranks call
+    ``stopping()`` is not known, and if none has, it is told that.
+    """
+
+    reason: str
+    patience: float
+    unsure: bool
+
+
+@dataclass(frozen=True)
+class NobodyLooks:
+    """No rank of any machine has called ``stopping()``."""
 
 
 @dataclass(frozen=True)
@@ -67,3 +87,6 @@ class StopOverdue:
     why: str
     seconds: float
     left: float
+
+
+StopOrder = FreezeRanks | ThawRanks | StopRanks | NobodyLooks  # of the gate

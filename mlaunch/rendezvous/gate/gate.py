@@ -22,6 +22,7 @@ from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.rendezvous import control_protocol, values
 from mlaunch.rendezvous.gate import membership
 from mlaunch.rendezvous.gate.admission import PATIENCE, Complaints, Door, Guest
+from mlaunch.rendezvous.gate.gate_stop import GateStop
 from mlaunch.rendezvous.gate.roster import Roster
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.store_service import serve_store
@@ -35,6 +36,7 @@ BEATS = 5  # heartbeats within the time after which a machine counts as lost
 class _JoinedMachine:
     join: membership.Join
     writer: asyncio.StreamWriter
+    number: int = -1  # once the launch has begun
     done: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -55,11 +57,12 @@ class Gate:
         self._begun = False
         self._refusal = ""
         self._failure: dict[str, Any] | None = None
-        self._values: dict[int, tuple[int | None, str]] = {}  # rank -> memfd, signature
+        self._values = values.GatheredValues(lambda: self._tell({"values": 1}))
         self._world_size = 0
         self._ended = False
         self._door: Door | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._stop = GateStop()
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves for as long as the process lives; who ends the launch kills it."""
@@ -81,9 +84,9 @@ class Gate:
                 elif role == "control":
                     await self._attend(reader, writer)
                 elif role == "put" and self._token is not None:
-                    await self._take_values(reader, self._token)
+                    await self._values.take(reader, self._token, self._launch_id, self._world_size)
                 elif role == "get":
-                    await self._give_values(reader, writer)
+                    await self._values.give(reader, writer, PATIENCE)
         except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
             self._complaints.tell_of_error(error)
         finally:
@@ -166,7 +169,8 @@ class Gate:
         roles = membership.role_ranks(joins)
         for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
             own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
-            member.join = join
+            member.join, member.number = join, index
+            self._stop.add(index, member.writer)
             control_protocol.post(member.writer, control_protocol.encode({"plan": {**plan, **own}}))
 
     async def _hear(self, member: _JoinedMachine, record: control_protocol.Record) -> None:
@@ -176,10 +180,14 @@ class Gate:
         elif "done" in record:
             member.done = True
             self._awaited.discard(member)
+            self._stop.remove(member.number)
             self._end_if_over()
+        elif self._begun:
+            self._stop.hear(member.number, record)
 
     async def _lose(self, member: _JoinedMachine, why: str) -> None:
         self._awaited.discard(member)
+        self._stop.remove(member.number)
         if not self._begun:
             del self._members[member]  # it may come back
             if not self._refusal:
@@ -189,24 +197,6 @@ class Gate:
             lost = {"subject": member.join.who, "host": member.join.host, "what": f"was lost: {why}"}
             await self._fail(lost, source=member)
             self._end_if_over()
-
-    # Values
-
-    async def _take_values(self, reader: asyncio.StreamReader, token: str) -> None:
-        while not reader.at_eof():
-            rank, memfd, signature = await values.receive(reader, token, self._launch_id, self._world_size)
-            self._values[rank] = memfd, signature
-            if len(self._values) == self._world_size:
-                self._tell({"values": 1})
-
-    async def _give_values(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            with control_protocol.limited(reader, PATIENCE):
-                rank = (await control_protocol.read(reader)).get("rank")
-            if not membership.is_number(rank) or rank not in self._values:
-                return
-            memfd, signature = self._values[rank]
-            await values.send(writer, rank, memfd, signature)
 
     # All machines
 

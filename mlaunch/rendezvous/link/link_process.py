@@ -1,8 +1,6 @@
 """One machine's end of the connection to the other machines of a launch, in a process beside the agent.
 
-It joins at the gate, retrying until it may not any more; passes on what agent and gate have to tell each other; sends
-heartbeats, however busy the ranks keep the machine; and listens on loopback for the machine's ranks, whose traffic with
-the store it carries to the gate on one connection.
+It joins at the gate, passes on what agent and gate say, sends heartbeats, and carries ranks' traffic with the store.
 """
 
 from __future__ import annotations
@@ -22,11 +20,13 @@ from mlaunch.base.text import printable
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
-from mlaunch.protocol.spec import Agreed, Rendezvous
+from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen
+from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, values
 from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate.gate import BEATS
 from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
+from mlaunch.rendezvous.link import stop_words
 from mlaunch.rendezvous.link.streams import RankStreams
 
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
@@ -83,8 +83,7 @@ class LinkProcess:
         while True:
             try:
                 self._reader = await self._connect()
-                await self._wait_for_plan(self._reader)
-                return
+                return await self._wait_for_plan(self._reader)
             except asyncio.TimeoutError:
                 pass
             except OSError as error:
@@ -125,13 +124,11 @@ class LinkProcess:
             if "waiting" in record:
                 self._joined = printable(str(record["waiting"]), control_protocol.SENTENCE)
             if "plan" in record:
-                self._take(agreed_of_record(record["plan"], self._join))
+                plan = agreed_of_record(record["plan"], self._join)
+                address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
+                self._launch_id, self._world_size = plan.launch_id, plan.world_size
+                self._agent.try_send(Planned(plan, interface_of(address)))
                 return
-
-    def _take(self, plan: Agreed) -> None:
-        address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
-        self._launch_id, self._world_size = plan.launch_id, plan.world_size
-        self._agent.try_send(Planned(plan, interface_of(address)))
 
     async def _remind(self) -> None:
         """Says what is waited for, when that changes and now and then, until the launch runs."""
@@ -169,6 +166,8 @@ class LinkProcess:
                 elif "values" in record:
                     everyone = range(self._join.world_size)
                     self._begin(self._fetch([rank for rank in everyone if rank not in self._ours]))
+                elif (order := stop_words.order_of(record)) is not None:
+                    self._agent.try_send(order)
                 elif "over" in record:
                     self._agent.try_send(AllGone())
                     return
@@ -200,6 +199,8 @@ class LinkProcess:
         if isinstance(record, RankFailure):
             self._failed = True
             self._post({"failure": asdict(record)})
+        elif isinstance(record, AskAll | RanksFrozen):
+            self._post(stop_words.record_of(record))
         elif isinstance(record, Done) and self._ours and not self._failed:
             self._begin(self._share())
         elif isinstance(record, Done):

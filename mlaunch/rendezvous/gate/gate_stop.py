@@ -1,0 +1,86 @@
+"""The step at which the ranks of all machines stop, where each machine has a caller of its own: the gate agrees.
+
+A machine asks, the gate has all freeze their ranks and tell how often these have looked, and tells all where to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+
+from mlaunch.protocol.agreed_stop import AgreedStop
+from mlaunch.rendezvous import control_protocol
+from mlaunch.rendezvous.control_protocol import Record
+from mlaunch.rendezvous.gate.membership import is_number
+
+_REASON = 100  # characters
+_LOOKS = 1 << 53
+_PATIENCE = 1e9  # seconds
+
+
+class GateStop:
+    """Machines that have not ended are its members, by number."""
+
+    def __init__(self) -> None:
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._agreed: AgreedStop | None = None
+        self._reason = ""
+        self._unsure: int | None = None  # the machine that wants to know whether nobody looks
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, machine: int, writer: asyncio.StreamWriter) -> None:
+        """Takes a machine in as the launch begins. ``writer``: to it."""
+        self._writers[machine] = writer
+
+    def remove(self, machine: int) -> None:
+        """Takes in that a machine's ranks are gone, or that it is lost."""
+        if self._writers.pop(machine, None) is not None:
+            self.take_steps()
+
+    def hear(self, machine: int, record: Mapping[str, object]) -> None:
+        """Takes in what a machine says of a stop, as far as that makes sense."""
+        reason, patience, looks = record.get("stop"), record.get("patience"), record.get("frozen")
+        sensible = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= _REASON
+        if sensible and isinstance(patience, int | float) and 0 <= patience <= _PATIENCE and self._agreed is None:
+            self._reason, self._unsure = str(reason), machine if record.get("unsure") is True else None
+            self._agreed = AgreedStop(self, asyncio.get_running_loop().time)
+            self._agreed.begin(float(patience))
+        elif self._agreed is not None and isinstance(looks, int) and is_number(looks, most=_LOOKS):
+            self._agreed.freeze.take(machine, looks)
+        self.take_steps()
+
+    def take_steps(self) -> None:
+        """Takes the steps that are due."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, agreed, loop = None, self._agreed, asyncio.get_running_loop()
+        if agreed is None or agreed.look is not None:
+            return
+        if self._unsure is not None and (agreed.freeze.complete or loop.time() >= agreed.due):
+            asked_by, self._unsure = self._unsure, None
+            if not any(agreed.freeze.counts.values()):
+                agreed.freeze.thaw()
+                self._agreed = None
+                self._post(asked_by, {"unused": 1})
+                return
+        agreed.take_steps()
+        if agreed.due < float("inf"):
+            self._timer = loop.call_at(agreed.due, self.take_steps)
+
+    # Those who agree
+
+    def working(self) -> Collection[int]:
+        return list(self._writers)
+
+    def freeze(self, member: int) -> None:
+        self._post(member, {"freeze": self._reason})
+
+    def thaw(self, member: int) -> None:
+        self._post(member, {"thaw": 1})
+
+    def stop_at(self, member: int, look: int) -> None:
+        self._post(member, {"stop_at": look, "reason": self._reason})
+
+    def _post(self, member: int, record: Record) -> None:
+        if member in self._writers:
+            control_protocol.post(self._writers[member], control_protocol.encode(record))
