@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.caller.running_launches import ask, launches_of, why_launch
+from mlaunch.protocol.visitors import END
 from tests.contract.test_engine_calls import Threads
+from tests.healthy_runs import healthy
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -64,6 +68,21 @@ def loading() -> None:
         pass
 
 
+class Stuck(Stopping):
+    """Its worker waits in the kernel, as for a disk: for a child that shares its memory and opens a pipe first."""
+
+    def __getitem__(self, index: int) -> int:
+        pipe = os.path.join(tempfile.mkdtemp(), "pipe")
+        os.mkfifo(pipe)
+        os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])
+        return index
+
+
+def loading_from_what_is_stuck() -> None:
+    for _ in DataLoader(Stuck(), num_workers=1):
+        pass
+
+
 def holding_the_interpreter() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
@@ -82,11 +101,36 @@ def in_another_operation() -> None:
     dist.broadcast(torch.ones(1), 0)
 
 
+def leave() -> None:
+    raise Left
+
+
+class Left(Exception):
+    """A rank is to return before the others."""
+
+
+def fewer_batches() -> None:
+    """The others go on in the loop."""
+    dist.barrier()
+
+
 def hold_up(by: Callable[[], None]) -> None:
     dist.barrier()
-    if dist.get_rank() == 1:
-        by()
+    try:
+        if dist.get_rank() == 1:
+            by()
+    except Left:
+        return
     dist.all_reduce(torch.ones(1))
+
+
+def be_slow(_: object) -> None:
+    """All wait for a device that does not come back, in code that stands where torch's collectives do."""
+    names: dict[str, Any] = {}
+    file = os.path.join(os.path.dirname(dist.__file__), "of_a_slow_device.py")
+    exec(compile("def all_reduce(done):\n    done.wait()", file, "exec"), names)
+    dist.barrier()
+    names["all_reduce"](threading.Event())
 
 
 def cross(_: object) -> None:
@@ -105,6 +149,11 @@ CASES = {
     handling: rf"{LATE}rank 1 is in wait {AT}, handling an exception",
     at_last: rf"{LATE}rank 1 is in wait {AT}, in a finally block",
     loading: rf"{LATE}rank 1 is in __next__ {AT}; its child \(pid \d+\): it was stopped by a signal",
+    loading_from_what_is_stuck: rf"{LATE}rank 1 is in __next__ {AT}; its child \(pid \d+\): it waits in the kernel",
+    leave: rf"rank 1 has returned \(ranks 0, 2 wait for it, in all_reduce {AT}\)",
+    fewer_batches: r"the ranks are in different operations that stand for the same one: ranks 0, 2 are in all_reduce "
+    rf"{AT}; rank 1 is in barrier {AT}",
+    be_slow: r"all ranks are in all_reduce, and none is behind: the device or the network is slow or stuck, or much is",
     holding_the_interpreter: r"rank 1 does not answer \(ranks 0, 2 wait for it, in all_reduce .*\); rank 1 was in match"
     rf" {AT}, where its control thread does not answer",
     computing: rf"{LATE}rank 1 is in computing {AT}",
@@ -118,8 +167,9 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_who_holds_up_the_others(case: Callable[[], None]) -> None:
-    run = launcher(cross if case is cross else hold_up, 3, grace_period=0.2).submit(case)
+def test_who_holds_up_the_others(case: Callable[[], None], tmp_path: Path) -> None:
+    function, own = case if case in {cross, be_slow} else hold_up, {"TMPDIR": str(tmp_path)}
+    run = launcher(function, 3, grace_period=0.2, env=own).submit(case)
     said: list[str] = []
 
     def is_said() -> bool:
@@ -130,6 +180,36 @@ def test_who_holds_up_the_others(case: Callable[[], None]) -> None:
         wait_until(is_said)
     finally:
         assert run.cancel(), said[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_who_holds_up_the_others_on_two_machines(case: Callable[[Any], None], tmp_path: Path) -> None:
+    """Whose ranks 0 and 1 are on one, and rank 2 on the other."""
+    function, own = case if case in {cross, be_slow} else hold_up, {"TMPDIR": str(tmp_path)}
+    ours = launcher(function, 2, engine=Threads(), grace_period=0.2, env=own)
+
+    def call() -> None:
+        with pytest.raises(LaunchError):
+            ours(case)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(ours.why())  # of each machine's part, too, as they are all here
+        return re.search(CASES[case], said[-1], re.MULTILINE) is not None
+
+    try:
+        wait_until(is_said)
+    except AssertionError:
+        pytest.fail(said[-1])
+    finally:
+        while thread.is_alive():
+            for name in launches_of(function.__qualname__):
+                ask(END, name)
+            thread.join(0.1)
 
 
 def test_ranks_of_two_machines(tmp_path: Path) -> None:
@@ -171,3 +251,37 @@ def test_tensors_that_do_not_fit_together(kind: str) -> None:
         launcher(meet, 2, deadline=60.0)()
     assert "was killed by SIGABRT" in str(caught.value)
     assert "has another shape or dtype than another rank's. With TORCH_DISTRIBUTED_DEBUG=DETAIL" in str(caught.value)
+
+
+def test_a_rank_that_is_dead() -> None:
+    """Which ends the launch; the report says where the others waited for it."""
+
+    def die() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(LaunchError) as caught:
+        launcher(die, 3)()
+    assert str(caught.value).startswith("rank 1 of test_a_rank_that_is_dead.<locals>.die() was killed by SIGKILL")
+
+
+def test_a_rank_that_stays_and_is_out_of_step() -> None:
+    with Ranks(n_gpus=3) as ranks:
+        future = ranks.submit(hold_up, in_a_lock)
+
+        def is_said() -> bool:
+            return any(re.match(CASES[in_a_lock], why_launch(name)) for name in launches_of("hold_up"))
+
+        wait_until(is_said)
+        ranks.close(cancel_futures=True)
+    assert future.cancelled() or future.exception() is not None
+
+
+@pytest.mark.slow
+def test_slow_runs_that_are_healthy_are_not_accused() -> None:
+    """One of each kind; ``python -m tests.healthy_runs`` makes more."""
+    found = healthy(8)
+    assert (found.runs, found.accused) == (8, [])
+    assert found.judged >= 6
