@@ -37,6 +37,16 @@ def moved(before: Ranks, now: Ranks) -> bool:
     )
 
 
+def counted(before: Ranks, now: Ranks) -> bool:
+    """Tells whether a rank has made turns, looked or entered operations in the user's code: such ranks show progress.
+
+    A phase is none: a rank that is slow to start comes to its function, which may show none.
+    """
+    known = [rank for rank in before if run([rank])]
+    there = [{**rank, "marks": rank["marks"][1:]} for rank in now if run([rank])]
+    return moved([{**rank, "marks": rank["marks"][1:]} for rank in known], there)
+
+
 def has_begun(ranks: Ranks) -> bool:
     """Tells whether ranks show progress at all: a function that only waits, or serves, shows none and need not."""
     views = [view_of(rank) for rank in ranks]

@@ -167,6 +167,25 @@ def test_ranks_without_a_call_and_calls_without_a_watch() -> None:
     assert world.watch.timeout() == 1.0
 
 
+@pytest.mark.parametrize("before", ["joining the process group", "receiving the function and its arguments"])
+def test_a_function_that_serves_is_not_judged_though_it_was_slow_to_start(before: str) -> None:
+    """What its ranks have done until they came to it shows nothing of the function."""
+    world = World(40.0)
+    serving = [rank(0, 1, 7, within=False), rank(1, 1, 7, within=False)]
+    world.ranks = [{**one, "marks": [before, 0, 0, 0, 0]} for one in serving]
+    world.until(15.0)
+    world.ranks = [serving[0], {**serving[1], "marks": [before, 0, 0, 0, 1]}]
+    world.until(35.0)
+    world.ranks = serving
+    world.until(1000.0)
+    assert world.said == []
+    assert WHY in world.asked
+    world.move()
+    world.until(1020.0)
+    world.until(1100.0)
+    assert len(world.said) == 1
+
+
 def test_places_of_several() -> None:
     other = rank(2, 4, 9, within=False)
     assert stall_signs.places([WAITS, LATE]) == []

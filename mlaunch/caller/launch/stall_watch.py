@@ -37,7 +37,7 @@ class StallWatch:
     _due: float = _NEVER
     _number: int = 0  # of the question that is open
     _moved_at: float = 0.0
-    _moves: bool = False  # it has been seen to
+    _moves: bool = False  # its ranks have been seen to show progress
     _known: Ranks = ()
     _first: Ranks | None = None  # the first of two looks
     _looks_twice: bool = False
@@ -74,6 +74,7 @@ class StallWatch:
         now, found = self.clock(), None
         if not stall_signs.run(ranks) or stall_signs.moved(self._known, ranks):
             self._note_progress(now)
+        self._moves = self._moves or stall_signs.counted(self._known, ranks)
         self._known = ranks
         if self._looks_twice:
             found = self._compare(ranks, now)
@@ -88,7 +89,6 @@ class StallWatch:
     def _note_progress(self, now: float) -> None:
         if self._stalled:
             self.say(f"makes progress again, after {in_two_units(now - self._moved_at)}")
-        self._moves = True
         self._moved_at, self._stalled, self._looks_twice, self._first = now, False, False, None
 
     def _compare(self, ranks: Ranks, now: float) -> RankFailure | None:
