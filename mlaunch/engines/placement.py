@@ -50,6 +50,13 @@ class Placement(ABC):
     def fate(self, machine: int) -> str:
         """Says what the engine knows of why a machine was lost: "NODE_FAIL on n2", "exited with code 255"; or ""."""
 
+    def preempted(self) -> bool:
+        """Tells whether the scheduler has taken the machines for somebody else, or is about to, and would give others.
+
+        Not so if their time is over. An engine that does not know says False.
+        """
+        return False
+
     @abstractmethod
     def cancel(self) -> None:
         """Ends all processes and gives the machines back. Called in every case, and again if it was interrupted."""

@@ -139,6 +139,9 @@ class _OnNodes(Placement):
         except OSError as error:
             raise LaunchError(f"srun cannot be run here: {error.strerror}") from error
 
+    def preempted(self) -> bool:
+        return self._allocation.preempted()
+
     def fate(self, machine: int) -> str:
         """Says what Slurm knows: of the job, of the node, of srun."""
         node = self._allocation.nodes[machine]

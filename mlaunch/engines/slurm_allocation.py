@@ -156,6 +156,11 @@ class Allocation:
         """Says what has become of the job, or of a node; "" if nothing has."""
         return fate_of(self._shell, self.job, node)
 
+    def preempted(self) -> bool:
+        """Tells whether the job gives way to another one: from the moment on at which it is asked to."""
+        known = self._shell.ask("scontrol", "--oneliner", "show", "job", self.job)
+        return bool(re.search(r"\bPreemptTime=\d", known)) or _ended(self._shell, self.job).startswith("PREEMPTED")
+
     def release(self) -> None:
         """Gives it back, without waiting, also if somebody has stopped the guard. May be called again."""
         linux.continue_group_of(self._guard.pid)
@@ -210,6 +215,10 @@ class Existing:
         """Says what has become of the job, or of a node; "" if nothing has."""
         return fate_of(self._shell, self.job, node)
 
+    def preempted(self) -> bool:
+        """Says no: this process ends with the job."""
+        return False
+
     def release(self) -> None:
         """Does nothing."""
 
@@ -227,17 +236,20 @@ def nodes_of(shell: Asking, job: str) -> list[str]:
 
 
 def fate_of(shell: Asking, job: str, node: str) -> str:
-    """Says in Slurm's words what ended a job, or what is wrong with a node; "" if it knows of nothing.
-
-    A job that ends is "COMPLETING" first, whatever ended it, until its nodes have been tidied up.
-    """
-    until = time.monotonic() + _COMPLETING_TIMEOUT
-    while (state := _state_of(shell, job)) == "COMPLETING" and time.monotonic() < until:
-        linux.wait_readable([], _LOOK_DELAY)
+    """Says in Slurm's words what ended a job, or what is wrong with a node; "" if it knows of nothing."""
+    state = _ended(shell, job)
     if state.startswith(_BAD):
         return f"{state} (job {job}, node {node})"
     known = shell.ask("sinfo", "--noheader", f"--nodes={node}", "--format=%T")
     return f"node {node} is {known}" if known.startswith(("down", "drain", "fail", "unk")) else ""
+
+
+def _ended(shell: Asking, job: str) -> str:
+    """Returns the state of a job. One that ends is "COMPLETING" first, until its nodes have been tidied up."""
+    until = time.monotonic() + _COMPLETING_TIMEOUT
+    while (state := _state_of(shell, job)) == "COMPLETING" and time.monotonic() < until:
+        linux.wait_readable([], _LOOK_DELAY)
+    return state
 
 
 def _state_of(shell: Asking, job: str) -> str:

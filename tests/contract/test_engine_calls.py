@@ -14,11 +14,13 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ from mlaunch.member import member
 from mlaunch.member.looks import Looks
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
+from mlaunch.member.term import SignalsHere
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import Finished, RanksStarting
@@ -1025,3 +1028,98 @@ def test_the_callers_current_directory_has_no_modules(engine: str, tmp_path: Pat
     )
     assert done.stdout == "[1]\n", done.stderr
     assert not (tmp_path / "ran").exists()
+
+
+class Taken(Threads):
+    """Its machines are taken by the scheduler as often as this says, and then no more."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def place(self, machines: int | None, command: Sequence[str]) -> Placement:
+        placed = super().place(machines, command)
+        placed.preempted = lambda: len(self.placements) <= self.times  # type: ignore[method-assign]
+        return placed
+
+
+def work_until_told(marker: Path) -> str:
+    """Is told to stop at the first attempt, in the middle of which the scheduler's signal comes."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if dist.get_rank() == 0:
+        (marker.parent / attempt).touch()
+    dist.barrier()
+    if attempt == "2":
+        return "done"
+    if dist.get_rank() == 0:
+        marker.touch()
+    while not (reason := mlaunch.stopping()):
+        dist.barrier()
+    return f"saved by {reason}"
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As long as it is there, the scheduler's signal comes to some machine."""
+    path = tmp_path / "the signal comes"
+
+    def take(_: object) -> str:
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return ""
+        return "TERM"
+
+    monkeypatch.setattr(SignalsHere, "take", take)
+    return path
+
+
+def test_a_call_whose_machines_are_taken_starts_anew_on_others(marker: Path) -> None:
+    engine = Taken(2)
+    ours = launcher(work_until_told, 1, engine=engine, stop_on="TERM", max_preemptions=3)
+    with pytest.warns(RuntimeWarning, match=r"starts anew on other machines \(preemption [12] of at most 3\)") as told:
+        assert ours(marker) == ["done"] * 2
+    assert (len(told), len(engine.placements)) == (2, 3)
+    assert ours.last is not None
+    assert ours.last.stopped is None
+
+
+@pytest.mark.parametrize(("times", "most", "attempts"), [(5, 1, 2), (0, 5, 1), (5, 0, 1)])
+def test_it_does_not_start_anew_for_ever(marker: Path, times: int, most: int, attempts: int) -> None:
+    """Nor if the machines were not taken, as where the time of a job is over."""
+    ours = launcher(work_until_told, 1, engine=Taken(times), stop_on="TERM", max_preemptions=most)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ours(marker) == ["saved by TERM"] * 2
+    assert sorted(path.name for path in marker.parent.iterdir()) == list(map(str, range(attempts)))
+
+
+def test_ranks_that_were_killed_with_their_machines_are_counted_apart() -> None:
+    """``max_restarts`` is for what fails by itself."""
+
+    def fail() -> str:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt != "2":
+            raise ValueError(f"attempt {attempt}")
+        return "done"
+
+    ours = launcher(fail, 1, engine=Taken(1), max_preemptions=1, max_restarts=1)
+    with pytest.warns(RuntimeWarning) as told:
+        assert ours() == ["done"] * 2
+    first, second = [str(warning.message) for warning in told]
+    assert "(preemption 1 of at most 1)" in first
+    assert "is started again (restart 1 of at most 1): " in second
+
+
+def test_who_asks_for_a_stop_ends_it(marker: Path) -> None:
+    """Though the machines were taken, too."""
+    ours = launcher(work_until_told, 1, engine=Taken(5), stop_on="USR1", max_preemptions=5)
+
+    def press() -> str:
+        if marker.exists():
+            marker.unlink()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return ""
+
+    with mock.patch.object(SignalsHere, "take", side_effect=press):
+        assert ours(marker) == ["saved by USR1"] * 2

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import Ranks, engines, launcher
 from mlaunch.base.exceptions import report_of
 from mlaunch.engines import Cluster, slurm_allocation
@@ -146,6 +147,23 @@ def cut(engine: Any) -> Any:
 
     with contextlib.redirect_stdout(Straight("running", '{"runs": true}\n')):
         return launcher(work, engine=engine, heartbeat_timeout=2, grace_period=0.5)()
+
+
+def preempted(engine: Any) -> Any:
+    """Tells when its ranks run, saves when they are told to stop, and ends when they have started anew."""
+
+    def work() -> str:
+        dist.barrier()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            return "done"
+        if dist.get_rank() == 0:
+            print("running", flush=True)
+        while not mlaunch.stopping():
+            dist.barrier()
+        return "saved"
+
+    with contextlib.redirect_stdout(Straight("running", '{"runs": true}\n')):
+        return launcher(work, engine=engine, stop_on="TERM", max_preemptions=1, grace_period=0.5)()
 
 
 def queued(engine: Any) -> Any:
@@ -297,7 +315,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
-        unheard, scene, whole, queued, waiting, inside, nowhere, cut,
+        unheard, scene, whole, queued, waiting, inside, nowhere, cut, preempted,
     )
 }  # fmt: skip
 

@@ -223,6 +223,18 @@ def test_slurm_ends_the_job(rig: Rig, cause: str) -> None:
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.parametrize("rig", ["slurm"], indirect=True)
+def test_a_call_that_slurm_preempts_starts_anew(rig: Rig) -> None:
+    """For a job of a higher priority: its call waits in the queue until that is over."""
+    rig.say("preempted")
+    assert rig.hear() == {"runs": True}
+    urgent = ["salloc", "--partition=urgent", "--nodes=2", "--exclusive", "true"]
+    subprocess.run(urgent, env=rig.environ, capture_output=True, check=True)
+    found = rig.hear()
+    assert found.get("value") == ["done"] * 4, found
+    wait_for_jobs(rig, 0)
+
+
 def test_a_caller_that_falls_silent_leaves_nothing(rig: Rig) -> None:
     """As one whose machine has lost its power: nothing tells of its end."""
     rig.say("unheard")

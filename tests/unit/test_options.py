@@ -51,6 +51,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": []}, ValueError, "devices=[]: allowed: at least one device, each once"),
     ({"devices": "01"}, TypeError, "devices='01': allowed: a list of device numbers"),
     ({"devices": [0], "n_gpus": 2}, ValueError, "n_gpus=2 with devices=[0]: allowed: n_gpus=1, fewer"),
+    ({"max_preemptions": -1}, ValueError, "max_preemptions=-1: allowed: whole numbers from 0"),
+    (
+        {"max_preemptions": 1},
+        ValueError,
+        "max_preemptions=1 without engine=: nobody is there who would place the",
+    ),
     ({"profile": 3}, TypeError, "profile=3: allowed: the path of a file, or None"),
     ({"profile": ""}, ValueError, "profile='': allowed: the path of a file, or None"),
     ({"profile_steps": (8, 5)}, ValueError, r"profile_steps=(8, 5): allowed: two numbers of steps, from 0: the first"),

@@ -138,6 +138,9 @@ class Options:
         "``TORCHELASTIC_RESTART_COUNT`` counting up and a warning that says why; the last failure is raised.",
         flag="--max-restarts",
     )
+    max_preemptions: int = option(
+        0, Whole(0), "How often a call on an engine's machines that are preempted starts anew on others."
+    )
     start_method: str = option(
         "forkserver",
         Choice("forkserver", "fork", "spawn"),

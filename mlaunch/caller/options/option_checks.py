@@ -61,6 +61,9 @@ def _check_engine(given: Mapping[str, Any]) -> None:
             f"machines={given['machines']} without engine=: nobody is there to place ranks on other machines; give "
             f"one of mlaunch.engines, or start the script on each machine with world_size= and rank_start="
         )
+    if given["engine"] is None and given["max_preemptions"]:
+        raise ValueError(f"max_preemptions={given['max_preemptions']} without engine=: nobody is there who would place "
+                         f"the ranks on other machines; allowed: 0")  # fmt: skip
     others = {"world_size": None, "rank_start": 0, "ranks": None, "start_method": "forkserver"}
     for name, usual in others.items() if given["engine"] is not None else ():
         if given[name] != usual:

@@ -30,6 +30,7 @@ class KeywordOptions(TypedDict, total=False):
     debug: bool | str
     inline: bool
     max_restarts: int
+    max_preemptions: int
     start_method: str
     env: Mapping[str, str] | None
     seed: int | str | None

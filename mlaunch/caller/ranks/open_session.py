@@ -24,6 +24,7 @@ from mlaunch.protocol.spec import Context
 _INSTEAD = {
     "profile": "it would have steps of many calls; profile in the function, with torch.profiler",
     "max_restarts": "it starts fresh ranks when they are lost; see restart=",
+    "max_preemptions": "the next call starts fresh ranks",
     "keep": "see idle_timeout=",
     "inline": "its ranks are processes",
     "debug": "a decorated function does, for a call on ranks of its own",

@@ -209,6 +209,10 @@ class Machines:
         if self._leaving or any(machine.lost for machine in self.machines):
             self._give_back()
 
+    def preempted(self) -> bool:
+        """Tells whether the engine has taken them for somebody else, or is about to, and would give others."""
+        return self._placement is not None and self._placement.preempted()
+
     def kill(self) -> None:
         """Ends all that runs on them."""
         if self._placement is not None:
