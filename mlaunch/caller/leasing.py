@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from mlaunch.caller.launch import device_choice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.options.option_checks import asks_for_lease
 from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.leases import other_programs
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.site import place
 from mlaunch.rank.setup import device
 
 VARIABLE = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
 _PLACE = "place on the CPUs"
+_log = logging.getLogger("mlaunch")
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Grant:
     options: Options
     environ: Mapping[str, str]
     fds: Sequence[int] = ()
+
+    @property
+    def of_ranks_that_stay(self) -> Options:
+        """The options by which they are known: what they hold is in their environment, so each place has its own."""
+        held = self.environ.get(VARIABLE)
+        return self.options.replaced({"env": {**(self.options.env or {}), VARIABLE: held}}) if held else self.options
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,15 @@ class LeaseRequest:
     def begin(self) -> Acquisition:
         """Joins the queue. OSError where there can be no leases."""
         return Acquisition(place(os.environ), self.wish)
+
+    def look(self, acquisition: Acquisition) -> DeviceLease | None:
+        """Returns the lease; None: it is not our turn, or too few are free."""
+        if self.options.lease == "idle" and self.numbers is not None:
+            try:
+                acquisition.prefer(other_programs.idle_first(self.wish.names))
+            except other_programs.NoHintError as error:
+                _log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
+        return acquisition.step()
 
     def granted(self, lease: DeviceLease) -> Grant:
         """Returns the launch as it is with these devices."""
@@ -110,6 +128,8 @@ def _wanted(
             f"concurrent={options.concurrent} on {kind} devices: their leases say how many launches run at a time; "
             f"allowed: None, or device_type='cpu'"
         )
+    if options.lease == "idle":
+        _check_hint(kind, server)
     numbers = options.devices or range(len(names))
     count = options.n_gpus or len(numbers)
     runtime = server.ready().runtime or kind
@@ -119,6 +139,21 @@ def _wanted(
         device_choice.place_on_accelerators(accelerator, count, None, environ)
     by_name = {names[number]: number for number in numbers}
     return by_name, list(by_name), count
+
+
+def _check_hint(kind: str, server: ForkServer) -> None:
+    """Raises what keeps ``lease="idle"`` from being asked for."""
+    if (server.ready().runtime or kind) != "cuda":
+        raise ValueError(
+            f"lease='idle' on {kind} devices: NVIDIA's library tells of its own alone; allowed: lease=True"
+        )
+    if not other_programs.is_installed():
+        raise misuse(
+            ModuleNotFoundError(
+                "lease='idle' asks NVIDIA's library by the package nvidia-ml-py, which is not installed here; install "
+                "it (extra: nvidia), or give lease=True, which takes any devices that no other launch has"
+            )
+        )
 
 
 class leased:
@@ -142,7 +177,7 @@ class leased:
         acquisition = request.begin()
         try:
             told = ""
-            while (lease := acquisition.step()) is None:
+            while (lease := request.look(acquisition)) is None:
                 if (text := request.waits_for(acquisition)) != told:
                     self._tell(text)
                     told = text

@@ -34,7 +34,11 @@ def count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) 
 def _count() -> int:
     import torch
 
-    return torch.accelerator.device_count()
+    return torch.accelerator.device_count() and (len(_instances()) or torch.accelerator.device_count())
+
+
+def _instances() -> list[str]:
+    return device.instances(os.environ) if device.runtime_of(device.accelerator()) == "cuda" else []
 
 
 def _names(count: int) -> tuple[str, ...]:
@@ -44,6 +48,8 @@ def _names(count: int) -> tuple[str, ...]:
     """
     import torch
 
+    if instances := _instances():
+        return tuple(instances)
     kind = device.accelerator() or ""
     if kind == "cuda" and count and hasattr(torch.cuda.get_device_properties(0), "uuid"):
         return tuple(f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(count))

@@ -10,6 +10,7 @@ overtaking it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 import urllib.parse
@@ -83,6 +84,10 @@ class Acquisition:
         with self._site:
             holders = [self._site.said(name) for name in self._watched.values()]
         return ", ".join(dict.fromkeys(f"{said.get('who') or '?'} (pid {said.get('pid')})" for said in holders))
+
+    def prefer(self, names: Sequence[str]) -> None:
+        """Takes the same devices in this order from now on."""
+        self._wish = dataclasses.replace(self._wish, names=names)
 
     def step(self) -> DeviceLease | None:
         """Looks again; None: it is not our turn, or too few are free."""

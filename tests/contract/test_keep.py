@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import Ranks, launcher
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks import keep
 from tests import builds, toy
-from tests.processes import alive, wait_gone
+from tests.contract.test_lease_calls import held
+from tests.contract.test_submit import hold, holding
+from tests.processes import alive, wait_gone, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -254,3 +258,57 @@ def test_which_sets_want_the_same_devices(
     wanted: dict[str, Any], taken: list[str], environ: dict[str, str], meet: bool
 ) -> None:
     assert keep.meet(Options().replaced(wanted), taken, environ) is meet
+
+
+def hold_or_say(folder: Path | None) -> tuple[str, int]:
+    """Says which place it has, and who it is; holds while it is to."""
+    if folder is not None:
+        hold(folder)
+    return os.environ["MLAUNCH_LEASED"], os.getpid()
+
+
+def test_trials_take_the_warm_ranks_of_their_devices() -> None:
+    say = launcher(hold_or_say, n_gpus=2, keep=600, concurrent=2)
+    places: dict[str, set[int]] = {}
+    for values in say.map([None] * 8).results(120):
+        for place, pid in values:
+            places.setdefault(place, set()).add(pid)
+    assert places.keys() <= {"place on the CPUs 0", "place on the CPUs 1"}
+    assert {len(pids) for pids in places.values()} == {2}  # the same in all trials of a place
+    (place, first), (other, second) = say(None)
+    assert place == other == "place on the CPUs 0"
+    assert {first, second} == places[place]
+    assert held() == []  # the lease has ended, although the ranks stay
+
+
+def test_a_trial_on_ranks_that_stay_is_cancelled_and_they_stay(tmp_path: Path) -> None:
+    say = launcher(hold_or_say, n_gpus=2, keep=600, concurrent=1)
+    before = say(None)
+    runs = say.map([tmp_path, None])
+    pids = holding(tmp_path, "begun")
+    assert [run.state for run in runs] == ["running", "waiting"]
+    assert runs[0].cancel()
+    assert runs[0].cancelled()
+    assert runs[1].result(120) == before
+    assert {pid for _, pid in before} == {*pids}
+    assert runs[1].report is not None
+
+
+def steps_until_stopped(folder: Path) -> tuple[int, str]:
+    (folder / str(dist.get_rank())).touch()
+    return next((step, reason) for step in itertools.count() if (reason := mlaunch.stopping()))
+
+
+def test_a_trial_on_ranks_that_stay_is_asked_to_stop(tmp_path: Path) -> None:
+    run = launcher(steps_until_stopped, n_gpus=2, keep=600, lease=True, concurrent=1).submit(tmp_path)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    run.stop("pruned")
+    first, second = run.result(120)
+    assert first == second
+    assert first[1] == "pruned"
+    with pytest.raises(ValueError, match="no such luck"):
+        launcher(fail, n_gpus=2, keep=600, concurrent=1).submit().result(120)
+
+
+def fail() -> None:
+    raise ValueError("no such luck")

@@ -190,8 +190,6 @@ def test_what_is_wrong_with_a_sweep_is_raised_where_it_is_begun() -> None:
         times.map()
     with pytest.raises(TypeError, match="with the parameter 'devices', which is an option of grid"):
         launcher(lambda devices: devices).grid(devices=[[1]])
-    with pytest.raises(ValueError, match=r"keep=60 with map\(\): allowed: None"):
-        times.options(concurrent=None, keep=60).map([1])
     with pytest.raises(ValueError, match=r"devices=\[0, 0\]: allowed: at least one device, each once"):
         times.map([1], devices=[0, 0])
     with pytest.raises(ValueError, match=r"n_gpus=2 with devices=\[0\]: allowed"):

@@ -21,6 +21,7 @@ from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options import option_text, option_types, peer_names
 from mlaunch.caller.options.launch_options import Options, about
+from mlaunch.forkserver import devices
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.rank.setup import device, environment
 from tests.conftest import ROOT
@@ -46,7 +47,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": [0, 0]}, ValueError, "devices=[0, 0]: allowed: at least one device, each once"),
     ({"lease": 1}, TypeError, "lease=1: allowed: True, False"),
     ({"concurrent": 0}, ValueError, "concurrent=0: allowed: whole numbers from 1, or None"),
-    ({"lease": True, "keep": 5.0}, ValueError, "keep= with a lease (lease=True with n_gpus=None, devices=None, conc"),
     ({"devices": range(4), "n_gpus": 2, "world_size": 4, "port": 1}, ValueError, "world_size=4 with a lease (lease=F"),
     ({"devices": []}, ValueError, "devices=[]: allowed: at least one device, each once"),
     ({"devices": "01"}, TypeError, "devices='01': allowed: a list of device numbers"),
@@ -397,11 +397,25 @@ def test_more_devices_than_there_are() -> None:
         device_choice.place_on_accelerators(FOUR, None, [0, 4], {})
 
 
-def test_several_mig_devices_are_not_for_one_process() -> None:
-    accelerator = device_choice.Accelerator("cuda", "cuda", 1)
-    way = "CUDA shows a process the first MIG device alone; `mlaunch run --virtual-local-rank` gives each rank its own"
-    with pytest.raises(ValueError, match=way):
-        device_choice.place_on_accelerators(accelerator, 2, None, {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"})
+def test_each_rank_sees_its_own_mig_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA shows a process the first of those that it is given, so they are counted by their names."""
+    instances = {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb,MIG-cc/1/0"}
+    for name, value in instances.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    assert devices._count() == 3
+    assert devices._names(3) == ("MIG-aa", "MIG-bb", "MIG-cc/1/0")
+    ready = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "cuda")
+    spec = plan(Options(devices=[2, 0]), ThisMachine(ready, lambda _environ: 3), "train()", instances, Attempt(0, None))
+    seen = [environment.of_rank(spec, rank, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)]
+    assert seen == ["MIG-cc/1/0", "MIG-aa"]
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    assert [device.bind(spec, rank) for rank in (0, 1)] == [torch.device("cuda", 0)] * 2
+    assert taken == [0, 0]
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert devices._count() == 0
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def place_on_accelerators(
         if size > count:
             raise ValueError(
                 f"n_gpus={size}: only {count} {kind} device(s) are visible here; "
-                f"allowed: 1 to {count}, or device_type='cpu'{_hint(environ)}"
+                f"allowed: 1 to {count}, or device_type='cpu'"
             )
         devices = range(size)
     beyond = [number for number in devices if number >= count]
@@ -68,12 +68,6 @@ def place_on_accelerators(
             f"are numbered 0 to {count - 1}"
         )
     return DeviceChoice(kind, len(devices), device.visible(accelerator.runtime, devices, environ))
-
-
-def _hint(environ: Mapping[str, str]) -> str:
-    several = environ.get("CUDA_VISIBLE_DEVICES", "").count("MIG-") > 1
-    way = "`mlaunch run --virtual-local-rank` gives each rank its own"
-    return f". CUDA shows a process the first MIG device alone; {way}" if several else ""
 
 
 def shown(accelerator: Accelerator, devices: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ It does what ``caller/launch/call.py`` does in a loop of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -88,6 +89,10 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
             lease, grant = yield from _leased(options, server, grant, name, course)
         _go_on(course)
         course.begins()
+        if options.keep is not None:
+            return (
+                yield from _on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course)
+            )
         spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
         history.ready = time.monotonic()
         handle = start(
@@ -127,7 +132,7 @@ def _leased(
             _go_on(course)
         acquisition = request.begin()
         try:
-            while (lease := acquisition.step()) is None:
+            while (lease := request.look(acquisition)) is None:
                 yield Need(tuple(acquisition.fds()))
                 _go_on(course)
         finally:
@@ -137,6 +142,24 @@ def _leased(
         row.remove(course)
         if row:
             row[0].notify()
+
+
+def _on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
+    from mlaunch.caller.many.kept_trial import KeptTrial  # not needed by most
+
+    trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), course.notify)
+    course.on_kept_ranks = True
+    try:
+        while not trial.done():
+            if course.stop_reason:
+                trial.ask_to_stop(course.stop_reason)
+            if course.cancelling:
+                trial.end()
+            yield Need()
+        course.cancelled = trial.cancelled() or isinstance(trial.exception(), CancelledError)
+        return trial.ended()
+    finally:
+        course.on_kept_ranks = False
 
 
 def _driven(handle: LaunchHandle, course: RunCourse) -> Steps:

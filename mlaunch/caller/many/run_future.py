@@ -84,7 +84,7 @@ class Run(Future[list[Any]]):
 
     def running(self) -> bool:
         """Tells whether ranks were started for it and it is not over."""
-        return self._course.handle is not None and not self.done()
+        return (self._course.handle is not None or self._course.on_kept_ranks) and not self.done()
 
     def cancel(self) -> bool:
         """Ends it, and returns when its processes are gone; one that waits starts none. Can be interrupted.
@@ -165,6 +165,7 @@ class RunCourse:
     cancelled: bool = False  # it ended by that
     stop_reason: str = ""  # why its ranks are to stop; "": they are not
     handle: LaunchHandle | None = None
+    on_kept_ranks: bool = False  # which have no handle of its own
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None
     reports: ReportLog = field(default_factory=ReportLog)

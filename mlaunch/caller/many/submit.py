@@ -17,7 +17,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
 
-_ELSEWHERE = {"engine": None, "ranks": None, "keep": None, "profile": None, "start_method": "forkserver"}
+_ELSEWHERE = {"engine": None, "ranks": None, "profile": None, "start_method": "forkserver"}
 
 
 def submit(options: Options, call: Call, name: str, keep_report: Callable[[LaunchReport], None]) -> Run:

@@ -44,7 +44,7 @@ class TrialFile:
         """
         if self._fd >= 0:
             return [self._done(key) for key in keys]
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
+        self._fd = self._opened()
         try:
             self._lock()
             self._records = self._read()
@@ -52,6 +52,15 @@ class TrialFile:
         except BaseException:
             self.close()
             raise
+
+    def _opened(self) -> int:
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
+        except OSError as error:
+            what = f"resume={self._path!r} cannot be opened for writing: {error.strerror}; nothing was run"
+            raise misuse(
+                OSError(error.errno, f"{what}. Allowed: a file of your own, in a directory that is there")
+            ) from None
 
     def _done(self, key: str) -> Done | None:
         record = self._records.get(key)

@@ -21,6 +21,7 @@ from mlaunch.caller.options.option_values import (
     Choice,
     Devices,
     Directory,
+    Leasing,
     Name,
     Seconds,
     Secret,
@@ -82,19 +83,18 @@ class Options:
         "``mlaunch.device()``. More than ``n_gpus``: a lease of so many of them.",
         flag="--devices",
     )
-    lease: bool = option(
+    lease: bool | str = option(
         False,
-        Switch(),
+        Leasing(),
         "Waits until no other launch with a lease has these devices, and keeps them until its last process is gone: "
         "``n_gpus`` of ``devices``, or of all that are visible. In order of arrival among all processes of this user "
-        "on this machine. On CPUs see ``concurrent``.",
+        "here. On CPUs see ``concurrent``. 'idle': rather those without processes, as NVIDIA's library tells.",
         flag="--lease",
     )
     concurrent: int | None = option(
         None,
         Whole(1, optional=True),
-        "On CPUs, how many launches with a lease run at a time; asks for a lease. None: so many that each rank has a "
-        "CPU of its own.",
+        "On CPUs, how many launches with a lease run at a time; asks for one. None: as many as get a CPU per rank.",
     )
     timeout: float | timedelta | None = option(
         1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."

@@ -109,7 +109,7 @@ def _check_lease(given: Mapping[str, Any]) -> None:
         f"lease={given['lease']} with n_gpus={given['n_gpus']}, devices={given['devices']}, "
         f"concurrent={given['concurrent']}"
     )
-    for name in ("engine", "ranks", "keep"):
+    for name in ("engine", "ranks"):
         if given[name] is not None:
             raise ValueError(f"{name}= with a lease ({why}): leases are for ranks of a call's own on this machine; "
                              f"leave one of the two out")  # fmt: skip

@@ -19,7 +19,7 @@ class KeywordOptions(TypedDict, total=False):
     """Those that are given by name only."""
 
     devices: Sequence[int] | None
-    lease: bool
+    lease: bool | str
     concurrent: int | None
     timeout: float | timedelta | None
     grace_period: float

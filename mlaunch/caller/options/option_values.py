@@ -145,6 +145,22 @@ class Switch:
             raise TypeError(f"{name}={value!r}: allowed: {self}")
 
 
+class Leasing:
+    """True, False, or a word for a certain kind of True."""
+
+    def __str__(self) -> str:
+        return "True, False, 'idle'"
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, bool | str):
+            count = (
+                f"; for {value} devices: n_gpus={value}, {name}=True" if isinstance(value, int) and value > 0 else ""
+            )
+            raise TypeError(f"{name}={value!r}: allowed: {self}{count}")
+        if isinstance(value, str) and value != "idle":
+            raise ValueError(f"{name}={value!r}: allowed: {self}")
+
+
 class Signals:
     """Names of signals with commas between them, or None."""
 

@@ -6,18 +6,23 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.leasing import leased, wants_lease
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_options import place_of
+from mlaunch.caller.output.starting import StartingLine
 from mlaunch.caller.ranks.rank_set import ClosedError
 from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
 from mlaunch.rank.setup import device
 
 # Of one call, or of the launcher: ranks need not have been started with them.
+T = TypeVar("T")
 _OF_A_CALL = {"deadline", "log_dir", "progress", "max_restarts", "seed", "keep", "ranks", "join"}
 
 
@@ -59,18 +64,36 @@ def call_on_kept(
     if options.ranks is not None:
         return options.ranks.call(options, Call(function, args, kwargs))
 
+    name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
+
     def attempt(time_left: float | None, _restart_count: int) -> Ended:
         call = Call(function, args, kwargs, seed=options.seed)
-        while True:
-            ranks = _shared(options)
-            try:
-                return ranks.call(options.replaced({"deadline": time_left}), call)
-            except ClosedError:
-                if not ranks.closed:  # others, which a __reduce__ has called
-                    raise
+        if not wants_lease(options):
+            return on_shared(options, lambda ranks: ranks.call(options.replaced({"deadline": time_left}), call))
+        return _on_leased(options.replaced({"deadline": time_left}), call, name)
 
-    name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+
+
+def _on_leased(options: Options, call: Call, name: str) -> Ended:
+    """Makes the call on ranks that are kept for the devices that it gets; the lease ends with it, and they stay."""
+    environ, line = {**os.environ, **(options.env or {})}, StartingLine(name, place_of(options))
+    lease = leased(options, warm_server.get(environ), environ, name, line.tell)
+    with lease:
+        with line:
+            granted = lease.take().of_ranks_that_stay
+        return on_shared(granted, lambda ranks: ranks.call(granted, call))
+
+
+def on_shared(options: Options, make: Callable[[Ranks], T]) -> T:
+    """Makes a call on the ranks that these options share."""
+    while True:
+        ranks = _shared(options)
+        try:
+            return make(ranks)
+        except ClosedError:
+            if not ranks.closed:  # others, which a __reduce__ has called
+                raise
 
 
 def _shared(options: Options) -> Ranks:

@@ -205,6 +205,11 @@ class Ranks(RunsCells):
         """Makes a call and waits for it; of the options count those that are a call's own."""
         return self._set.run(options, call)[1]
 
+    def begin(self, options: Options, call: Call, future: RanksFuture) -> None:
+        """Queues a call, whose future that becomes; of the options count those that are a call's own."""
+        self._set.submit(options, call, future)
+        future.add_done_callback(self._set.note)
+
     def stay(self, seconds: float | None) -> None:
         """Sets ``idle_timeout`` anew, from the next call on."""
         self._set.stay(seconds)

@@ -26,6 +26,7 @@ _HIDING = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
 }
 _BELOW = "ROCR_VISIBLE_DEVICES"  # hides devices from HIP itself, which counts the others from 0
+_INSTANCE = "MIG-"
 _OLDEST = (2, 6)  # of torch; docs/install.rst, setup.cfg and the README say it, too
 _NONE_GIVEN = "privateuseone"  # what torch calls the place for a backend that nobody has taken
 _UNLIMITED = timedelta(days=10_000)
@@ -45,6 +46,18 @@ def visible(runtime: str, devices: Sequence[int], environ: Mapping[str, str]) ->
     """Returns these of the visible devices as the machine names them: the value of the variable that hides others."""
     shown = [name.strip() for name in _shown(runtime, environ).split(",") if name.strip()]
     return ",".join(shown[device] if shown else str(device) for device in devices)
+
+
+def instances(environ: Mapping[str, str]) -> list[str]:
+    """Returns the MIG instances that CUDA's variable names, of which CUDA shows a process the first alone."""
+    names = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names if all(name.startswith(_INSTANCE) for name in names) else []
+
+
+def seen_by(local_rank: int, visible_devices: str) -> str:
+    """Returns what a rank sees of its launch's devices: all, or its own MIG instance."""
+    names = visible_devices.split(",")
+    return names[local_rank] if names[0].startswith(_INSTANCE) else visible_devices
 
 
 def _shown(runtime: str, environ: Mapping[str, str]) -> str:
@@ -152,8 +165,10 @@ def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
 
     if spec.device_type == "cpu":
         return torch.device("cpu")
-    others_are_hidden = hides(spec.device_type)
-    index = local_rank if others_are_hidden else int(spec.device(local_rank).rpartition(":")[2])
+    if not hides(spec.device_type):
+        index = int(spec.device(local_rank).rpartition(":")[2])
+    else:
+        index = 0 if (spec.visible_devices or "").startswith(_INSTANCE) else local_rank
     torch.accelerator.set_device_index(index)
     return torch.device(spec.device_type, index)
 

@@ -46,7 +46,7 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
     # A rank needs no token, and all that it starts would have it.
     theirs = {name: value for name, value in spec.context.environ.items() if name != token.VARIABLE}
-    return {**theirs, **_defaults(spec), **own, **_strings(launch)}
+    return {**theirs, **_defaults(spec, local_rank), **own, **_strings(launch)}
 
 
 def of_command(
@@ -59,7 +59,9 @@ def of_command(
         environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
     environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
     if command.virtual_local_rank:
-        environ |= {"LOCAL_RANK": "0", **device.only(local_rank, environ, runtime)}
+        environ["LOCAL_RANK"] = "0"
+    if command.virtual_local_rank or (runtime in {"cuda", None} and len(device.instances(environ)) > local_rank):
+        environ |= device.only(local_rank, environ, runtime)
     return environ
 
 
@@ -67,7 +69,7 @@ def _strings(values: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def _defaults(spec: LaunchSpec) -> dict[str, str]:
+def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     environ = spec.context.environ
     chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if spec.interface:  # "lo" on one machine: NCCL's ranks would meet on the first interface, where others reach it
@@ -77,5 +79,5 @@ def _defaults(spec: LaunchSpec) -> dict[str, str]:
         found[tcp_store.VARIABLE] = "0"
     if spec.visible_devices is not None and device.hides(spec.device_type):
         runtime = device.runtime_of(spec.device_type) or spec.device_type
-        found |= device.hiding(runtime, spec.visible_devices, environ)
+        found |= device.hiding(runtime, device.seen_by(local_rank, spec.visible_devices), environ)
     return found

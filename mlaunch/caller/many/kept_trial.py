@@ -1,0 +1,66 @@
+"""A submitted call on ranks that stay (``keep=``), those on the devices that it has leased.
+
+To start ranks, and to end others that are in their way, may take seconds: a thread of the call's own does that, so the
+one that drives all launches waits for nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, cast
+
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.ranks.keep import on_shared
+from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
+from mlaunch.caller.ranks.stop_call import ask_to_stop
+from mlaunch.protocol.calls import Call
+
+if TYPE_CHECKING:
+    from mlaunch.caller.ranks.session import RanksLaunch
+
+
+class KeptTrial(RanksFuture):
+    """``notify`` is called when there is something to do: ``over``, or a call that can be ended."""
+
+    def __init__(self, options: Options, call: Call, notify: Callable[[], None]) -> None:
+        super().__init__()
+        self._call: KeptCall | None = None
+        self._asked_to_end = self._asked_to_stop = False
+        self._notify = notify
+        self.add_done_callback(lambda _: notify())
+        threading.Thread(target=self._begin, args=(options, call), daemon=True).start()
+
+    def queue(self, call: KeptCall) -> None:
+        super().queue(call)
+        self._call = call
+
+    def _begin(self, options: Options, call: Call) -> None:
+        try:
+            on_shared(options, lambda ranks: ranks.begin(options, call, self))
+            self._notify()
+        except BaseException as error:
+            self.set_exception(error)
+
+    def end(self) -> None:
+        """Ends the call, once there is one; its ranks stay if they are in step."""
+        if self._call is not None and not self._asked_to_end:
+            self._asked_to_end = True
+            self._call.session.interrupt(self._call, CancelledError(), again=False)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Asks the ranks to stop at a step that they agree on, once there is a call."""
+        if self._call is not None and not self._asked_to_stop:
+            self._asked_to_stop = True
+            ask_to_stop(cast("RanksLaunch", self._call.session), reason, self._call)
+
+    def ended(self) -> Ended:
+        """Says how it has ended. What it could not begin for is raised."""
+        if self.cancelled():
+            raise CancelledError
+        error = self.exception()
+        if self.make_report is None:
+            raise error or CancelledError()
+        return Ended(self.make_report, [] if error is not None else self.result(), error)
