@@ -71,6 +71,7 @@ def failures(trials: int, seed: int = 1) -> Failures:
     chance, found = random.Random(seed), Failures()
     plan = [_chosen(chance) for _ in range(trials)]
     launcher(int, 2)()  # the fork server stays
+    preparation.drop()
     before = _standing()
     train = launcher(end_or_return, 2, concurrent=4, deadline=_PATIENCE, grace_period=0.1, output="none")
     runs = train.map(range(trials), [where for where, _ in plan], [fuse for _, fuse in plan], return_exceptions=True)

@@ -26,7 +26,7 @@ from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.shared_names import SharedNames
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
-from mlaunch.base.fds import OwnedFds
+from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.protocol import error_file, payload
@@ -54,6 +54,7 @@ class Order:
     stderr: int
     call: Call | None = None  # it is in memory
     rehearses: bool = False  # if it is to be prepared
+    leases: tuple[int, ...] = ()  # of its devices, which the ranks hold, too
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, priority)
     went_well = _run(supervisor, inspection, names, launcher)
+    close_all(order.leases)  # nothing is left on the devices; the end of this process would take some milliseconds
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
     if went_well and link is not None:

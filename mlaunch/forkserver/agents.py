@@ -19,8 +19,8 @@ from mlaunch.protocol.messages.launch_messages import AgentFailed, Reaped
 class Launch:
     """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
 
-    ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``: see the agent's
-    Order. ``directory``: see StartLaunch.
+    ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``, ``leases``: see
+    the agent's Order. ``directory``: see StartLaunch.
     """
 
     fds: tuple[int, int, int, int, int]
@@ -28,6 +28,7 @@ class Launch:
     more: bool = False
     rehearses: bool = False
     directory: str = ""
+    leases: tuple[int, ...] = ()
 
     @property
     def socket(self) -> int:
@@ -60,7 +61,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
         foreign = owned()
         if link is not None:
             foreign.add(link.fileno())
-        main.run_agent(main.Order(*launch.fds, launch.call, launch.rehearses), main.Home(parent, foreign, agents_link))
+        main.run_agent(main.Order(*launch.fds, launch.call, launch.rehearses, launch.leases), main.Home(parent, foreign, agents_link))
     if agents_link is not None:
         agents_link.close()
     if pid is not None:

@@ -193,7 +193,7 @@ class _ForkServer:
         # Nothing is prepared beside a launch: it would take its cores.
         self.next.forget()
         inherited = (spec_fd, call_fd, launcher_fd, out, err)
-        launch = Launch(inherited, self.call, more=order.more, directory=order.directory)
+        launch = Launch(inherited, self.call, more=order.more, directory=order.directory, leases=leases)
         self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
         close_all([call_fd, *leases])
         self.next.remember((spec_fd, out, err))

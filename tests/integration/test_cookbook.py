@@ -165,9 +165,70 @@ def test_hydra(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_multirun(tmp_path: Path) -> None:
+    needs("hydra")
+    done = commands.run(tmp_path, str(LISTINGS / "with_hydra.py"), "-m", "lr=0.1,0.2", command=[IMPORTED])
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("lr ")] == [
+        "lr 0.1: loss 0.20", "lr 0.2: loss 0.40",
+    ]  # fmt: skip
+    assert sorted(path.read_text() for path in tmp_path.rglob("loss.txt")) == ["0.2", "0.4"]
+
+
+@pytest.mark.integration
 def test_optuna(run: Run) -> None:
     needs("optuna")
     assert run("with_optuna.py").startswith("4 trials, the best with lr 0.")
+
+
+@pytest.mark.integration
+def test_optuna_asks_and_is_told(run: Run) -> None:
+    needs("optuna")
+    found = dict(re.findall(r"lr (\d\.\d\d): (\w+)", run("optuna_ask_tell.py")))
+    assert len(found) == 6
+    assert {state for rate, state in found.items() if float(rate) > 1} == {"pruned"}
+    assert {state for rate, state in found.items() if float(rate) < 1} == {"complete"}
+
+
+@pytest.mark.integration
+def test_optunas_threads_wait_for_devices(run: Run) -> None:
+    needs("optuna")
+    assert run("optuna_n_jobs.py").startswith("6 trials, the best with lr 0.")
+
+
+@pytest.mark.integration
+def test_joblibs_threads(tmp_path: Path) -> None:
+    """In a process of its own, since joblib's threads stay."""
+    needs("joblib")
+    done = commands.run(tmp_path, str(LISTINGS / "joblib_threads.py"), command=[IMPORTED])
+    assert (done.returncode, done.stdout) == (0, "[[2, 2], [4, 4], [6, 6], [8, 8]]\n"), done.stderr
+
+
+WANDB = """
+import contextlib, types
+
+@contextlib.contextmanager
+def init():
+    yield types.SimpleNamespace(config=types.SimpleNamespace(lr=rate), log=lambda values: None)
+
+def agent(sweep, function, count):
+    global rate
+    for number in range(count):
+        rate = float(sweep) + number
+        function()
+"""
+
+
+def test_agents_of_a_sweep_take_turns(tmp_path: Path) -> None:
+    """wandb's agents ask its server; a module of that name stands in for both."""
+    (tmp_path / "wandb.py").write_text(WANDB)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    script = str(LISTINGS / "wandb_agent.py")
+    both = [commands.start(tmp_path, script, rate, command=[IMPORTED], PYTHONPATH=path) for rate in ("0.1", "2.1")]
+    told = [agent.communicate(timeout=LIMIT) for agent in both]
+    assert [out for out, _ in told] == [
+        "lr 0.1: loss 0.00\nlr 1.1: loss 1.00\n", "lr 2.1: loss 4.00\nlr 3.1: loss 9.00\n",
+    ], told  # fmt: skip
 
 
 def test_a_profile_of_each_rank(run: Run, tmp_path: Path) -> None:

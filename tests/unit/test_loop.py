@@ -121,6 +121,7 @@ INSIDE = {
     "mlaunch.engines.launch.kept_agents": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.engines.launch.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.caller.many.course": "test_futures_of_launches",
+    "mlaunch.caller.many.kept_trial": "test_trials_take_the_warm_ranks_of_their_devices",
     "mlaunch.caller.many.run_future": "test_futures_of_launches",
     "mlaunch.caller.many.submit": "test_futures_of_launches",
     "mlaunch.caller.many.sweep": "test_a_map_and_a_grid",
