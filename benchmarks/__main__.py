@@ -9,7 +9,21 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cold, command, engines, failure, gather, large, memory, rank_tests, ranks, repeat, scale, warm
+from benchmarks import (
+    cold,
+    command,
+    engines,
+    failure,
+    gather,
+    large,
+    memory,
+    rank_tests,
+    ranks,
+    repeat,
+    scale,
+    sweep,
+    warm,
+)
 from benchmarks.measure import Row, table
 from benchmarks.report import words, write
 
@@ -28,6 +42,7 @@ _ALL = {
     "pytest": rank_tests.run,
     "scale": scale.run,
     "engines": engines.run,
+    "sweep": sweep.run,
 }
 
 
