@@ -35,8 +35,16 @@ def apply(seed: int) -> None:
     """Seeds Python's generator, torch's on all devices, and numpy's if numpy is imported or can be."""
     import torch
 
-    random.seed(seed)
     torch.manual_seed(seed)
+    apply_on_cpu(seed)
+
+
+def apply_on_cpu(seed: int) -> None:
+    """Seeds as ``apply`` does, but for torch's generators on accelerators."""
+    import torch
+
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules or _numpy_exists():
         import numpy
 

@@ -18,6 +18,7 @@ import pytest
 from mlaunch.base import seeding
 from mlaunch.pytest import states
 from mlaunch.pytest.crossing import Surroundings
+from mlaunch.rank.for_users import current_device
 
 _SEED = 0
 _PAGES = os.sysconf("SC_PAGE_SIZE")
@@ -28,37 +29,44 @@ _MIB = 2**20
 class Baseline:
     """The surroundings that a rank has begun with."""
 
-    variables: dict[str, str]
+    variables: dict[bytes, bytes]
     directory: str
     path: list[str]
 
     @staticmethod
     def of_now() -> Baseline:
         """Returns the present ones."""
-        return Baseline(dict(os.environ), os.getcwd(), list(sys.path))
+        return Baseline(dict(os.environb), os.getcwd(), list(sys.path))
 
 
 @contextlib.contextmanager
 def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
     """Has the environment, the directory and the search path of pytest's process, and afterwards none of the test's."""
-    variables: dict[str, str | None] = {**baseline.variables, **changes.variables}
-    _set_variables({name: value for name, value in variables.items() if value is not None})
+    for name, value in changes.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     _go_to(changes.directory or baseline.directory)
     sys.path[:] = baseline.path if changes.path is None else changes.path
     try:
         yield
     finally:
-        _set_variables(baseline.variables)
+        _put_back(baseline.variables)
         _go_to(baseline.directory)
         sys.path[:] = baseline.path
 
 
-def _set_variables(wanted: dict[str, str]) -> None:
-    if os.environ == wanted:
+def _put_back(wanted: dict[bytes, bytes]) -> None:
+    """Writes the variables that differ: all of them for each test would take as long as the rest of it."""
+    found = dict(os.environb)
+    if found == wanted:
         return
-    for name in os.environ.keys() - wanted.keys():
-        del os.environ[name]
-    os.environ.update(wanted)
+    for name in found.keys() - wanted.keys():
+        del os.environb[name]
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            os.environb[name] = value
 
 
 def _go_to(directory: str) -> None:
@@ -87,6 +95,24 @@ def collect() -> int:
     return resident()
 
 
+_queued: list[object] = []  # what torch is to seed accelerators with once it uses them, as the last test left it
+
+
+def _seed() -> None:
+    """Seeds all generators alike. On CPUs torch need not be told again what it is to seed accelerators with."""
+    import torch
+
+    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
+    queued = [getattr(tracker, name, None) for name in ("manual_seed_all_cb", "manual_seed_cb")]
+    bound = current_device.bound
+    on_cpus = (bound is None or bound.type == "cpu") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not on_cpus or queued[0] is None or queued != _queued:
+        seeding.apply(_SEED)  # of which torch notes the whole stack, in a millisecond or two
+        _queued[:] = [getattr(tracker, name, None) for name in ("manual_seed_all_cb", "manual_seed_cb")]
+        return
+    seeding.apply_on_cpu(_SEED)
+
+
 class Watch:
     """Puts back what a test has changed, from its end to where it began; notes its warnings and what it leaves."""
 
@@ -96,7 +122,7 @@ class Watch:
         self.warnings: tuple[tuple[str, str, str, int], ...] = ()
 
     def __enter__(self) -> Watch:
-        seeding.apply(_SEED)
+        _seed()
         self._before = [(get, put, get()) for get, put in states.all_of()]
         self._threads = set(threading.enumerate())
         self._children = _children()
