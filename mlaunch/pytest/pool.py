@@ -46,7 +46,7 @@ class SharedRanks:
         self.ran: deque[str] = deque(maxlen=_REMEMBERED)
         self.fixtures: dict[object, Held] = {}
         self.has_class = False  # that is to be torn down there
-        self._environ, self._directory, self._path = dict(os.environ), os.getcwd(), list(sys.path)
+        self._environ, self._directory, self._path = dict(os.environb), os.getcwd(), list(sys.path)
         self._loaded: set[str] = set()
         self._options: dict[float | None, Options] = {}
         self._resident: int | None = None
@@ -115,9 +115,10 @@ class SharedRanks:
             self._loaded.add(test.definition.file)
         self.ran.append(test.nodeid)
         self.has_class |= test.state is not None
-        options = self._options.setdefault(deadline, Options(deadline=deadline, progress=False))
+        if deadline not in self._options:  # they are checked when they are made, which takes as long as a call
+            self._options[deadline] = Options(deadline=deadline, progress=False)
         try:
-            values = self.ranks.call(options, Call(body.run_test, (test,), {})).result()
+            values = self.ranks.call(self._options[deadline], Call(body.run_test, (test,), {})).result()
         except Exception as error:
             report = report_of(error)
             if report is None or isinstance(error, RanksLost):
@@ -153,10 +154,9 @@ class SharedRanks:
 
     def surroundings(self) -> Surroundings:
         """Says what of this process's has changed since the ranks began."""
-        changed: dict[str, str | None] = {}
-        if os.environ != self._environ:
-            changed = {name: None for name in self._environ.keys() - os.environ.keys()}
-            changed |= {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
+        now, decode = dict(os.environb), os.fsdecode
+        changed: dict[str, str | None] = {decode(name): None for name in self._environ.keys() - now.keys()}
+        changed |= {decode(name): decode(value) for name, value in now.items() if self._environ.get(name) != value}
         there, path = os.getcwd(), list(sys.path)
         return Surroundings(
             changed, None if there == self._directory else there, None if path == self._path else tuple(path)
