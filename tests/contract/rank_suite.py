@@ -109,6 +109,15 @@ class TestMethods:
     async def test_coroutine(self):
         assert dist.get_world_size() == 2
 
+@pytest.mark.ranks(2, fresh="group")
+@pytest.mark.parametrize("turn", range(4))
+def test_groups_leave_no_descriptors(turn):
+    dist.barrier()
+    found.append(len(os.listdir("/proc/self/fd")))
+    assert found[1:] == [found[-1]] * turn
+
+found = []
+
 def test_without(): assert not dist.is_initialized()
 
 @pytest.mark.ranks(512, device_type="cuda")

@@ -59,7 +59,7 @@ def test_tests_of_one_shape_share_ranks(suite: Callable[..., tuple[Reports, str]
     reports, printed = suite(rank_suite.SHARING)
     assert outcomes(reports).pop("test_too_few_devices") == "skipped"
     assert "needs 512 cuda devices: " in reports["test_too_few_devices"]["text"]
-    assert sum(outcome == "passed" for outcome in outcomes(reports).values()) == 15 == len(reports) - 1, printed
+    assert sum(outcome == "passed" for outcome in outcomes(reports).values()) == 19 == len(reports) - 1, printed
     pids = {name: report["properties"].get("pid") for name, report in reports.items()}
     assert pids["test_first"] == pids["test_second"] == pids["test_group"] != pids["test_fresh"]
     assert [reports[f"test_sizes[ranks={size}-5]"]["properties"]["size"] for size in (1, 2)] == [6, 7]
