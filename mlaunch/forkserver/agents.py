@@ -61,7 +61,10 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
         foreign = owned()
         if link is not None:
             foreign.add(link.fileno())
-        main.run_agent(main.Order(*launch.fds, launch.call, launch.rehearses, launch.leases), main.Home(parent, foreign, agents_link))
+        main.run_agent(
+            main.Order(*launch.fds, launch.call, launch.rehearses, launch.leases),
+            main.Home(parent, foreign, agents_link),
+        )
     if agents_link is not None:
         agents_link.close()
     if pid is not None:

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from mlaunch.caller import leasing
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.leases.acquisition import Wish
 from mlaunch.pytest import cases, early, rank_coverage, rank_fixtures, runner, station, workers
 from mlaunch.pytest.crossing import Findings, Verdict
 from mlaunch.pytest.judgement import is_out_of_step, judge
@@ -130,3 +133,27 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         workers.warn_of_cores(Shape(8, "cpu", None))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
     workers.warn_of_cores(Shape(8, "cpu", None))
+
+
+def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, wish = Shape(1, "toy", None), Wish(["toy 0"], 1, "pytest's worker gw1")
+    request = leasing.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
+    monkeypatch.setattr(workers.leasing, "request_of", lambda *_: request)
+    monkeypatch.setattr(workers.warm_server, "get", lambda _: None)
+    assert workers.WorkerDevices(shape, 60.0).devices is None  # without xdist
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    assert workers.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
+    ours = workers.WorkerDevices(shape, 60.0)
+    assert (ours.devices, ours.environ) == ([0], {"MLAUNCH_LEASED": "toy 0"})
+    waits = r"gw1 waits for 1 of devices 0, after pytest's worker gw1 \(pid \d+\): not had within 0 s, the deadline"
+    with pytest.raises(pytest.fail.Exception, match=waits):
+        workers.WorkerDevices(shape, 0.0)
+    monkeypatch.setattr(workers, "_TERM", 0.0)
+    assert not ours.are_due()  # nobody waits any more
+    waiting = request.begin()
+    assert ours.are_due()
+    ours.close()
+    lease = waiting.step()
+    waiting.close()
+    assert lease is not None
+    lease.close()
