@@ -49,16 +49,17 @@ def on_ranks(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
 def _adapt(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
     bases, changes = _bases(owner), dict[str, Any]()
     if bases & _FOR_A_METHOD:
-        changes = {"join_or_run": _alone, "_spawn_processes": _nothing, "_fork_processes": _nothing}
+        changes = {"join_or_run": _alone, "run_test": _run_test}
+        changes |= dict.fromkeys(("_spawn_processes", "_fork_processes"), _nothing)
     elif bases & _FOR_A_CLASS:
         changes = {"_worker_run_main_wait": _in_the_group, **_OF_A_CLASS}
     else:
         return owner
     import torch.distributed as dist
 
-    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    changes["world_size"] = dist.get_world_size()
     names = {name: getattr(owner, name) for name in ("__module__", "__qualname__")}
-    return type(owner.__name__, (owner,), {**changes, **place, **names})
+    return type(owner.__name__, (owner,), {**changes, **names})
 
 
 def _nothing(*_: Any) -> None:
@@ -90,19 +91,41 @@ def _alone(case: Any, function: Callable[[], object]) -> Any:
 
     @functools.wraps(function)
     def run(case: Any) -> None:
+        if getattr(case, "rank", -1) >= 0:  # this is the instance of the process that was to be started
+            function()
+            return
         import torch.distributed as dist
 
-        own = case.file_name  # which is removed by each rank, while others may still use what they share
-        case.rank, case.file_name = dist.get_rank(), getattr(case, FILE)
+        before = (
+            case.rank,
+            case.file_name,
+        )  # the file is this rank's own, and removed while others may use what they share
+        rank, file = dist.get_rank(), getattr(case, FILE)
         group_names.leave_world()
         try:
             with _skips():
-                function()
+                _as_process(case, rank, file, function)
         finally:
-            case.file_name = own
+            case.rank, case.file_name = before
             group_names.leave_world()
 
     return types.MethodType(run, case)
+
+
+def _as_process(case: Any, rank: int, file: str, function: Callable[[], object]) -> None:
+    """Does what the process would do: some classes (FSDPTest) make the group before the function is called."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    kind = type(case)
+    if kind._run.__func__ is not MultiProcessTestCase._run.__func__:  # type: ignore[attr-defined]
+        kind._run(rank, case._testMethodName, file, None)
+        return
+    case.rank, case.file_name = rank, file
+    function()
+
+
+def _run_test(case: Any, name: str, *_: Any) -> None:
+    getattr(case, name)()
 
 
 @contextlib.contextmanager
