@@ -34,7 +34,7 @@ SENTENCE = 2_000  # bytes of what is said to people
 _KEEP_ALIVE = 60  # seconds
 _VERSIONS = 1_000_000  # of the protocol, that anybody may say
 
-_NONCE = re.compile("[0-9a-f]{1,64}")
+_NONCE, _PROOF = re.compile("[0-9a-f]{1,64}"), re.compile("[0-9a-f]{64}")
 
 Record = dict[str, Any]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -55,7 +55,7 @@ SILENT = UnprovedError(
 
 
 class WrongTokenError(ConnectionError):
-    """A client has another token."""
+    """A client speaks as one of ours, with another token."""
 
 
 _SAME_TOKEN = "give both the same token= or MLAUNCH_TOKEN, unless another launch has this port"
@@ -191,7 +191,8 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     proof = (await read(reader)).get("proof")
     if not _is(proof, _prove(token, "client", nonce, ours, role)):
         await send(writer, {"refused": "wrong token"})
-        raise WrongTokenError("a client with a wrong token")
+        wrong = WrongTokenError if _PROOF.fullmatch(str(proof)) else ConnectionError  # the latter is no machine's
+        raise wrong("a client with a wrong token")
     await send(writer, {"proof": _prove(token, "server", nonce, ours, role)})
     return role
 
