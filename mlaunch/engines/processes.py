@@ -46,10 +46,12 @@ class Processes:
         return process.pid if process is not None and linux.is_stopped(process.pid) else 0
 
     def fate(self, machine: int, name: str) -> str:
-        """Says how it has ended; "" if it lives."""
+        """Says how it has ended, or that somebody has stopped it; "" if it lives."""
         process = self._running.get(machine)
         if process is None:
             return ""
+        if pid := self.stopped(machine):
+            return f"{name} (pid {pid}) is stopped; kill -CONT {pid} continues it"
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f"{name} {describe_exit(process.wait(_FATE_TIMEOUT))}".replace(" (sys.exit or os._exit)", "")
         return ""

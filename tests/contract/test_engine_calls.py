@@ -586,10 +586,17 @@ def test_what_machines_wait_for_is_said(capfd: pytest.CaptureFixture[str]) -> No
     assert builds.without_gloo(capfd.readouterr().err) == ""
 
 
-def test_a_member_that_is_stopped_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its ranks go on, and nobody hears of them."""
+@pytest.mark.parametrize(
+    ("ssh", "words"),
+    [('sh -c "$2"; exit', r"is it cut off, or was its member stopped\? kill -CONT \d+ there continues that"),
+     ('exec sh -c "$2"', r"ssh to b \(pid (\d+)\) is stopped; kill -CONT \1 continues it")],
+)  # fmt: skip
+def test_a_machine_that_does_not_answer_is_told_of(
+    ssh: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its member was stopped, or the program through which it is reached; its ranks go on, and nobody hears of them."""
     os.mkfifo(tmp_path / "told")
-    engine = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
+    engine = Hosts(["a", "b"], ssh=["sh", "-c", ssh, "sh"])
     engine.lease = 4.0
 
     def work() -> int:
@@ -608,10 +615,7 @@ def test_a_member_that_is_stopped_is_told(tmp_path: Path, capfd: pytest.CaptureF
     def is_told() -> bool:
         nonlocal said
         said += capfd.readouterr().err
-        return (
-            re.search(r"work\(\): host \S+ has not answered for 2 s: .* kill -CONT \d+ there continues", said)
-            is not None
-        )
+        return re.search(rf"work\(\): host \S+ has not answered for 2 s: {words}", said) is not None
 
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(launcher(work, 1, engine=engine, machines=2, device_type="cpu"))

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
@@ -19,7 +19,7 @@ from mlaunch.base.fds import close_all, ready
 from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.launch.machines_stop import MachinesStop
 from mlaunch.engines.launch.output_pipes import Backlog
-from mlaunch.engines.launch.patience import Patience
+from mlaunch.engines.launch.patience import EndOf, Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
@@ -49,7 +49,7 @@ class MergedAgent:
         self,
         machines: Sequence[Machine],
         world_size: int,
-        end_of: Callable[[Machine], tuple[str, str]],
+        end_of: EndOf,
         times: Patience,
         lookout: Lookout,
     ) -> None:
@@ -111,7 +111,7 @@ class MergedAgent:
             self._give_up()
         if passed:
             self._backlog.limit = None
-        for news in self._times.news(self._open.values()):
+        for news in self._times.news(self._open.values(), self._end_of):
             self._tell(news)
         self._backlog.flush()
         for machine in self._machines:

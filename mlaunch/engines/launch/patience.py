@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.lease import PARTS
 from mlaunch.protocol.messages.machine_messages import MachineSilent
 
+EndOf = Callable[[Machine], tuple[str, str]]  # what the engine knows of it, and what its member wrote last
 _MISSED = 2.5  # signs of life without an answer
 
 
@@ -43,7 +44,7 @@ class Patience:
         self._lift_at = math.inf if lifts else self._lift_at
         return gives_up, lifts
 
-    def news(self, machines: Collection[Machine]) -> Iterator[MachineSilent]:
+    def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[MachineSilent]:
         """Yields what is to be told of machines that do not answer any more, of each once until it does."""
         if time.monotonic() < self._look_at:
             return
@@ -51,8 +52,7 @@ class Patience:
         silent = [machine for machine in machines if machine.is_silent(self._silence)]
         for machine in silent:
             if machine.number not in self._silent:
-                yield MachineSilent(
-                    f"host {machine.host} has not answered for {self._silence:g} s: is it cut off, or was its member "
-                    f"stopped? kill -CONT {machine.pid} there continues that"
-                )
+                guess = f"is it cut off, or was its member stopped? kill -CONT {machine.pid} there continues that"
+                why = end_of(machine)[0] or guess
+                yield MachineSilent(f"host {machine.host} has not answered for {self._silence:g} s: {why}")
         self._silent = {machine.number for machine in silent}
