@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.base import linux
 from tests import builds
 from tests.contract import crashes
 from tests.contract.functions import caught, kept_numbers, total
@@ -280,6 +281,22 @@ def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> N
     other.join(LIMIT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ranks.run(total) == [2.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:the ranks were lost between calls")
+def test_a_call_that_is_queued_as_a_rank_ends_does_not_begin_on_the_others(ranks: Ranks) -> None:
+    """They are about to leave, and would be all that it hears of."""
+    pids, session = ranks.run(os.getpid), ranks._set.session
+    with ThreadPoolExecutor(1) as pool:
+        with session.lock:
+            os.kill(pids[0], signal.SIGSTOP)  # its end comes later
+            os.kill(pids[1], signal.SIGKILL)
+            assert linux.wait_readable([session.fileno()], LIMIT)
+            submitted = pool.submit(ranks.submit, total)
+            wait_until(lambda: bool(session._queue))
+            session.step()
+            os.kill(pids[0], signal.SIGCONT)
+        assert submitted.result(LIMIT).result(LIMIT) == [2.0, 2.0]
 
 
 @builds.silent  # ranks that print have pipes open, one of which may close meanwhile

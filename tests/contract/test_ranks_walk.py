@@ -101,7 +101,8 @@ class Walk:
         self.open()
 
     def open(self) -> None:
-        self.ranks = Ranks(n_gpus=2, grace_period=0.3)
+        # On a busy machine ranks take a while to come back after an error, and would count as lost.
+        self.ranks = Ranks(n_gpus=2, grace_period=2.0)
         self.pids = self.ranks.run(os.getpid)
 
     def lose(self) -> None:

@@ -180,7 +180,7 @@ class RanksLaunch:
             self._end()
         elif self.handle.over and self.present is not None:
             self._finish_present()
-        elif self.idle:
+        elif self.present is None:
             self._losing = self.handle.outcome.failed  # a call that begins now would not hear why
         self._advance()
         if self.idle and not self.over:
@@ -202,7 +202,7 @@ class RanksLaunch:
 
     def _advance(self) -> None:
         """Begins the next call if none runs."""
-        while self.present is None and not self.ended.is_set() and not self.handle.ending:
+        while self.present is None and not self._losing and not self.ended.is_set() and not self.handle.ending:
             self.present = call = self._queue.begin_next()
             if call is None:
                 return
