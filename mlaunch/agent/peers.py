@@ -44,8 +44,7 @@ class Peers:
         self._orders: list[StopOrder] = []
         self._timeout = timeout
         self._heard_at = time.monotonic()
-        self._over = link is None
-        self._told = False
+        self._over, self._told = link is None, False
         self._finished = False
         self._gather_all = gather_all
 

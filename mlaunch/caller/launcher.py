@@ -15,7 +15,6 @@ from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.many.submitting import Submitting
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours, without_ours
 
 if TYPE_CHECKING:
@@ -104,16 +103,6 @@ class launcher(Submitting[P, R]):
         """Returns a copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
         __tracebackhide__ = True
         return _make(self._function, _checked(self._options, (), changes), self._bound, self._calls)
-
-    @property
-    def last(self) -> LaunchReport | None:
-        """The report of the latest call; None before the first."""
-        return self._calls.reports[-1] if self._calls.reports else None
-
-    @property
-    def history(self) -> tuple[LaunchReport, ...]:
-        """The reports of the latest 20 calls, the latest last."""
-        return tuple(self._calls.reports)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs the function on every rank of this machine; see the class."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours
 
 if TYPE_CHECKING:
@@ -29,6 +30,16 @@ class Submitting(Generic[P, R]):
     @property
     def _name(self) -> str:
         return str(getattr(self._function, "__qualname__", type(self._function).__qualname__))
+
+    @property
+    def last(self) -> LaunchReport | None:
+        """The report of the latest call; None before the first."""
+        return self._calls.reports[-1] if self._calls.reports else None
+
+    @property
+    def history(self) -> tuple[LaunchReport, ...]:
+        """The reports of the latest 20 calls, the latest last."""
+        return tuple(self._calls.reports)
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
         """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""

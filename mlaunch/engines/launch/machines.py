@@ -37,15 +37,12 @@ class Machines:
         n_gpus: int | None,
         lease: float | None,
     ) -> None:
-        self._place = place
-        self._python = python
-        self._wanted = wanted
-        self._n_gpus = n_gpus
+        self._place, self._python = place, python
+        self._wanted, self._n_gpus = wanted, n_gpus
         self.lease = lease
         self._renewal: Renewal | None = None
         self._placement: Placement | None = None
-        self._leaving = False  # they are being given back, which may have been interrupted
-        self._asked = 0  # calls for which machines were
+        self._leaving, self._asked = False, 0  # they are being given back; calls for which machines were asked
         self.meets_at = ""  # the address of the first that all others reach, once they have tried
         self.machines: list[Machine] = []
 

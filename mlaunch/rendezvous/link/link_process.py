@@ -33,9 +33,7 @@ _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
 _REMINDER_DELAY = 30.0  # seconds between words that say the same
 _HANDSHAKE_TIMEOUT = 60.0  # seconds: others may be before us, and a gate that says nothing is given up for good
 _LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
-_OF_SILENCE: tuple[str, ...] = (
-    "is that machine cut off, or was a process there stopped (SIGSTOP, a debugger)? heartbeat_timeout= allows for more",
-)
+_OF_SILENCE = "is that machine cut off, or was a process there stopped (SIGSTOP)? heartbeat_timeout= allows for more"
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
 
 
@@ -155,7 +153,7 @@ class LinkProcess:
     # Running
 
     async def _hear_gate_to_the_end(self) -> None:
-        why, hints = f"no heartbeat came for {self._cluster.heartbeat_timeout:g} s", _OF_SILENCE
+        why, hints = f"no heartbeat came for {self._cluster.heartbeat_timeout:g} s", [_OF_SILENCE]
         try:
             while True:
                 with control_protocol.limited(self._reader, self._cluster.heartbeat_timeout):
@@ -174,12 +172,12 @@ class LinkProcess:
         except asyncio.TimeoutError:
             pass
         except OSError:
-            why, hints = "its connection was closed", ()
+            why, hints = "its connection was closed", []
         if self._failed:  # after which nobody waits for the others
             return
         subject = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
         here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
-        lost = RankFailure(None, 0, f"was lost: {why}", subject=subject, consequence=here, hints=hints)
+        lost = RankFailure(None, 0, f"was lost: {why}", subject=subject, consequence=here, hints=(*hints,))
         self._agent.try_send(lost)
 
     async def _beat(self) -> None:
