@@ -154,9 +154,10 @@ def _options(words: list[str]) -> dict[str, Any]:
         if not word.startswith("--"):
             raise WordError(f"{word}: allowed: a number of ranks, then options, as in %ranks 4 --backend gloo")
         name = word[2:].replace("-", "_")
-        if _TYPES.get(name) == "bool":
-            found[name] = True
-        elif _TYPES.get(name.removeprefix("no_")) == "bool":
+        if _TYPES.get(name, "").startswith("bool"):
+            has_word = _TYPES[name] != "bool" and words and not words[0].startswith("--")
+            found[name] = words.pop(0) if has_word else True
+        elif _TYPES.get(name.removeprefix("no_"), "").startswith("bool"):
             found[name.removeprefix("no_")] = False
         else:
             name, text = _known(*_flag(word, words))

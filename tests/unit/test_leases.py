@@ -156,7 +156,7 @@ def test_tells_who_holds_and_who_waits(tmp_path: Path) -> None:
 
 def test_refuses_a_directory_that_is_not_this_users_alone(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(PermissionError, match=r"must belong to this user with mode 0700, .* set MLAUNCH_LEASE_DIR"):
+    with pytest.raises(PermissionError, match=r"must belong to this user with mode 0700, .* mode 0755: chmod 700 "):
         Acquisition(tmp_path, Wish("a", 1))
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="device leases need the directory"):
