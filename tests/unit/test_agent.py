@@ -746,12 +746,10 @@ def test_a_rank_that_can_be_called_has_where_to_write(monkeypatch: pytest.Monkey
     """Its launcher sends calls by itself, and the first may have a value that is too large for the queue."""
     channel, rank_end = Channel.pair()
     rank = RankProcess(0, 0, os.getpid(), os.pidfd_open(os.getpid()), channel, os.memfd_create("crash"), -1)
-    for part, result in (("_prepare", SimpleNamespace(readers=[])), ("_fork", rank.pid), ("_adopt", rank)):
+    for part, result in (("_prepare", SimpleNamespace(readers=[], debug=None)), ("_fork", rank.pid), ("_adopt", rank)):
         monkeypatch.setattr(fork_ranks_module, part, lambda *_, result=result: result)
     listener = Listener(rank_end)
-    nursery = SimpleNamespace(
-        spec=SimpleNamespace(local_world_size=1, stays=stays, debug=""), owned=SimpleNamespace(close=print)
-    )
+    nursery = SimpleNamespace(spec=SimpleNamespace(local_world_size=1, stays=stays), owned=SimpleNamespace(close=print))
     fork_ranks_module.fork_ranks(cast(Any, nursery), cast(Any, listener))
     assert listener.heard_before == [stays]  # one that does not stay gets it with its call
     rank.close()
