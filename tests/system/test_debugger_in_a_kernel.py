@@ -112,10 +112,12 @@ def test_prompts_in_a_kernel(tmp_path: Path) -> None:
     assert "rank 1 of train() raised ValueError: no such rate" in text(told[1])
     assert '-> raise ValueError("no such rate")' in text(told[1])
     assert "def train(way):" in text(told[1])  # the source of a cell
+    assert "> In[1](8)train()" in text(told[1]), text(told[1])
     assert error(told[1]) == "ValueError: no such rate"
     assert prompts(told[2]) == ["(Pdb, rank 1) "] * 2
     assert value(told[2]) == "[0, 1]"
     assert error(told[3]).startswith("LaunchError: the run of train() was ended from the debugger")
+    assert "at the prompt of rank 1 (In[1]:11 in train)" in error(told[3])
     assert error(told[4]).startswith("KeyboardInterrupt")
     assert "rank 1 of train() was killed by SIGKILL" in error(told[5])
     assert "there is nobody to ask: whoever runs this notebook gives no input" in error(told[6])

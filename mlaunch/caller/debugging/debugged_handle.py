@@ -12,6 +12,7 @@ from mlaunch.caller.debugging import asking, words
 from mlaunch.caller.debugging.prompts import Prompts
 from mlaunch.caller.debugging.words import ForRanks, TellWho
 from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.report import notebook
 from mlaunch.caller.why_text import view_of
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
@@ -29,7 +30,7 @@ class DebuggedHandle(LaunchHandle):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._debuggers: dict[int, Channel] = {}  # of ranks
-        self._prompts = Prompts(self.relay.output.write)
+        self._prompts = Prompts(lambda text: self.relay.output.write(notebook.short_names(text)))
         self._goes_on = True
         self._tells_who = False  # to the user, once the agent has told it
 
@@ -75,7 +76,8 @@ class DebuggedHandle(LaunchHandle):
             if channel.fileno() in ready:
                 self._listen(rank, channel)
         if self._prompts.quit is not None and not self._is_ending:
-            self.end_stalled(failures.from_debugger(*self._prompts.quit))
+            rank, place = self._prompts.quit
+            self.end_stalled(failures.from_debugger(rank, notebook.short_place(place)))
 
     def _listen(self, rank: int, channel: Channel) -> None:
         try:
@@ -132,4 +134,7 @@ class DebuggedHandle(LaunchHandle):
         """Says where each rank is, a line each. ``ranks``: as the agent has told of them."""
         stopped = self._prompts.stopped()
         places = [(rank["rank"], stopped.get(rank["rank"]), view_of(rank).doing) for rank in ranks]
-        return "".join(f"rank {rank} {f'has stopped at {at}' if at else doing}\n" for rank, at, doing in places)
+        return "".join(
+            f"rank {rank} {f'has stopped at {notebook.short_place(at)}' if at else doing}\n"
+            for rank, at, doing in places
+        )

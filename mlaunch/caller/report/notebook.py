@@ -11,6 +11,8 @@ from typing import Any
 # As tracebacks write it, those of groups too, and faulthandler, which has no comma.
 _FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>,? in .*)')
 
+_CELL_FILE = re.compile(r"[^\s(\"]*ipykernel_[^\s(\"]*\.py")
+
 
 def short_name(file: str) -> str:
     """Says what to call a file in few words: "train.py"; a cell of this process's notebook "In[3]"."""
@@ -46,6 +48,17 @@ def complete(traceback: str) -> str:
         if source and not following.startswith(f"{frame['margin']}  "):  # a rank that inherited the lines knew them
             told.append(f"{frame['margin']}  {source}")
     return "\n".join(told)
+
+
+def short_names(text: str) -> str:
+    """Returns what a debugger has said with the names of cells instead of their files'."""
+    return _CELL_FILE.sub(lambda found: _cell(found[0]) or found[0], text) if shell() is not None else text
+
+
+def short_place(place: str) -> str:
+    """Returns "train.py:12 in train" for the same with a whole path; a cell's is "In[3]:12 in train"."""
+    file, colon, rest = place.rpartition(":")
+    return f"{short_name(file)}{colon}{rest}"
 
 
 def _cell(file: str) -> str:

@@ -21,7 +21,7 @@ class PromptSays:
 class PromptAsks:
     """Asks for a line, and waits for it. ``prompt``: what stands before that.
 
-    ``place``: where the rank has stopped, for people; "" where code of the user's has called ``input``.
+    ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" where code of the user's calls ``input``.
     """
 
     prompt: str

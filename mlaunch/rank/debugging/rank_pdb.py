@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pdb
 import sys
 from collections.abc import Iterator
@@ -122,8 +121,8 @@ class RankPdb(pdb.Pdb):
 
 
 def place_of(frame: FrameType, line: int) -> str:
-    """Says where that is, for people."""
-    return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+    """Says where that is; the caller knows a shorter name for the file."""
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 def _traceback_of(found: Any = None) -> TracebackType | None:
