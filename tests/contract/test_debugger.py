@@ -87,7 +87,10 @@ def doing(way: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("terminal", [way], indirect=True)
 
 
-def test_whoever_is_asked_may_be_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
+def test_whoever_is_asked_may_be_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start_method: str
+) -> None:
     def train() -> float:
         scale = 10.0 * (dist.get_rank() + 1)
         if dist.get_rank() == 1:
@@ -105,7 +108,7 @@ def test_whoever_is_asked_may_be_a_program(monkeypatch: pytest.MonkeyPatch, caps
 
     monkeypatch.setattr(asking, "check_place", lambda _name: None)
     monkeypatch.setattr("builtins.input", answer)
-    assert launcher(train, 2, device_type="cpu", debug=True)() == [15.0, 15.0]
+    assert launcher(train, 2, device_type="cpu", debug=True, start_method=start_method)() == [15.0, 15.0]
     assert asked == [PROMPT] * 4
     assert "-> total = torch.tensor(scale)\n20.0\n" in capsys.readouterr().out
 
