@@ -11,6 +11,7 @@ from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.result_queue import Results
@@ -47,6 +48,18 @@ class OngoingCall:
     errand: Errand = Errand.RUN
     details: Details | None = None  # for ranks that were prepared
     from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us
+    left: float | None = None  # seconds of the deadline, while that is held
+
+    def obey(self, record: object, now: float) -> bool:
+        """Holds the deadline while a user debugs; False if the record is about something else."""
+        if not isinstance(record, HoldDeadline):
+            return False
+        left = self.left
+        if record.held and self.due is not None:
+            self.left, self.due = self.due - now, None
+        elif not record.held and left is not None:
+            self.left, self.due = None, now + left
+        return True
 
 
 class SharedFailure:

@@ -226,9 +226,9 @@ class Supervisor:
         except EOFError:
             return None, []
 
-    def _obey(self, _record: object, _fds: list[int]) -> bool:
-        """Does what a launcher asks of ranks that stay; False if it asks for something else."""
-        return False
+    def _obey(self, record: object, _fds: list[int]) -> bool:
+        """Does what a launcher asks of the call, or of ranks that stay; False if it asks for something else."""
+        return self._call.obey(record, self._clock())
 
     def _cancel(self, record: Cancel) -> None:
         self._stopping.number = signal.Signals(record.number)

@@ -16,7 +16,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.caller.why_text import view_of
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import PromptLine
+from mlaunch.protocol.messages.debug_messages import HoldDeadline, PromptLine
 from mlaunch.protocol.messages.launch_messages import RankStarted
 from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
 from mlaunch.protocol.visitors import WHY
@@ -32,6 +32,7 @@ class DebuggedHandle(LaunchHandle):
         self._debuggers: dict[int, Channel] = {}  # of ranks
         self._prompts = Prompts(lambda text: self.relay.output.write(notebook.short_names(text)))
         self._goes_on = True
+        self._holds = False  # the deadline
         self._tells_who = False  # to the user, once the agent has told it
 
     def timeout(self) -> float | None:
@@ -75,6 +76,10 @@ class DebuggedHandle(LaunchHandle):
         for rank, channel in list(self._debuggers.items()):
             if channel.fileno() in ready:
                 self._listen(rank, channel)
+        if self._prompts.are_open != self._holds and not self._is_ending:
+            self._holds = self._prompts.are_open
+            self._limits.hold(self._holds)
+            self.agent.try_send(HoldDeadline(self._holds))
         if self._prompts.quit is not None and not self._is_ending:
             rank, place = self._prompts.quit
             self.end_stalled(failures.from_debugger(rank, notebook.short_place(place)))

@@ -83,6 +83,11 @@ class Prompts:
         self._tell(self._current)
         return self._current, self._asking[self._current].prompt
 
+    @property
+    def are_open(self) -> bool:
+        """Whether a user debugs: a rank has stopped, obeys a command, or is expected back from a step."""
+        return bool(self._asking or self._busy or self._expected)
+
     def stopped(self) -> dict[int, str]:
         """Returns the ranks that wait at a prompt, and where each is."""
         return {rank: asks.place or "input()" for rank, asks in sorted(self._asking.items())}

@@ -89,7 +89,8 @@ def _debugged(options: Options, name: str) -> Options:
         asking.check_place(name)
     elif importlib.util.find_spec("debugpy") is None:
         raise misuse(ModuleNotFoundError(f"debug={options.debug!r} for {name} needs debugpy (extra: debug)"))
-    return options.replaced({"timeout": None, "deadline": None, "stall": None})
+    deadline = options.deadline if options.debug is True else None  # it is held while there is a prompt
+    return options.replaced({"timeout": None, "deadline": deadline, "stall": None})
 
 
 def _attempt(options: Options, call: Call, name: str, number: Attempt, order: StopOrder) -> Ended:

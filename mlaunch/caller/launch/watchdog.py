@@ -41,6 +41,7 @@ class Limits:
     kill_server: Callable[[], None]
     agent: KeptFd | None = None  # its pidfd, once it is known
     _due: float | None = None
+    _held: float | None = None  # seconds until then, while nobody counts
     _last: Killed = field(default=Killed.NONE)
 
     def __post_init__(self) -> None:
@@ -54,6 +55,14 @@ class Limits:
     def begin_cancel(self, *, force: bool) -> None:
         """Begins to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
         self._bring_forward(_STEP_DELAY if force else self._reaction())
+
+    def hold(self, held: bool) -> None:
+        """Ceases to count towards the deadline, or counts on."""
+        if held and self._due is not None:
+            self._held, self._due = self._due - time.monotonic(), None
+        elif not held and self._held is not None:
+            left, self._held = self._held, None
+            self._bring_forward(left)
 
     def agent_ended(self) -> None:
         """The fork server has nothing left to do but to say so."""

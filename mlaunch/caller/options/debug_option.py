@@ -38,7 +38,7 @@ DEBUG = option(
     False,
     DebugWay(),
     "A rank that fails, or calls ``breakpoint()``, opens pdb in this terminal or cell. With "
-    '"debugpy:0,2" these ranks wait for an IDE. No ``timeout``, ``deadline`` or ``stall`` counts.',
+    '"debugpy:0,2" these ranks wait for an IDE. No ``timeout`` or ``stall`` counts; ``deadline`` waits.',
 )
 INLINE = option(
     False,

@@ -2,6 +2,7 @@
 
 rank -> caller   PromptSays, PromptAsks, PromptLeft
 caller -> rank   PromptLine                              (the answer to PromptAsks)
+caller -> agent  HoldDeadline                            (on the launch's own channel)
 """
 
 from __future__ import annotations
@@ -50,3 +51,10 @@ class PromptLine:
     """A line, without its end. None: there are no more lines."""
 
     text: str | None
+
+
+@dataclass(frozen=True)
+class HoldDeadline:
+    """Says that a user is at a prompt: the call's deadline comes no nearer, until the same is said with False."""
+
+    held: bool
