@@ -146,9 +146,9 @@ def test_where_it_is_refused(tmp_path: Path) -> None:
             launcher(train, 2, profile=path, **options)
     with pytest.raises(ValueError, match=r"profile='.*' with submit\(\): allowed: None"):
         launcher(train, 2, profile=path).submit()
-    with pytest.raises(ValueError, match=r"profile= with world_size=3: 2 of these ranks are on this machine"):
+    with pytest.raises(ValueError, match="profile= with 2 of 3 ranks on this machine: the clocks of machines"):
         launcher(train, 2, world_size=3, port=29500, token="x" * 20, profile=path)()
-    with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\] with 2 ranks: allowed: 0 to 1"):
+    with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\] with ranks 0 to 1: allowed: these"):
         launcher(train, 2, profile=path, profile_ranks=[0, 2])()
     with pytest.raises(ValueError, match=r"Ranks does not take profile \(it would have steps"):
         Ranks(n_gpus=2, profile=path)

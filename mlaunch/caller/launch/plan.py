@@ -99,11 +99,12 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
 
 def _check_profile(order: ProfileOrder, here: int, world_size: int) -> None:
     if world_size > here:
-        raise ValueError(f"profile= with world_size={world_size}: {here} of these ranks are on this machine, and the "
-                         f"clocks of machines differ; allowed: a launch on one machine, or torch.profiler in the "
-                         f"function")  # fmt: skip
+        raise ValueError(
+            f"profile= with {here} of {world_size} ranks on this machine: the clocks of machines differ; allowed: a "
+            f"launch on one machine, or torch.profiler in the function"
+        )
     if order.ranks is not None and max(order.ranks) >= world_size:
-        raise ValueError(f"profile_ranks={list(order.ranks)} with {world_size} ranks: allowed: 0 to {world_size - 1}")
+        raise ValueError(f"profile_ranks={list(order.ranks)} with ranks 0 to {world_size - 1}: allowed: these")
 
 
 def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
