@@ -73,8 +73,9 @@ def call_on_ranks(
         with order, interrupts.deferred(), CallTrace(options) as trace:
             again = options.deadline, options.max_restarts
             ended = with_restarts(attempt, name, *again, warn_caller, lambda: order.reason)
-            with interrupts.allowed():  # it may take long
-                trace.finish(ended, warn_caller)
+            if trace.order is not None:
+                with interrupts.allowed():  # it may take long
+                    trace.finish(ended, warn_caller)
             return ended
     except OSError as error:
         rlimits.name_limit(error)
