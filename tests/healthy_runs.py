@@ -6,7 +6,7 @@ A compile in a process of its own, an evaluation, a checkpoint, data loaders tha
 steps, a function that serves, and ``Ranks`` between two calls, in turn. Each is slow for longer than ``stall=`` allows,
 so it is looked at twice and judged; "judged" counts that.
 
-100 runs with stall=1, on two cores beside a load of ten: see docs/long_runs.rst.
+100 runs with stall=1, on two cores beside a load of ten: judged 76 times, 0 accusations.
 """
 
 from __future__ import annotations

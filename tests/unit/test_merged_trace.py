@@ -44,6 +44,8 @@ def of_rank(pid: int) -> list[dict[str, Any]]:
         {"name": "ac2g", "ph": "s", "id": 7, "cat": "ac2g", "ts": 1e9 + 2e6, "pid": pid, "tid": pid},
         {"name": "ac2g", "ph": "f", "id": 7, "cat": "ac2g", "ts": 1e9 + 2e6 + 1, "pid": 0, "tid": 7, "bp": "e"},
         {"name": "thread_name", "ph": "M", "ts": 1, "pid": pid, "tid": 9, "args": {"name": "late"}},
+        {"name": "process_sort_index", "ph": "M", "ts": 1, "pid": "Spans", "tid": 0, "args": {"sort_index": 9}},
+        {"name": "Window End", "ph": "i", "s": "g", "ts": 1e9, "pid": "", "tid": ""},
     ]
 
 
@@ -64,6 +66,8 @@ def test_ranks_of_one_number_are_told_apart(tmp_path: Path) -> None:
     }  # fmt: skip
     flows = [(event["ph"], event["pid"], event["id"]) for event in events if "id" in event]
     assert flows == [("s", 1000, 14), ("f", 1001, 14), ("s", 2000, 15), ("f", 2001, 15)]
+    assert {event["pid"] for event in events} == names.keys()
+    assert [event["pid"] for event in events if event["ph"] == "i"] == [1000, 2000]
     threads = [(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"]
     assert threads == [(1000, 0), (1000, 42), (1000, 9), (2000, 0), (2000, 42), (2000, 9)]
 

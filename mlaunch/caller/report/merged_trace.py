@@ -147,8 +147,9 @@ class _Numbers:
         self._pids: dict[Any, int] = {rank.pid: (rank.rank + 1) * _PROCESSES}
 
     def of_process(self, pid: Any) -> int:
-        first = (self.rank.rank + 1) * _PROCESSES
-        return self._pids.setdefault(pid, first + len(self._pids))
+        """Returns the number of a process. What the profiler says of itself, with a text for a number, is the rank's."""
+        own = (self.rank.rank + 1) * _PROCESSES
+        return own if isinstance(pid, str) else self._pids.setdefault(pid, own + len(self._pids))
 
     def of_flow(self, number: Any) -> Any:
         """Returns a number where it is one: readers take texts for numbers to the base of 16."""
@@ -159,7 +160,8 @@ class _Numbers:
     def names_the_rank(self, event: Mapping[str, Any]) -> bool:
         """Tells whether the event names the rank's process, as the timeline has done."""
         kind = str(event.get("name"))
-        return event.get("ph") == "M" and event["pid"] == self.rank.pid and kind.startswith("process_")
+        own = (self.rank.rank + 1) * _PROCESSES
+        return event.get("ph") == "M" and kind.startswith("process_") and self.of_process(event["pid"]) == own
 
 
 def _renumbered(path: str, numbers: _Numbers, begun: float) -> Iterator[dict[str, Any]]:
