@@ -147,7 +147,7 @@ class _Numbers:
         self._pids: dict[Any, int] = {rank.pid: (rank.rank + 1) * _PROCESSES}
 
     def of_process(self, pid: Any) -> int:
-        """Returns the number of a process. What the profiler says of itself, with a text for a number, is the rank's."""
+        """Returns a process's number. What the profiler says of itself, with a text for a number, is the rank's."""
         own = (self.rank.rank + 1) * _PROCESSES
         return own if isinstance(pid, str) else self._pids.setdefault(pid, own + len(self._pids))
 
