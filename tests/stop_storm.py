@@ -1,10 +1,12 @@
 """Many requests to stop, at random moments: all ranks stop at the same step, none misses it, and none hangs.
 
     python -m tests.stop_storm [requests] [seed]
+    python -m tests.stop_storm [requests] [seed] by-hand
 
 A fifth each of the calls on ranks of one machine, in step with each other by a collective and free; the same over two
 machines, which two threads serve; and launches that a signal asks. Each rank takes steps of up to a millisecond, some
-of which are ten times as long. The request comes at some moment of the first 20 ms.
+of which are ten times as long. The request comes at some moment of the first 20 ms. The second form is of
+two machines that have a caller each, of which one hears the signal (one or two requests a second, since they join).
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Ranks, launcher
+from mlaunch.rendezvous.address import listen
 from tests.contract.test_engine_calls import Threads
 
 _MOST_STEPS = 10**5
@@ -63,11 +68,15 @@ class Told:
         self.at_different_steps += len(set(steps)) > 1
 
 
-def storm(requests: int, seed: int = 1) -> Told:
+def storm(requests: int, seed: int = 1, *, by_hand: bool = False) -> Told:
     """Makes them; what hangs is told, and ends it."""
     chance, told = random.Random(seed), Told()
     with contextlib.ExitStack() as stack:
-        kinds = {name: stack.enter_context(ways) for name, ways in _kinds(chance)}
+        kinds = (
+            {"by hand": lambda delay: _by_signal(chance, delay, _by_hand)}
+            if by_hand
+            else {name: stack.enter_context(ways) for name, ways in _kinds(chance)}
+        )
         for name in [chance.choice(list(kinds)) for _ in range(requests)]:
             try:
                 told.take(name, kinds[name](chance.random() * _WINDOW))
@@ -83,7 +92,7 @@ def _kinds(chance: random.Random) -> Iterator[tuple[str, contextlib.AbstractCont
     for where, options in (("one machine", {}), ("two machines", {"engine": Threads()})):
         for in_step in (True, False):
             yield f"{where}, {'in step' if in_step else 'free'}", _on_ranks(chance, options, in_step=in_step)
-    yield "launches", contextlib.nullcontext(lambda delay: _by_signal(chance, delay))
+    yield "launches", contextlib.nullcontext(lambda delay: _by_signal(chance, delay, _launch))
 
 
 @contextlib.contextmanager
@@ -101,8 +110,21 @@ def _on_ranks(chance: random.Random, options: dict[str, Threads], *, in_step: bo
         yield ask
 
 
-def _by_signal(chance: random.Random, delay: float) -> Sequence[int]:
-    """Asks an ordinary launch by a signal to this process."""
+def _launch(in_step: bool, seed: int) -> list[int]:
+    return launcher(work, 2, stop_on="USR1", deadline=_PATIENCE)(in_step, seed)
+
+
+def _by_hand(in_step: bool, seed: int) -> list[int]:
+    with listen() as listener:
+        port = listener.getsockname()[1]
+    options: dict[str, Any] = {"world_size": 2, "port": port, "token": "hush" * 8, "deadline": _PATIENCE}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(launcher(work, 1, rank_start=1, **options), in_step, seed)
+        return [*launcher(work, 1, stop_on="USR1", **options)(in_step, seed), *other.result()]
+
+
+def _by_signal(chance: random.Random, delay: float, call: Callable[[bool, int], list[int]]) -> Sequence[int]:
+    """Asks a launch by a signal to this process."""
     over = threading.Event()
 
     def ask() -> None:
@@ -114,7 +136,7 @@ def _by_signal(chance: random.Random, delay: float) -> Sequence[int]:
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        return launcher(work, 2, stop_on="USR1", deadline=_PATIENCE)(chance.random() < 0.5, chance.getrandbits(30))
+        return call(chance.random() < 0.5, chance.getrandbits(30))
     except mlaunch.LaunchTimeout as error:
         raise TimeoutError from error
     finally:
@@ -123,9 +145,10 @@ def _by_signal(chance: random.Random, delay: float) -> Sequence[int]:
 
 
 def main() -> None:
-    requests, seed = (int(word) for word in (*sys.argv[1:], *("1000", "1")[len(sys.argv) - 1 :]))
+    numbers = [int(word) for word in sys.argv[1:3]]
+    requests, seed = (*numbers, *(1000, 1)[len(numbers) :])
     begun = time.monotonic()
-    print(storm(requests, seed), f"{time.monotonic() - begun:.1f} s")
+    print(storm(requests, seed, by_hand=sys.argv[3:] == ["by-hand"]), f"{time.monotonic() - begun:.1f} s")
 
 
 if __name__ == "__main__":

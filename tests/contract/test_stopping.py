@@ -116,6 +116,10 @@ def never_look() -> None:
     threading.Event().wait()
 
 
+def ours() -> list[dict[str, Any]]:
+    return [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
+
+
 def stop_the_second(function: Callable[..., Any]) -> list[Future[list[Any]]]:
     """Asks the machine that has not the gate by ``mlaunch stop``, once both run."""
     port = free_port()
@@ -123,11 +127,11 @@ def stop_the_second(function: Callable[..., Any]) -> list[Future[list[Any]]]:
         runs = [pool.submit(by_hand, rank_start, port, function, stop_grace=60.0) for rank_start in (0, 2)]
 
         def both_run() -> bool:
-            ranks = [rank for launch in ask(STATUS) for rank in launch["ranks"]]
+            ranks = [rank for launch in ours() for rank in launch["ranks"]]
             return [rank["state"] for rank in ranks] == ["running the function"] * 3
 
         wait_until(both_run)
-        [second] = [launch for launch in ask(STATUS) if launch["ranks"][0]["rank"] == 2]
+        [second] = [launch for launch in ours() if launch["ranks"][0]["rank"] == 2]
         ask(STOP, registry.name_of(second["id"], 2), patient=True)
         wait(runs)
     return runs
