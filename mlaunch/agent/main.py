@@ -183,12 +183,13 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, priority)
     went_well = _run(supervisor, inspection, names, launcher)
-    close_all(order.leases)  # nothing is left on the devices; the end of this process would take some milliseconds
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
     launcher.try_send(Finished())
+    # Nothing is left on the devices, and the end of a process takes a while.
+    close_all([*order.leases, *supervisor.leases])
     results.close()
     return went_well
 

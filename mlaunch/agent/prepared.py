@@ -74,10 +74,12 @@ class PreparedSupervisor(Supervisor):
         if not isinstance(record, BeginCall):
             return False
         if self._waits and not self._stopping.begun and self._all_ready():
+            self.leases = tuple(fds[1:])
             self._begin_prepared(record, fds[0])
+            os.close(fds[0])
         else:
             self._stopping.without_asking(force=True)
-        close_all(fds)
+            close_all(fds)
         return True
 
     def _all_ready(self) -> bool:

@@ -18,20 +18,21 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.leases import other_programs
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.site import place
+from mlaunch.protocol.spec import LEASED as VARIABLE
 from mlaunch.rank.setup import device
 
-VARIABLE = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
 _PLACE = "place on the CPUs"
 _log = logging.getLogger("mlaunch")
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What a launch may use. ``fds``: what its processes are to hold meanwhile."""
+    """What a launch may use. ``fds``: what its processes are to hold meanwhile. ``more``: others wait for the same."""
 
     options: Options
     environ: Mapping[str, str]
     fds: Sequence[int] = ()
+    more: bool = False
 
     @property
     def of_ranks_that_stay(self) -> Options:

@@ -144,11 +144,13 @@ class _ForkServer:
         """Seconds until it is a pause; None while there is nothing to do in one, or nothing was launched yet."""
         idle = (self.launched > 0 or self.next.wanted) and not self.children.busy and not self.retiring
         wanted = not self.settled or self.next.wanted or self.late.wanted()
-        return _IDLE if self.children.resting or (idle and wanted and self.call is None) else None
+        soon = self.next.wanted and self.next.soon and not self.retiring
+        return _IDLE if self.children.resting or soon or (idle and wanted and self.call is None) else None
 
     def _use_pause(self, caller: int) -> None:
         self.children.dismiss()
-        if not self.children.busy and not self._improve(caller) and self.next.wanted:
+        may_prepare = self.next.soon if self.children.busy else not self._improve(caller)
+        if may_prepare and self.next.wanted:
             self._prepare_next(caller)
 
     def _improve(self, caller: int) -> bool:
@@ -179,7 +181,7 @@ class _ForkServer:
         elif isinstance(record, PrepareNext):
             if fds[1:]:
                 self.next.remember(fds[1:], announced=True)
-            self.next.want(fds[0])
+            self.next.want(fds[0], soon=record.soon)
         elif isinstance(record, CountDevices):
             self._count(fds, named=record.named)
         elif isinstance(record, Retire):
@@ -198,7 +200,7 @@ class _ForkServer:
         close_all([call_fd, *leases])
         self.next.remember((spec_fd, out, err))
         if wanted:
-            self.next.want(wanted[0])
+            self.next.want(wanted[0], soon=bool(leases))
         else:
             self.next.forget()
 

@@ -15,6 +15,7 @@ class NextLaunch:
         self._like: Sequence[int] = ()  # of the last launch: spec memfd, stdout, stderr
         self._socket = -1
         self.announced = False  # somebody has said that its call will come
+        self.soon = False  # and may, while others run
 
     @property
     def wanted(self) -> bool:
@@ -30,9 +31,10 @@ class NextLaunch:
         self.forget()
         self._like, self.announced = like, announced
 
-    def want(self, socket: int) -> None:
+    def want(self, socket: int, *, soon: bool = False) -> None:
         """Takes the socket of the launch that is to be prepared; closes it if none can be."""
         self.drop()
+        self.soon = soon
         if self._like:
             self._socket = socket
         else:

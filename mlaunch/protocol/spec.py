@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.settings import Settings
 
+LEASED = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
+
 
 def new_launch_id() -> str:
     """Returns one that no other launch has."""

@@ -20,7 +20,7 @@ from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, Answer
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import LEASED, LaunchSpec
 from mlaunch.rank import control, remote_error
 from mlaunch.rank.for_users import progress
 from mlaunch.rank.setup import device, process
@@ -120,6 +120,11 @@ class Rank:
         if not isinstance(record, RunCall):
             return None
         call_fd = fds.pop(0) if record.attached else -1
+        leases = record.details.leases if record.details is not None else 0
+        for fd in fds[:leases]:  # held until this process ends, out of the way of the user's
+            if linux.aside(fd) != fd:
+                os.close(fd)
+        fds = fds[leases:]
         if fds:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
@@ -133,6 +138,8 @@ class Rank:
         self._spec = with_details(self._spec, details)
         self._who = self._named()
         sys.argv[:] = details.argv
+        if details.leased:
+            os.environ[LEASED] = details.leased
 
     def _hear(self) -> tuple[object, list[int]]:
         """Waits for the next record that is not about where to write."""

@@ -31,6 +31,8 @@ from mlaunch.protocol.spec import LaunchSpec
 from tests import builds
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
+from tests.contract.test_lease_calls import held
+from tests.contract.test_submit import hold, holding
 from tests.processes import children, wait_gone
 
 
@@ -354,3 +356,28 @@ def test_a_number_that_others_have_taken_is_not_asked_for_what_was_prepared(end:
         os.close(number)  # it was left to its owner
         stranger.close()
         other.close()
+
+
+def hold_what_it_has(folder: Path, name: str) -> str:
+    hold(folder, name)
+    return os.environ["MLAUNCH_LEASED"]
+
+
+def test_a_trial_takes_what_was_prepared_while_another_ran_and_all_its_processes_hold_the_lease(tmp_path: Path) -> None:
+    names, expected, agent = ["first", "second", "third"], list[int](), 0
+    runs = launcher(hold_what_it_has, n_gpus=2, concurrent=1).map([tmp_path] * 3, names)
+    for name in names:
+        pids = holding(tmp_path, name)
+        if name != "first":
+            assert sorted(pids) == sorted(expected)
+            assert [held(pid) for pid in (*pids, agent)] == [["device.place%20on%20the%20CPUs%200"]] * 3
+        if name != "third":
+            launch = prepared()
+            expected, agent = pids_of(launch), launch["agent"]
+            assert not any(held(pid) for pid in (*expected, agent))
+        for pid in pids:
+            (tmp_path / f"{name}-{pid}").unlink()
+    assert runs.results(LIMIT) == [["place on the CPUs 0"] * 2] * 3
+    for run in runs:
+        assert run.report is not None
+        assert run.report.ranks[0].seconds("wait") < run.report.seconds  # type: ignore[operator]

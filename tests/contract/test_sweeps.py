@@ -25,7 +25,9 @@ from tests.unit.test_output import Place
 
 @launcher(n_gpus=2, concurrent=2)
 def times(x: float, y: int = 1, *, folder: Path | None = None) -> float:
-    """Fails where there is a file of the name of ``x``."""
+    """Fails where there is a file of the name of ``x``, and goes on for as long as there is another."""
+    while folder is not None and (folder / f"{x}-goes-on").exists():
+        signal.sigtimedwait([], 0.01)
     if folder is not None and (folder / f"{x}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").exists():
         raise ValueError(x)
     return x * y + dist.get_rank()
@@ -49,6 +51,7 @@ def test_a_map_and_a_grid() -> None:
 
 def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "2-0").touch()
+    (tmp_path / "3-goes-on").touch()
     runs = times.grid(x=[2, 1, 3], folder=[tmp_path])
     with pytest.raises(ValueError, match="2") as caught:
         runs.results(120)
@@ -59,6 +62,7 @@ def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2"):
         list(runs.as_completed(120))
     (tmp_path / "2-0").unlink()
+    (tmp_path / "3-goes-on").unlink()
     assert runs.retry().results(120) == [[2, 3], [1, 2], [3, 4]]
 
 

@@ -143,8 +143,9 @@ def start(
     grant: Grant, server: ForkServer, spec: LaunchSpec, sent: Call | None, output: OutputPlan, history: History
 ) -> LaunchHandle:
     """Starts an attempt. ServerGoneError: nothing was started."""
-    if grant.options.start_method == "forkserver" and sent is not None and not grant.fds:
-        return start_or_take(server, spec, sent, output, history)
+    takes = not grant.fds or spec.device_type == "cpu"  # one on devices would seldom be on those that are free next
+    if grant.options.start_method == "forkserver" and sent is not None and takes:
+        return start_or_take(server, spec, sent, output, history, grant)
     return start_launch(server, spec, sent, output, history, grant.fds)
 
 

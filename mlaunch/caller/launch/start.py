@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.leasing import Grant
 from mlaunch.caller.options.debug_option import PROMPT
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
@@ -44,24 +45,25 @@ def start_launch(
 
 
 def start_or_take(
-    server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
+    server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History, grant: Grant
 ) -> LaunchHandle:
     """Does the same with a server that stays: takes the launch that it has prepared, if it can serve this call.
 
-    In any case the next one is to be prepared.
+    In any case the next one is to be prepared; after one with a lease, if others wait for the same.
     """
     spec = with_pipes(spec, output)
     agent = preparation.take(server, spec)
     if agent is not None:
-        _send_call(server, agent, spec, call)
-    following = preparation.expect(server, spec)
+        _send_call(server, agent, spec, call, grant.fds)
+    following = preparation.expect(server, spec) if grant.more or not grant.fds else None
     try:
         if agent is None:
-            sent = send_launch(server, spec, call, following, more=spec.cluster is None)
+            more = spec.cluster is None and not grant.fds
+            sent = send_launch(server, spec, call, following, more=more, leases=grant.fds)
             return _handle(server, spec, sent, output, history)
         if following is not None:
             with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
-                server.prepare(following)
+                server.prepare(following, soon=bool(grant.fds))
     finally:
         if following is not None:
             following.close()
@@ -77,11 +79,11 @@ def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: Output
     return kind(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
 
 
-def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call) -> None:
+def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call, leases: Sequence[int]) -> None:
     """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
         with naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
-            agent.try_send(BeginCall(details_of(spec)), memfds)
+            agent.try_send(BeginCall(details_of(spec, len(leases))), [*memfds, *leases])
     except BaseException:
         agent.close()
         raise

@@ -34,10 +34,14 @@ from mlaunch.protocol.spec import LaunchSpec
 
 @dataclass(frozen=True)
 class Need:
-    """What a course waits for: one of the descriptors, the seconds, or that somebody wakes it."""
+    """What a course waits for: one of the descriptors, the seconds, or that somebody wakes it.
+
+    ``later``: after those that end, which may say that it is to be cancelled.
+    """
 
     fds: tuple[int, ...] = ()
     timeout: float | None = None
+    later: bool = False
 
 
 _log = logging.getLogger("mlaunch")
@@ -133,11 +137,11 @@ def _leased(
         acquisition = request.begin()
         try:
             while (lease := request.look(acquisition)) is None:
-                yield Need(tuple(acquisition.fds()))
+                yield Need(tuple(acquisition.fds()), later=True)
                 _go_on(course)
         finally:
             acquisition.close()
-        return lease, request.granted(lease)
+        return lease, dataclasses.replace(request.granted(lease), more=len(row) > 1 or course.has_followers())
     finally:
         row.remove(course)
         if row:

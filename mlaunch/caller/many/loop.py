@@ -52,7 +52,10 @@ class LaunchLoop:
         while self._take_new(ended):
             _tell(ended)
             ended = []
-            for steps in self._due(self._wait()):
+            for steps in sorted(self._due(self._wait()), key=lambda steps: self._courses[steps][0].later):
+                if self._courses[steps][0].later:
+                    _tell(ended)
+                    ended = []
                 ended += self._step(steps, self._courses[steps][2])
         _tell(ended)  # last, so that who waits for it finds this thread at its end
 

@@ -170,6 +170,7 @@ class RunCourse:
     make_report: Callable[[], LaunchReport] | None = None
     reports: ReportLog = field(default_factory=ReportLog)
     over: threading.Event = field(default_factory=threading.Event)
+    has_followers: Callable[[], bool] = lambda: False  # tells whether others will wait for what it has
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
     place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none

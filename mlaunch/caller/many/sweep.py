@@ -173,6 +173,9 @@ class Sweep(Sequence[Run]):
     def place(self, number: int) -> Area | None:
         return None if self._area is None else AreaPart(self._area, number)
 
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def has_ended(self, trial: Trial) -> None:
         try:
             if self._area is not None:

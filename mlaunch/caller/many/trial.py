@@ -34,6 +34,9 @@ class SweepOfTrials(Protocol):
     def has_ended(self, trial: Trial) -> None:
         """Takes note just afterwards."""
 
+    def has_waiting(self) -> bool:
+        """Tells whether trials wait that are not in line yet."""
+
     def cancel(self) -> None: ...
 
 
@@ -60,7 +63,7 @@ class Trial(Run):
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         course = RunCourse(THREAD, loop.notify, place=functools.partial(sweep.place, plan.number), trial=plan.label)
         super().__init__(plan.name, arguments_of(plan.call), course)
-        course.begins = self._go_on
+        course.begins, course.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key
         self._plan, self._sweep = plan, sweep
         self._lock = threading.Lock()

@@ -151,7 +151,8 @@ class History:
 
     def _spans(self, row: _Row, now: float) -> Iterator[Span]:
         begun = [("import", self.begun), ("start", self.ready)]
-        begun += [(_NAMES[phase], at) for at, phase in in_order(row.times, since=self.begun) if phase in _NAMES]
+        since = max(self.begun, self.ready)  # before it, ranks that were prepared waited
+        begun += [(_NAMES[phase], at) for at, phase in in_order(row.times, since=since) if phase in _NAMES]
         over = row.gone.at if row.gone is not None else now
         for (phase, start), (_, end) in zip(begun, [*begun[1:], ("", over)], strict=True):
             if phase != "import" or end - start > _WARM:

@@ -183,14 +183,14 @@ class ForkServer:
             beside = [*streams, *([] if following is None else [following.fileno()]), *leases]
             return self._ask(order, [("spec", spec), ("call", call)], beside)
 
-    def prepare(self, following: Channel, *, like: LaunchSpec | None = None) -> None:
+    def prepare(self, following: Channel, *, like: LaunchSpec | None = None, soon: bool = False) -> None:
         """Has a launch prepared, as the last one was. OSError if the server is gone.
 
-        ``following``: its end of the channel; ``like``: how else it is to be.
+        ``following``: its end of the channel; ``like``: how else it is to be; ``soon``: see PrepareNext.
         """
         specs = [] if like is None else [("spec", like)]
         with standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
-            self._control.send(PrepareNext(), [following.fileno(), *memfds, *(streams if memfds else [])])
+            self._control.send(PrepareNext(soon), [following.fileno(), *memfds, *(streams if memfds else [])])
 
     def adopt(self, launch: Channel) -> None:
         """Counts a prepared launch among those that run."""

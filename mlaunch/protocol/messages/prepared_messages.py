@@ -12,15 +12,18 @@ import dataclasses
 from dataclasses import dataclass
 
 from mlaunch.protocol.settings import Settings
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import LEASED, LaunchSpec
 
 
 @dataclass(frozen=True)
 class PrepareNext:
     """Asks for a launch like the last one, once none has run for a moment. Attached: its socket.
 
-    If there are more descriptors, they are spec memfd, stdout and stderr, for one that is like them instead.
+    If there are more descriptors, they are spec memfd, stdout and stderr, for one that is like them instead. ``soon``:
+    while others run, too: its call waits for what they have.
     """
+
+    soon: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,13 @@ class Details:
     argv: tuple[str, ...]
     settings: Settings = ()
     source: str = ""
+    leased: str = ""  # what it holds, as ranks have it in their environment
+    leases: int = 0  # descriptors that its processes are to hold
 
 
 @dataclass(frozen=True)
 class BeginCall:
-    """Gives a prepared launch its call. Attached: the call's memfd."""
+    """Gives a prepared launch its call. Attached: the call's memfd, and what its processes are to hold."""
 
     details: Details
 
@@ -49,17 +54,24 @@ class CallBegun:
     """The ranks of a prepared launch were there, and have been sent the call."""
 
 
-def details_of(spec: LaunchSpec) -> Details:
-    """Returns a launch's details."""
+def details_of(spec: LaunchSpec, leases: int = 0) -> Details:
+    """Returns a launch's details. ``leases``: descriptors that its processes are to hold."""
     own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
-    return Details(*own, spec.context.argv, spec.context.settings, spec.context.source)
+    leased = spec.context.environ.get(LEASED, "")
+    return Details(*own, spec.context.argv, spec.context.settings, spec.context.source, leased, leases)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     """Returns the launch with these details."""
-    context = dataclasses.replace(spec.context, argv=details.argv, settings=details.settings, source=details.source)
+    environ = {name: value for name, value in spec.context.environ.items() if name != LEASED}
+    if details.leased:
+        environ[LEASED] = details.leased
+    context = dataclasses.replace(
+        spec.context, environ=environ, argv=details.argv, settings=details.settings, source=details.source
+    )
     given = vars(details) | {"context": context}
-    del given["argv"], given["settings"], given["source"]
+    for name in ("argv", "settings", "source", "leased", "leases"):
+        del given[name]
     return dataclasses.replace(spec, **given)
 
 
