@@ -43,8 +43,8 @@ class LeaseSite:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise OSError(
-                error.errno, f"device leases need the directory {path}, or another that {VARIABLE} names: "
-                f"{error.strerror}"
+                error.errno, f"device leases need the directory {path}, which cannot be made or opened "
+                f"({error.strerror}); set {VARIABLE} to one that can, the same for all who share devices"
             ) from None  # fmt: skip
         try:
             _check_owner(path, os.fstat(self.fd))

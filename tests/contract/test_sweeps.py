@@ -183,7 +183,7 @@ def test_one_that_is_cancelled_lets_the_next_begin(tmp_path: Path) -> None:
     assert runs[2].result(120) == ["third", "third"]
 
 
-def test_what_is_wrong_with_a_sweep_is_raised_where_it_is_begun() -> None:
+def test_what_is_wrong_with_a_sweep_is_raised_where_it_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"grid\(y=\[\]\): a grid of nothing"):
         times.grid(x=[1], y=[])
     with pytest.raises(TypeError, match=r"grid\(x='adam'\): allowed: the values to try, x=\['adam'\]"):
@@ -198,3 +198,16 @@ def test_what_is_wrong_with_a_sweep_is_raised_where_it_is_begun() -> None:
         times.map([1], devices=[0, 0])
     with pytest.raises(ValueError, match=r"n_gpus=2 with devices=\[0\]: allowed"):
         times.map([1], devices=[0])
+    with pytest.raises(TypeError, match=r"times.map\(3\): allowed: an iterable of values for each argument, \[3\]"):
+        times.map(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="retries=-1: allowed: whole numbers from 0"):
+        times.map([1], retries=-1)
+    for resume, kind in (("", ValueError), (3, TypeError)):
+        with pytest.raises(kind, match=f"resume={resume!r}: allowed: the path of a file, or None"):
+            times.map([1], resume=resume)  # type: ignore[arg-type]
+    for words, environ in (("cannot be made or opened", "/proc/nothing"), ("must belong to this user", "/tmp")):
+        monkeypatch.setenv("MLAUNCH_LEASE_DIR", environ)
+        with pytest.raises(OSError, match=words):
+            times.map([1]).results(120)
+    with pytest.raises(ValueError, match=r"devices=.*: ranks on CPUs have no device numbers; give n_gpus=2 instead"):
+        launcher(int, n_gpus=2, devices=range(8), device_type="cpu")()

@@ -39,7 +39,7 @@ def test_the_same_arguments_have_the_same_form() -> None:
     kinds = [1, 1.0, True, "1", [1], (1,), {1: 1}, {"1": 1}, None, Path("1")]
     assert len({canonical({"a": value}) for value in kinds}) == len(kinds)
     for value in (object(), {1}, canonical):
-        with pytest.raises(TypeError, match=r"resume= with a=, a .*, which has no form"):
+        with pytest.raises(TypeError, match=r"resume= with a=, an? .*, which has no form"):
             canonical({"a": [value]})
 
 
@@ -50,6 +50,7 @@ def test_the_same_arguments_have_the_same_form() -> None:
         (b"my\nnotes\n", "line 1 is none of a sweep's"),
         (b'{"kind": "mlaunch sweep", "function": "other", "source": ""}\n', "it is of other, not of train"),
         (b'{"kind": "mlaunch sweep", "function": "train", "source": ""}\n{"argu\n{}\n', "line 2 is none of a sweep's"),
+        (b'{"kind": "mlaunch sweep", "function": "train", "source": ""}\n{"arguments": "1"}\n', "line 2 is none of a"),
     ],
 )
 def test_another_file_is_left_as_it_is(tmp_path: Path, text: bytes, message: str) -> None:
@@ -60,6 +61,10 @@ def test_another_file_is_left_as_it_is(tmp_path: Path, text: bytes, message: str
     (tmp_path / "sweep").chmod(0o666)
     with pytest.raises(PermissionError, match="allowed: a file of your own"):
         TrialFile(tmp_path / "sweep", "train", train).look_up([])
+    with pytest.raises(
+        FileNotFoundError, match=r"cannot be opened for writing: No such file or directory; nothing was"
+    ):
+        TrialFile(tmp_path / "none" / "sweep", "train", train).look_up([])
     with pytest.raises(ValueError, match="it is no file"):
         TrialFile("/dev/null", "train", train).look_up([])
 

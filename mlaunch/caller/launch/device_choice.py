@@ -42,9 +42,8 @@ def choose_type(device_type: str, ready: Ready) -> str:
 
 def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> DeviceChoice:
     if devices is not None:
-        raise ValueError(
-            f"devices={list(devices)}: ranks on CPUs have no device numbers; give n_gpus={len(devices)} instead"
-        )
+        size = len(devices) if n_gpus is None else n_gpus
+        raise ValueError(f"devices={list(devices)}: ranks on CPUs have no device numbers; give n_gpus={size} instead")
     return DeviceChoice("cpu", device.usable_cpus() if n_gpus is None else n_gpus, None)
 
 

@@ -13,7 +13,7 @@ from mlaunch.caller.leasing import wants_lease
 from mlaunch.caller.many.course import steps_of
 from mlaunch.caller.many.loop import THREAD, loop
 from mlaunch.caller.many.run_future import Run, RunCourse
-from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
 
@@ -66,6 +66,8 @@ def options_of_trials(
         changes["max_restarts"] = retries
     check(options, name, method)
     try:
+        if retries is not None:
+            about("max_restarts").allowed.check("retries", retries)
         changed = options.replaced(changes)
         return changed if wants_lease(changed) else changed.replaced({"lease": True})
     except (TypeError, ValueError) as error:

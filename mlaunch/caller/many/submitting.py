@@ -85,6 +85,10 @@ class Submitting(Generic[P, R]):
         __tracebackhide__ = True
         if not iterables:
             raise TypeError(f"{self._name}.map() of nothing; allowed: an iterable of values for each argument")
+        if lacking := [values for values in iterables if not isinstance(values, Iterable)]:
+            raise TypeError(
+                f"{self._name}.map({lacking[0]!r}): allowed: an iterable of values for each argument, [{lacking[0]!r}]"
+            )
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(values, {}) for values in zip(*iterables)]  # noqa: B905 - as the builtin, up to the shortest
         try:
             return self._plan("map", devices, retries, return_exceptions, resume).begin(calls)

@@ -22,6 +22,7 @@ from mlaunch.base.misuse import misuse
 from mlaunch.caller.warn import warn_caller
 
 _KIND = {"kind": "mlaunch sweep"}
+_HEAD = {"kind", "function", "source"}
 Done = tuple[list[Any], float | None]  # the values of a trial, and the seconds that it took
 
 
@@ -29,6 +30,10 @@ class TrialFile:
     """Locked while it is open: two sweeps would each repeat what the other has done. ``name``: the function's."""
 
     def __init__(self, path: str | os.PathLike[str], name: str, function: Callable[..., Any]) -> None:
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise misuse(
+                (ValueError if path == "" else TypeError)(f"resume={path!r}: allowed: the path of a file, or None")
+            )
         self._path = os.path.abspath(path)
         self._head = {**_KIND, "function": name, "source": _source(function)}
         self._fd = -1
@@ -118,8 +123,11 @@ class TrialFile:
             record = json.loads(line)
         except ValueError:
             record = None
-        wanted = {"kind", "function", "source"} if number == 1 else {"arguments"}
-        if not isinstance(record, dict) or not wanted <= record.keys():
+        if (
+            not isinstance(record, dict)
+            or not (_HEAD if number == 1 else {"arguments"}) <= record.keys()
+            or (number > 1 and record.keys().isdisjoint({"values", "pickled"}))
+        ):
             raise self._wrong(f"line {number} is none of a sweep's; remove it, or give another file")
         if number == 1 and record["function"] != self._head["function"]:
             raise self._wrong(f"it is of {record['function']}, not of {self._head['function']}; give another file")
@@ -166,7 +174,8 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return {"path": os.fspath(value)}
     kind = type(value).__qualname__
-    raise misuse(TypeError(f"resume= with {name}=, a {kind}, which has no form by which a later sweep would know it; "
+    a = "an" if kind[0] in "AEIOUaeiou" else "a"
+    raise misuse(TypeError(f"resume= with {name}=, {a} {kind}, which has no form by which a later sweep would know it; "
                            f"allowed: numbers, strings, paths, None, and lists, tuples and dicts of them"))  # fmt: skip
 
 
