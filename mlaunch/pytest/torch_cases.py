@@ -21,13 +21,22 @@ from mlaunch.pytest import group_names
 FILE = "_mlaunch_file"  # the attribute with the name of the file that the ranks of a test share
 _MODULE = "torch.testing._internal.common_distributed"
 _FOR_A_METHOD = {"MultiProcessTestCase"}
+_THREADED = {"MultiThreadedTestCase"}
 _adapted: dict[type[unittest.TestCase], type[unittest.TestCase]] = {}  # of this rank
 _FOR_A_CLASS = {"MultiProcContinuousTest", "MultiProcContinousTest"}  # the latter before torch 2.7
 
 
 def file_for(item: pytest.Function) -> dict[str, str]:
-    """Returns the attribute that a test of such a class has on its ranks; nothing for other classes."""
-    if not _bases(item.cls) & _FOR_A_METHOD:
+    """Returns the attribute that a test of such a class has on its ranks; nothing for other classes.
+
+    Raises:
+        pytest.fail.Exception: The class starts threads in place of processes.
+    """
+    bases = _bases(item.cls)
+    if bases & _THREADED:
+        told = "a MultiThreadedTestCase has threads in place of ranks; leave out the mark ranks"
+        raise pytest.fail.Exception(f"{item.name}: {told}", pytrace=False)
+    if not bases & _FOR_A_METHOD:
         return {}
     return {FILE: str(item._request.getfixturevalue("tmp_path") / "store")}
 

@@ -535,6 +535,10 @@ class TestContinuous(Continuous):
     def test_3_next(self): dist.barrier()
 
 @pytest.mark.ranks(2)
+class TestThreads(common_distributed.MultiThreadedTestCase):
+    def test_threads(self): pass
+
+@pytest.mark.ranks(2)
 def test_ranks_have_their_group(): dist.barrier()
 """
 

@@ -204,6 +204,7 @@ def test_a_class_of_torchs_gets_the_mark_and_nothing_else(suite: Callable[..., t
         "test_tensors": "Mismatched elements: 2 / 2",
         "test_fails_in_the_group": "AssertionError: really",
         "test_2_fails": "bang",
+        "test_threads": "test_threads: a MultiThreadedTestCase has threads in place of ranks; leave out the mark ranks",
     }
     assert {name for name, outcome in told.items() if outcome == "failed"} == set(failed), printed
     for name, text in failed.items():
