@@ -28,12 +28,12 @@ def watch(incoming: int) -> None:
         pid = os.fork()
     if pid == 0:
         _live(incoming, member)
+    os.setpgid(pid, pid)  # whoever stops the member by its group, from now on, does not stop this one
     os.close(member)
 
 
 def _live(incoming: int, member: int) -> NoReturn:
     try:
-        os.setsid()  # whoever stops the member by its group does not stop this one
         name_process("waker")
         for number in _OTHERS:
             signal.signal(number, signal.SIG_IGN)
