@@ -43,9 +43,7 @@ class Supervisor:
     def __init__(self, scene: Supervision) -> None:
         self._ranks = {rank.pidfd: rank for rank in scene.ranks}
         self._by_local_rank = list(scene.ranks)
-        self._results = scene.results
-        self._server = scene.server
-        self._launcher = scene.launcher
+        self._results, self._server, self._launcher = scene.results, scene.server, scene.launcher
         self._listening = {scene.launcher.fileno(), scene.parent}
         self._inspection, self._peers = scene.inspection, scene.peers
         self._clock, self._signal_group = scene.system.clock, scene.system.group
