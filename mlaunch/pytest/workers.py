@@ -14,6 +14,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, standing
 from mlaunch.leases.site import place
+from mlaunch.protocol.spec import LEASED
 from mlaunch.pytest.mark import Shape
 from mlaunch.rank.setup import device
 
@@ -70,7 +71,7 @@ class WorkerDevices:
             self._lease = _wait(request, patience)
             granted = request.granted(self._lease)
             self.devices = granted.options.devices
-            self.environ = {leasing.VARIABLE: granted.environ[leasing.VARIABLE]}
+            self.environ = {LEASED: granted.environ[LEASED]}
         self._since = time.monotonic()
 
     def are_due(self) -> bool:
