@@ -7,7 +7,9 @@ daemons, as in ``tests/system/test_engines.py``.
 What it gave on 2026-11-26: of Ray's 35 scenes in join, return and tidy none left anything, but for a fork server that
 was stopped while it left by itself, which stayed until it went on. Of Slurm's with a killed or stopped command, in all
 stages, none loses a job. A stopped mpirun, or process of its, is named when ``join_timeout`` is over; a gate that is
-stopped while values are on their way, as the silence of the first machine.
+stopped while values are on their way, as the silence of the first machine. A member behind ssh that is stopped while it
+runs or tidies up leaves nothing any more, nor does a stopped mpirun, carrier or member of ``Command`` in run and
+return; a gate on Slurm that is killed in join is told at once, with its host.
 """
 
 from __future__ import annotations
