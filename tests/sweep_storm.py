@@ -4,7 +4,7 @@
     python -m tests.sweep_storm pruned [trials]      # of 4 ranks with DDP, each at one step on all ranks
     python -m tests.sweep_storm killed [trials] [script|notebook]    # what resume= repeats
 
-What these gave last is in ``docs/sweeps.rst``.
+What these gave last is in ``docs/sweeps.rst``, "What was tried".
 """
 
 from __future__ import annotations
