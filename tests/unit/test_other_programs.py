@@ -92,7 +92,7 @@ def test_without_a_driver_any_devices_are_taken(
     )
 
 
-class Server:
+class OfOneKind:
     def __init__(self, runtime: str) -> None:
         self._runtime = runtime
 
@@ -107,9 +107,9 @@ def test_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_programs, "is_installed", lambda: False)
     options = Options(n_gpus=1, lease="idle")
     with pytest.raises(ModuleNotFoundError, match=r"by the package nvidia-ml-py, which is not installed here; install"):
-        leasing.request_of(options, Server("cuda"), {}, "train()")  # type: ignore[arg-type]
+        leasing.request_of(options, OfOneKind("cuda"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lease='idle' on cuda devices: NVIDIA's library tells of its own alone"):
-        leasing.request_of(options, Server("rocm"), {}, "train()")  # type: ignore[arg-type]
+        leasing.request_of(options, OfOneKind("rocm"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"lease=2: allowed: True, False, 'idle'; for 2 devices: n_gpus=2, lease=True"):
         launcher(int, lease=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lease='Idle': allowed: True, False, 'idle'"):
