@@ -26,8 +26,8 @@ from mlaunch.agent.peers import Peers
 from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision import stack_requests, system
 from mlaunch.agent.supervision import supervisor as supervisor_module
-from mlaunch.agent.supervision import system
 from mlaunch.agent.supervision.first_step import END_DELAY
 from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
 from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
@@ -335,6 +335,27 @@ def test_a_signal_that_got_lost_is_sent_again() -> None:
     for at in (0.0, STACKS_TIMEOUT / 2, STACKS_TIMEOUT, STACKS_TIMEOUT * 1.5):
         now[0] = at
         requests.ask(rank, launch_messages.Phase.RUNNING)
+    assert len(sent) == 2
+    for fd in (reader, writer):
+        os.close(fd)
+
+
+def test_a_rank_whose_handler_is_at_work_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has written a part; or it has hardly run since it was asked, and may not have come to that."""
+    now, sent, ran = [0.0], [], [1.0]
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    rank: Any = SimpleNamespace(stack_fd=reader, stacks="", pid=1)
+    requests = StackRequests(lambda *asked: sent.append(asked) is None, lambda: now[0])
+    monkeypatch.setattr(stack_requests, "state_of", lambda _pid: "R")
+    monkeypatch.setattr(stack_requests, "_has_run", lambda _pid: ran[0])
+    for at, has_run in ((0.0, 1.0), (1.0, 1.01), (2.0, 1.1)):
+        now[0], ran[0] = at, has_run
+        requests.ask(rank, launch_messages.Phase.RUNNING)
+    assert len(sent) == 2
+    os.write(writer, b"Current thread")
+    requests.read([reader])
+    now[0], ran[0] = 3.0, 2.0
+    requests.ask(rank, launch_messages.Phase.RUNNING)
     assert len(sent) == 2
     for fd in (reader, writer):
         os.close(fd)

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from mlaunch.agent.activity import children_of, file_of
 from mlaunch.agent.rank_process import RankProcess
@@ -14,7 +15,25 @@ from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, STATES, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
+_LONG_ENOUGH = 0.05  # seconds of running in which a rank that has got the signal has answered
 _FIELD = re.compile(r"^(State|VmSize|SigCgt|SigPnd|ShdPnd):\s+(\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """``at``: when it was made; ``has_run``: how long the main thread had run by then."""
+
+    rank: RankProcess
+    at: float
+    has_run: float
+
+    def may_be_answered(self) -> bool:
+        """Tells whether the handler may be at it: it has begun to write, or the rank has hardly run since.
+
+        Handlers stand one in another on a small stack of their own, and a rank would die of too many (SIGSEGV).
+        """
+        pid = self.rank.pid
+        return bool(self.rank.stacks) or (state_of(pid) in _AWAKE and _has_run(pid) < self.has_run + _LONG_ENOUGH)
 
 
 class StackRequests:
@@ -26,7 +45,7 @@ class StackRequests:
     def __init__(self, request: Callable[[int, Phase, int], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._request = request
         self._clock = clock
-        self._pending: dict[int, tuple[RankProcess, float]] = {}  # by stack_fd; when it was asked
+        self._pending: dict[int, _Request] = {}  # by stack_fd
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -40,18 +59,18 @@ class StackRequests:
         One that has not answered in time is asked again: the kernel drops a signal that comes as faulthandler, at the
         end of an earlier answer, has put its handler aside for a moment.
         """
-        _, asked_at = self._pending.get(rank.stack_fd, (rank, -STACKS_TIMEOUT))
-        if rank.stack_fd in self._pending and self._clock() < asked_at + STACKS_TIMEOUT:
+        last = self._pending.get(rank.stack_fd)
+        if last is not None and (self._clock() < last.at + STACKS_TIMEOUT or last.may_be_answered()):
             return
         while read_some(rank.stack_fd):  # an earlier answer that came too late
             pass
         rank.stacks = ""
         if self._request(rank.pid, phase, ALL_STACKS_SIGNAL if all_threads else STACK_SIGNAL):
-            self._pending[rank.stack_fd] = rank, self._clock()
+            self._pending[rank.stack_fd] = _Request(rank, self._clock(), _has_run(rank.pid))
 
     def read(self, ready: Collection[int]) -> None:
         for stack_fd in self._pending.keys() & set(ready):
-            rank, _ = self._pending[stack_fd]
+            rank = self._pending[stack_fd].rank
             text = read_some(stack_fd)
             rank.stacks = in_letters(rank.stacks + text)  # a letter may have come in parts
             if not text or is_whole(rank.stacks):
@@ -64,7 +83,14 @@ class StackRequests:
         self._pending.clear()
 
 
-STOPPED = frozenset("Tt")  # the kernel's letters
+STOPPED, _AWAKE = frozenset("Tt"), frozenset("RD")  # the kernel's letters
+
+
+def _has_run(pid: int) -> float:
+    """Returns the seconds for which the process's main thread has run; 0 if that is not known."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file:
+        return int(file.read().split()[0]) / 1e9
+    return 0.0
 
 
 def state_of(pid: int) -> str:
