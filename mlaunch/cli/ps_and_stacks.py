@@ -141,6 +141,7 @@ def _stop(args: argparse.Namespace) -> int:
     for launch in found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
     ask(END if args.now else STOP, *ids, patient=True)
+    print("ended" if args.now else "stopped")
     return 0
 
 

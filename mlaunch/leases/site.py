@@ -9,6 +9,7 @@ of those.) All changes are made under one lock, which is held for moments only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -36,6 +37,8 @@ class LeaseSite:
             OSError: There can be none.
             PermissionError: It is somebody else's, or open to others.
         """
+        if not path.is_absolute():
+            raise OSError(errno.EINVAL, f"{VARIABLE}={path}: all who share devices must find it; give an absolute path")
         self.path = path
         try:
             with contextlib.suppress(FileExistsError):

@@ -158,6 +158,8 @@ def test_refuses_a_directory_that_is_not_this_users_alone(tmp_path: Path) -> Non
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError, match=r"must belong to this user with mode 0700, .* mode 0755: chmod 700 "):
         Acquisition(tmp_path, Wish("a", 1))
+    with pytest.raises(OSError, match=r"MLAUNCH_LEASE_DIR=leases: .*; give an absolute path"):
+        Acquisition(Path("leases"), Wish("a", 1))
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="device leases need the directory"):
         Acquisition(tmp_path / "file", Wish("a", 1))

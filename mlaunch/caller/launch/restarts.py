@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
-from mlaunch.base.exceptions import LaunchTimeout, report_of
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, report_of
+from mlaunch.base.frames import is_library
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.report.notebook import short_name
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
 def with_restarts(
@@ -35,8 +40,15 @@ def with_restarts(
 
 def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:
     """Says that it is started again, and why."""
-    why = str(report_of(error) if error is not None else "").partition("\n")[0]
+    report = report_of(error) if error is not None else None
+    why = str(report or "").partition("\n")[0] + _line_of(report)
     return f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}"
+
+
+def _line_of(report: LaunchError | None) -> str:
+    """Says in which line of the user's the cause was raised: " (train.py:29)"; "" if nobody knows."""
+    frames = _FRAME.findall(report.failures[0].traceback) if report is not None and report.failures else []
+    return next((f" ({short_name(file)}:{line})" for file, line in reversed(frames) if not is_library(file)), "")
 
 
 def may_be_repeated(error: BaseException | None) -> bool:
