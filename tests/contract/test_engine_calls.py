@@ -897,7 +897,7 @@ MISMADE: list[tuple[Callable[[], object], str]] = [
 
 
 def test_other_mistakes() -> None:
-    with pytest.raises(TypeError, match=r"engine=<class .*allowed: an engine of mlaunch.engines"):
+    with pytest.raises(TypeError, match=r"engine=<class .*allowed: an engine such as mlaunch.engines"):
         launcher(rank, engine=Threads)
     with pytest.raises(ValueError, match="output='raw' with engine=: ranks elsewhere have no stream"):
         Ranks(engine=Threads(), output="raw")
