@@ -269,7 +269,7 @@ def test_the_latest_reports_are_kept() -> None:
         train.options(seed=1)(True)
     assert train.history == (first, train.last)
     assert [report.ranks[0].end for report in train.history] == ["returned", "raised ValueError: no such luck"]
-    train._reports.extend([train.history[-1]] * 19)
+    train._calls.reports.extend([train.history[-1]] * 19)
     assert len(train.history) == 20
     assert first not in train.history
 

@@ -83,7 +83,9 @@ def test_it_serves_other_functions_arguments_seeds_deadlines_and_command_lines(m
 )
 def test_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, first: Any, is_there: bool) -> None:
     monkeypatch.setattr(caller_prepared, "shape_of", lambda spec: spec)
-    few = SimpleNamespace(cluster=None, command=None, port=0, restart_count=0, local_world_size=2, debug="")
+    few = SimpleNamespace(
+        cluster=None, command=None, port=0, restart_count=0, local_world_size=2, debug="", profile=None
+    )
     server, spec = warm_server.get(os.environ), cast(LaunchSpec, few)
     preparation = caller_prepared.Preparation()
     agent = preparation.expect(server, spec)
