@@ -65,7 +65,7 @@ def test_a_run_that_is_over_keeps_what_it_promises_and_nothing_of_its_launch() -
         assert run.arguments == {"number": number}
         assert {reported["loss"] for reported in run.reports} == {0.5}
         assert run.report is not None
-        printed = run.report.output(0)
+        printed = max(run.report.output(rank) for rank in range(2))  # one that fails may end the other before its print
         assert 0 < len(printed) <= 4096
         assert set(printed.splitlines()) == {"a line of some length"}
         assert not run.cancel()

@@ -7,11 +7,13 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,8 +107,11 @@ def test_ranks_of_an_engine(tmp_path: Path) -> None:
 
 def read_until(fd: int, pattern: str) -> str:
     """What has been drawn, at the latest when the pattern is there."""
-    found = ""
+    found, end = "", time.monotonic() + LIMIT
     while not re.search(pattern, found):
+        ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
+        assert ready, found
+        assert time.monotonic() < end, found
         data = os.read(fd, 65536)
         assert data, found
         found += data.decode(errors="replace")
@@ -126,7 +131,9 @@ def test_the_command(tmp_path: Path, terminal: tuple[int, int]) -> None:
     """It shows what comes, until it is interrupted."""
     reader, writer = terminal
     command = [IMPORTED, "-m", "mlaunch", "ps", "--watch", "0.1"]
-    watcher = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment(TERM="xterm"))
+    watcher = subprocess.Popen(
+        command, stdin=writer, stdout=writer, stderr=writer, env=environment(TERM="xterm", COLUMNS="160", LINES="40")
+    )
     read_until(reader, "no launch of this user is running here|called by pid")
     with training(tmp_path, launcher(train, 2)):
         read_until(reader, rf"  1  cpu +running the function +in read_text at {HERE}:\d+ +epoch 1: 1/3")
@@ -154,7 +161,9 @@ def test_a_submitted_call_on_a_terminal(tmp_path: Path, terminal: tuple[int, int
     os.mkfifo(tmp_path / "go")
     command = [IMPORTED, write(tmp_path, SCRIPT)]
     streams = {"stdin": writer, "stdout": writer, "stderr": writer}
-    script = subprocess.Popen(command, cwd=tmp_path, env=environment(TERM="xterm"), **streams)
+    script = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="160", LINES="40"), **streams
+    )
     read_until(reader, r"mlaunch: no call of train\(\) runs in this process")
     read_until(reader, r"  1  cpu +running the function +in read_text at train\.py:6")
     (tmp_path / "go").write_text("x")

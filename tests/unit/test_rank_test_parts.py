@@ -140,6 +140,7 @@ def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monke
     request = leasing.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
     monkeypatch.setattr(workers.leasing, "request_of", lambda *_: request)
     monkeypatch.setattr(workers.warm_server, "get", lambda _: None)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     assert workers.WorkerDevices(shape, 60.0).devices is None  # without xdist
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     assert workers.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
