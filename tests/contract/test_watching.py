@@ -34,6 +34,7 @@ from tests.system.commands import environment, write
 
 HERE = "test_watching.py"
 LIMIT = 60.0  # seconds
+TERMINAL = {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}  # whatever xdist says of a width
 
 
 @pytest.fixture(autouse=True)
@@ -131,9 +132,7 @@ def test_the_command(tmp_path: Path, terminal: tuple[int, int]) -> None:
     """It shows what comes, until it is interrupted."""
     reader, writer = terminal
     command = [IMPORTED, "-m", "mlaunch", "ps", "--watch", "0.1"]
-    watcher = subprocess.Popen(
-        command, stdin=writer, stdout=writer, stderr=writer, env=environment(TERM="xterm", COLUMNS="160", LINES="40")
-    )
+    watcher = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment(**TERMINAL))
     read_until(reader, "no launch of this user is running here|called by pid")
     with training(tmp_path, launcher(train, 2)):
         read_until(reader, rf"  1  cpu +running the function +in read_text at {HERE}:\d+ +epoch 1: 1/3")
@@ -161,9 +160,7 @@ def test_a_submitted_call_on_a_terminal(tmp_path: Path, terminal: tuple[int, int
     os.mkfifo(tmp_path / "go")
     command = [IMPORTED, write(tmp_path, SCRIPT)]
     streams = {"stdin": writer, "stdout": writer, "stderr": writer}
-    script = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(TERM="xterm", COLUMNS="160", LINES="40"), **streams
-    )
+    script = subprocess.Popen(command, cwd=tmp_path, env=environment(**TERMINAL), **streams)
     read_until(reader, r"mlaunch: no call of train\(\) runs in this process")
     read_until(reader, r"  1  cpu +running the function +in read_text at train\.py:6")
     (tmp_path / "go").write_text("x")
