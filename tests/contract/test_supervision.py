@@ -23,8 +23,6 @@ from tests.contract import crashes, functions
 from tests.imported import IMPORTED
 from tests.processes import alive, descendants, wait_gone
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
-
 
 @pytest.mark.slow
 def test_a_rank_that_has_returned_and_hangs_is_asked() -> None:

@@ -26,8 +26,6 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.pickling import pickle_by_name, pickle_by_value
 from tests.contract import functions
 
-pytestmark = pytest.mark.usefixtures("as_users_have_it")
-
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
