@@ -23,7 +23,7 @@ from mlaunch.caller.server import zygote_upkeep
 
 _SCRIPT = "import os; print(os.environ['RANK'], flush=True)\n"
 _COMMAND = (sys.executable, "-m", "mlaunch", "run", "--nproc-per-node", "2")
-_LONGEST = 1.5  # seconds before a kill
+_LONGEST = 0.4  # seconds before a kill: about as long as a command takes
 _LIMIT = 120.0  # seconds for a command
 _TIDY = 30.0  # seconds for what is killed to leave
 _RIGHT = b"0\n1\n"
@@ -64,6 +64,7 @@ def storm(folder: Path, commands: int, at_once: int, seed: int = 1) -> Outcome:
     """Makes one, and waits until it is over."""
     chance, found = random.Random(seed), Outcome()
     os.environ |= {"XDG_RUNTIME_DIR": str(folder), "MLAUNCH_WARM": "20m"}
+    os.environ.pop("PYTHONUNBUFFERED", None)  # with it, lines of two ranks may mix
     script = folder / f"storm-{os.getpid()}.py"
     script.write_text(_SCRIPT, encoding="utf-8")
     zygote_upkeep.begin(os.environ, 1200, ())
