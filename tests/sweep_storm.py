@@ -166,7 +166,7 @@ def learn(most: int = 10**6) -> tuple[int, bool]:
 
 
 def pruned(trials: int, seed: int = 1) -> Pruned:
-    """Has each trial stopped once a rank has reported a random number of steps."""
+    """Stops each trial once a rank has reported a random number of steps."""
     chance, found = random.Random(seed), Pruned(trials)
     runs = launcher(learn, 4, device_type="cpu", concurrent=1, output="none").map([10**6] * trials)
     for run in runs:

@@ -1,36 +1,22 @@
 """How much memory of a device is in use, and how busy it is, as NVIDIA's library tells; others do not tell.
 
-The library asks the driver, and opens nothing on the device. It is loaded by who looks, never in a rank or its agent,
-which a driver that does not answer would hold up.
+The library (package nvidia-ml-py, extra ``nvidia``) asks the driver, and opens nothing on the device. It is loaded by
+who looks, never in a rank or its agent, which a driver that does not answer would hold up.
 """
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-_LIBRARY = "libnvidia-ml.so.1"
 _KIND = "cuda"
 
 
-class _MemoryInfo(ctypes.Structure):
-    """Bytes."""
-
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-class _Utilisation(ctypes.Structure):
-    """Percent of the time in which a kernel ran, and memory was read or written."""
-
-    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
-
-
 class DeviceUse:
-    """Looks at devices of this machine. ``load``: opens the library."""
+    """Looks at devices of this machine. ``load``: imports the package."""
 
-    def __init__(self, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+    def __init__(self, load: Callable[[str], Any] = importlib.import_module) -> None:
         self._load = load
         self._library: Any = None
         self._tried = False
@@ -41,26 +27,36 @@ class DeviceUse:
         By number as ``nvidia-smi`` counts, or by UUID, "cuda:GPU-...". None if it does not tell.
         """
         kind, _, name = device.partition(":")
-        library = self._opened() if kind == _KIND and name else None
-        if library is None:
+        nvml = self._opened() if kind == _KIND and name else None
+        if nvml is None:
             return None
-        handle, memory, use = ctypes.c_void_p(), _MemoryInfo(), _Utilisation()
-        if name.isdigit():
-            failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
-        else:
-            failed = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-        if failed or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+        try:
+            by_number = name.isdigit()
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_number else nvml.nvmlDeviceGetHandleByUUID(name)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        except nvml.NVMLError:
             return None
-        told = library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)) == 0
-        return int(memory.used), int(memory.total), int(use.gpu) if told else None
+        return int(memory.used), int(memory.total), _percent(nvml, handle)
 
     def _opened(self) -> Any:
         """Returns the library, None without it or without a driver."""
         if not self._tried:
             self._tried = True
             try:
-                library = self._load(_LIBRARY)
-                self._library = library if library.nvmlInit_v2() == 0 else None
-            except OSError:
-                self._library = None
+                library = self._load("pynvml")
+            except ImportError:
+                return None
+            try:
+                library.nvmlInit()
+                self._library = library
+            except library.NVMLError:
+                return None
         return self._library
+
+
+def _percent(nvml: Any, handle: object) -> int | None:
+    """Returns in how much of the time a kernel ran; None of what does not tell, such as a MIG instance."""
+    try:
+        return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError:
+        return None

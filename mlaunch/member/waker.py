@@ -1,4 +1,4 @@
-"""Has a member that somebody has stopped go on once its caller is gone: it reads nothing, so it would not leave.
+"""Continues a member that somebody has stopped, once its caller is gone: a stopped one reads nothing, and would stay.
 
 Slurm and ``mpirun`` end what they have started. Behind ``ssh`` nobody is left on the machine who would, so a process of
 its own waits there for the end of the member's standard input.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlaunch.caller.many import trial_arguments
+from mlaunch.caller.many import run_future, trial_arguments
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from tests.unit.test_output import Place
@@ -43,3 +43,39 @@ def test_launches_that_share_a_place_leave_it_together() -> None:
     stranger.draw(["line"], 3.0)
     stranger.close([])
     assert (place.left, other.shown) == (["2 in all"], ["line"])
+
+
+class OddError(Exception):
+    """As users' exceptions may be: without truth, and not to be compared."""
+
+    __hash__ = Exception.__hash__
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, _other: object) -> bool:
+        raise TypeError("not to be compared")
+
+
+def test_what_frames_of_an_error_hold_is_dropped_whatever_the_error_is() -> None:
+    """Of its cause and of what it came beside, too; they may go in a circle."""
+
+    def fail(kind: type[Exception]) -> None:
+        held = object()  # noqa: F841 - which the frame holds
+        raise kind
+
+    def caught(kind: type[Exception]) -> Exception:
+        try:
+            fail(kind)
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    first, cause, beside = caught(OddError), caught(OddError), caught(ValueError)
+    first.__cause__, first.__context__, cause.__cause__ = cause, beside, first
+    traces = [error.__traceback__ for error in (first, cause, beside)]
+    run_future._without_locals(first)
+    for trace in traces:
+        assert trace is not None
+        assert trace.tb_next is not None
+        assert "held" not in trace.tb_next.tb_frame.f_locals

@@ -65,30 +65,39 @@ def test_what_is_not_known_takes_no_room() -> None:
     assert table.lines([]) == []
 
 
+class NotTold(Exception):
+    """As the package raises."""
+
+
 class Driver:
-    """Stands in for NVIDIA's library, which a machine without a GPU lacks."""
+    """Stands in for the package that asks NVIDIA's library, which a machine without a GPU lacks."""
+
+    NVMLError = NotTold
 
     def __init__(self, status: int = 0) -> None:
         self.status, self.asked = status, list[object]()
 
-    def nvmlInit_v2(self) -> int:
-        return self.status
+    def nvmlInit(self) -> None:
+        if self.status:
+            raise NotTold(self.status)
 
-    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, _handle: object) -> int:
-        self.asked.append(index.value)
-        return 0 if index.value < 2 else 2
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
+        self.asked.append(index)
+        if index >= 2:
+            raise NotTold(2)
+        return index
 
-    def nvmlDeviceGetHandleByUUID(self, name: bytes, _handle: object) -> int:
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> object:
         self.asked.append(name)
-        return 0
+        return name
 
-    def nvmlDeviceGetMemoryInfo(self, _handle: object, found: Any) -> int:
-        found._obj.total, found._obj.used = 80, 30
-        return 0
+    def nvmlDeviceGetMemoryInfo(self, _handle: object) -> SimpleNamespace:
+        return SimpleNamespace(total=80, used=30)
 
-    def nvmlDeviceGetUtilizationRates(self, _handle: object, found: Any) -> int:
-        found._obj.gpu = 87
-        return 3 * (self.asked[-1] == b"MIG-1")  # which it does not support
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> SimpleNamespace:
+        if handle == "MIG-1":  # which does not support it
+            raise NotTold(3)
+        return SimpleNamespace(gpu=87)
 
 
 def test_what_a_device_tells() -> None:
@@ -98,15 +107,22 @@ def test_what_a_device_tells() -> None:
     assert use.of("cuda:1") == (30, 80, 87)
     assert use.of("cuda:MIG-1") == (30, 80, None)
     assert use.of("cuda:2") is None
-    assert driver.asked == [1, b"MIG-1", 2]
+    assert driver.asked == [1, "MIG-1", 2]
 
 
 def test_a_machine_without_a_driver() -> None:
     def load(_name: str) -> object:
-        raise OSError("no such library")
+        raise ImportError("no such package")
 
     assert DeviceUse(load).of("cuda:0") is None
     assert DeviceUse(lambda _name: Driver(9)).of("cuda:0") is None
+
+
+def test_the_package_itself_has_what_is_asked() -> None:
+    nvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed (extra: nvidia)")
+    asked = [name for name in dir(Driver) if name.startswith("nvml")]
+    assert all(callable(getattr(nvml, name)) for name in asked)
+    assert issubclass(nvml.NVMLError, Exception)
 
 
 def test_it_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

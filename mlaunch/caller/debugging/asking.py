@@ -166,6 +166,6 @@ class _OpenQuestion:
 
 
 def _prepare_lines() -> None:
-    """Has ``input`` edit lines and remember them, where it reads a terminal."""
+    """Lets ``input`` edit lines and remember them, where it reads a terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input uses it once it is imported

@@ -176,7 +176,7 @@ class RunCourse:
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
 
     def finish(self) -> None:
-        """Has those go on who wait for its end, and drops what only a run needs that goes on: a run may be kept."""
+        """Wakes who waits for its end, and drops what only a run needs that goes on: a run may be kept."""
         self.begins = self.place = _nothing
         self.reports.finish()
         self.over.set()
@@ -187,10 +187,10 @@ def _nothing() -> None: ...
 
 def _without_locals(error: BaseException) -> BaseException:
     """Returns the error without what the frames of its traceback hold: with it a run would keep its launch's handle."""
-    link, seen = error, [error]
-    while (following := link.__cause__ or link.__context__) is not None and following not in seen:
-        seen.append(following)
-        link = following
-    for link in seen:
+    found = [error]
+    for link in found:  # which may be each other's cause, and have an __eq__ of the user's
         traceback.clear_frames(link.__traceback__)
+        for other in (link.__cause__, link.__context__):
+            if other is not None and all(other is not known for known in found):
+                found.append(other)
     return without_ours(error) if hides_our_frames(error) else error

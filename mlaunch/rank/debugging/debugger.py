@@ -29,7 +29,7 @@ class Debugger:
         self._detached = False
 
     def install(self) -> None:
-        """Has ``input`` ask the caller, and ``pdb.set_trace`` stop as ``breakpoint`` does; no collective hurries."""
+        """Makes ``input`` ask the caller, and ``pdb.set_trace`` stop as ``breakpoint`` does; no collective hurries."""
         sys.settrace(None)  # of a debugger of the caller's, where this process is a fork of it
         threading.settrace(None)
         builtins.input = self._input(builtins.input)

@@ -40,7 +40,7 @@ class Talk(io.TextIOBase):
 
     @contextlib.contextmanager
     def turn(self, place: str) -> Iterator[None]:
-        """Has this thread alone talk, and the caller told at its end how the rank goes on."""
+        """Lets this thread alone talk, and tells the caller at its end how the rank goes on."""
         with self._turn:
             before, self._place = self._place, place
             self._depth += 1
