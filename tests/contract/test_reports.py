@@ -28,7 +28,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.report.failure_text import in_order, in_words, summarise
+from mlaunch.caller.report.failure_text import in_order, in_words, operation_of, summarise
 from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages.launch_messages import (
     AnswerKind,
@@ -432,6 +432,24 @@ def test_a_collective_is_named_and_not_what_torch_wraps_it_in(below: list[str], 
     outer = ["wrapper torch/distributed/c10d_logger.py", *below]
     frames = [(f"/x/site-packages/{file}", "1", name) for name, file in map(str.split, reversed(outer))]
     assert in_words([*frames, ("/home/train.py", "8", "train")]) == f"in {words} at train.py:8"
+
+
+def test_what_a_library_imports_is_named_and_is_no_collective() -> None:
+    library, users = "/x/site-packages/torch/nn/parallel/distributed.py", ("/home/train.py", "18", "train")
+    begins = [(library, "8", "__init__"), users]
+    importing = [
+        ("/x/site-packages/torch/distributed/tensor.py", "3", "<module>"),
+        ("<frozen importlib._bootstrap>", "1", "_call_with_frames_removed"),
+        ("/x/site-packages/torch/_dynamo/__init__.py", "3", "<module>"),
+        ("<frozen importlib._bootstrap>", "1", "_call_with_frames_removed"),
+        *begins,
+    ]
+    assert in_words(importing) == "importing torch._dynamo, in __init__, at train.py:18"
+    assert operation_of(importing) == ""
+    broadcasts = ("/x/site-packages/torch/distributed/utils.py", "5", "_sync_module_states")
+    assert in_words([broadcasts, *begins]) == "in __init__ at train.py:18"
+    assert operation_of([broadcasts, *begins]) == ""  # which has no name that a user knows
+    assert operation_of([("/x/site-packages/torch/distributed/d.py", "1", "barrier"), users]) == "barrier"
 
 
 MACHINERY = [

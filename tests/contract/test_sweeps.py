@@ -126,7 +126,17 @@ def ranks_of(runs: Sweep, folder: Path) -> list[int]:
     return pids
 
 
-def test_an_interrupt_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("waits", "told"),
+    [
+        (lambda runs: runs[2].result(120), []),
+        (
+            lambda runs: runs.results(120),
+            ["the trials of hold() were ended by this; 0 of 3 had returned, and their values stay"],
+        ),
+    ],
+)
+def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object], told: list[str]) -> None:
     runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"])
     pids: list[int] = []
 
@@ -136,9 +146,10 @@ def test_an_interrupt_ends_all(tmp_path: Path) -> None:
 
     sender = threading.Thread(target=interrupt)
     sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        runs[2].result(120)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        waits(runs)
     sender.join()
+    assert getattr(interrupted.value, "__notes__", []) == told
     assert len(pids) == 2
     assert not any(map(alive, pids))
     assert [run.state for run in runs] == ["cancelled"] * 3

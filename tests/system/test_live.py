@@ -28,7 +28,7 @@ from mlaunch.caller import running_launches
 from mlaunch.caller.report import notebook
 from mlaunch.cli import main, ps_and_stacks
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import STATUS, Reception, answer
+from mlaunch.protocol.visitors import END, STATUS, Reception, answer
 from tests import builds
 from tests.conftest import ROOT
 
@@ -397,6 +397,35 @@ def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
             error = capsys.readouterr().err
             assert told in error
             assert seen["status"]["id"][:8] in error
+
+
+def test_the_parts_of_one_launch_on_a_machine_are_stopped_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[bytes, str]] = []
+
+    def ask(word: bytes, start: str = "", **_: object) -> list[dict[str, Any]]:
+        asked.append((word, start))
+        part = {"id": "6d064c40f1", "function": "f()", "world_size": 2, "restart_count": 0, "age": 2.0, "caller": 7}
+        return [{**part, "ranks": [{"rank": rank}]} for rank in range(2)]
+
+    monkeypatch.setattr(ps_and_stacks, "ask", ask)
+    assert main(["stop", "--now", "6d06"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in told] == [["ending", "6d064c40"]] * 2 + [["ended"]]
+    assert asked == [(STATUS, "6d06"), (END, "6d064c40f1")]  # which goes to both
+
+
+def test_launches_are_listed_beside_leases_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "leases").mkdir(mode=0o755)
+    (tmp_path / "leases").chmod(0o755)
+    monkeypatch.setenv("MLAUNCH_LEASE_DIR", str(tmp_path / "leases"))
+    assert main(["ps"]) == 1
+    said = capsys.readouterr()
+    assert "no launch of this user is running here" in said.out
+    assert said.err.endswith(f"with mode 0755: chmod 700 {tmp_path / 'leases'}\n")
 
 
 def test_silent_visitors_make_way() -> None:

@@ -71,6 +71,7 @@ def test_cells(line: str, meant: CellWords) -> None:
         ("--close 3", "--close takes nothing else, but there is 3"),
         ("--bakend gloo", "no option --bakend; did you mean --backend?"),
         ("--backend", "--backend has no value"),
+        ("--bakend", "no option --bakend; did you mean --backend?"),
         ("gloo", "allowed: a number of ranks, then options"),
         ("--env 'A", "No closing quotation"),
     ],
