@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
@@ -20,6 +21,17 @@ from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import main as rank_main
 from mlaunch.rank.base import RankArgs
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import (
+        AgentsEnd,
+        ControlHears,
+        ControlSays,
+        DebuggerHears,
+        DebuggerSays,
+        RankHears,
+        RankSays,
+    )
 
 _AT_ONCE = 16  # ranks whose descriptors are open at the same time
 
@@ -40,12 +52,12 @@ class _Cradle:
     """A rank that is about to be forked: the agent's ends of what they share, and the rank's."""
 
     args: RankArgs
-    channel: Channel
-    control: Channel
+    channel: Channel[RankSays, RankHears]
+    control: Channel[ControlSays, ControlHears]
     stacks: int  # the pipe that its stacks come from
     readers: Sequence[int]  # of its streams
     writers: Mapping[int, int]  # by stream
-    debug: Channel | None  # the end of the launcher, which debugs
+    debug: Channel[DebuggerSays, DebuggerHears] | None  # the end of the launcher, which debugs
 
     def leave_to_rank(self) -> None:
         """Closes the rank's ends in another process: the agent, or another rank."""
@@ -56,7 +68,7 @@ class _Cradle:
         close_all([self.args.stack_fd, *self.writers.values()])
 
 
-def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
+def fork_ranks(nursery: Nursery, launcher: AgentsEnd) -> list[RankProcess]:
     """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
     ranks: list[RankProcess] = []
     for start in range(0, nursery.spec.local_world_size, _AT_ONCE):
@@ -65,7 +77,7 @@ def fork_ranks(nursery: Nursery, launcher: Channel) -> list[RankProcess]:
     return ranks
 
 
-def _fork_some(cradles: Sequence[_Cradle], nursery: Nursery, launcher: Channel) -> list[RankProcess]:
+def _fork_some(cradles: Sequence[_Cradle], nursery: Nursery, launcher: AgentsEnd) -> list[RankProcess]:
     """Forks ranks with as little as can be between two forks: all that is written to after one is copied again."""
     # Preparing all before the first fork saves 200 copied pages a rank: 81 ms instead of 89 for a call of 8.
     forked = [(_fork(cradle, cradles, nursery.owned), time.monotonic()) for cradle in cradles]
@@ -84,6 +96,9 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
     spec = nursery.spec
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
+    channel: Channel[RankSays, RankHears]
+    control: Channel[ControlSays, ControlHears]
+    debug: Channel[DebuggerSays, DebuggerHears] | None
     channel, theirs = Channel.pair()
     control, their_control = Channel.pair()
     debug, their_debug = Channel.pair() if spec.debug == "pdb" else (None, None)
@@ -101,8 +116,8 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
         debug=their_debug,
     )
     readers = [reader for reader, _ in streams.values()]
-    ours = [channel, control, *([] if debug is None else [debug])]
-    nursery.owned.add(stacks_in, *(one.fileno() for one in ours), *readers)
+    ours = [channel.fileno(), control.fileno(), *([] if debug is None else [debug.fileno()])]
+    nursery.owned.add(stacks_in, *ours, *readers)
     writers = {stream: writer for stream, (_, writer) in streams.items()}
     return _Cradle(args, channel, control, stacks_in, readers, writers, debug)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.activity import activity, resident
 from mlaunch.agent.entered import EnteredRequests
@@ -18,13 +18,15 @@ from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import StackRequests, held_children, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
 from mlaunch.protocol.visitors import ALL_STACKS, PULSE, STATUS, WATCH, WHY, Reception, answer, tell_launcher
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 _Tell = Callable[[Mapping[str, Any]], None]
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
@@ -34,11 +36,7 @@ class Inspection:
     """What one launch tells of itself. ``clock`` gives monotonic seconds."""
 
     def __init__(
-        self,
-        spec: LaunchSpec,
-        ranks: Sequence[RankProcess],
-        board: Board,
-        clock: Callable[[], float],
+        self, spec: LaunchSpec, ranks: Sequence[RankProcess], board: Board, clock: Callable[[], float]
     ) -> None:
         self._spec = spec
         self._ranks = ranks
@@ -97,7 +95,9 @@ class Inspection:
     def close(self) -> None:
         self._reception.close()
 
-    def obey(self, record: object, launcher: Channel, requests: StackRequests, questions: Questions) -> bool:
+    def obey(
+        self, record: AgentHears | None, launcher: AgentsEnd, requests: StackRequests, questions: Questions
+    ) -> bool:
         """Has the launcher told what it asks for; False if the record is about something else."""
         if isinstance(record, TellStatus):
             self._hear(functools.partial(tell_launcher, launcher, record.number), record.word, requests, questions)

@@ -14,13 +14,14 @@ import socket
 import time
 import traceback
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.joining_machines import Joined, NoLaunchError, join_machines
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
-from mlaunch.agent.peers import Joined, NoLaunchError, Peers, join_machines
+from mlaunch.agent.peers import Peers
 from mlaunch.agent.prepared import PreparedSupervisor, as_prepared, lower_priority
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.shared_names import SharedNames
@@ -39,6 +40,9 @@ from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import local_store
 from mlaunch.rendezvous.address import listen
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
 
 _NAMES = 100  # that are told of
 
@@ -63,7 +67,7 @@ class Home:
 
     server: int  # the fork server's pid
     foreign: OwnedFds  # the fork server's own descriptors, and other launches', which the agent closes
-    link: Channel | None  # to the fork server, which may have more launches
+    link: Channel[RestingAgentHears, RestingAgentSays] | None  # to the fork server, which may have more launches
 
 
 def run_agent(order: Order, home: Home) -> NoReturn:
@@ -82,7 +86,7 @@ def run_agent(order: Order, home: Home) -> NoReturn:
         os._exit(code)
 
 
-def _serve_all(order: Order, link: Channel | None, parent: int) -> None:
+def _serve_all(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> None:
     """Serves one launch after another, as long as each ends well and the fork server has more."""
     wanted: Order | None = order
     while wanted is not None:
@@ -90,9 +94,9 @@ def _serve_all(order: Order, link: Channel | None, parent: int) -> None:
         wanted = _rest(link, parent) if is_free and link is not None else None
 
 
-def _serve(order: Order, link: Channel | None, parent: int) -> bool:
+def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> bool:
     """Serves a launch; tells whether this process is free for another, as it has told the fork server on ``link``."""
-    launcher = Channel.adopt(order.launcher_fd)
+    launcher: AgentsEnd = Channel.adopt(order.launcher_fd)
     try:
         _take_over_streams(order)
         with error_file.with_directory(_wanted(order)) as spec:
@@ -109,7 +113,7 @@ def _serve(order: Order, link: Channel | None, parent: int) -> bool:
     return is_free
 
 
-def _rest(link: Channel, parent: int) -> Order | None:
+def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Order | None:
     """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
     # A process that hosts a thread and then forks can leave the child waiting for a lock of that thread's.
     local_store.let_go()
@@ -150,7 +154,13 @@ def _silence_input() -> None:
     os.close(null)
 
 
-def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel | None, parent: int) -> bool:
+def _supervise(
+    order: Order,
+    spec: LaunchSpec,
+    launcher: AgentsEnd,
+    link: Channel[RestingAgentHears, RestingAgentSays] | None,
+    parent: int,
+) -> bool:
     """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
     os.close(order.spec_fd)
     name_process("agent", spec.name)
@@ -194,7 +204,7 @@ def _supervise(order: Order, spec: LaunchSpec, launcher: Channel, link: Channel 
     return went_well
 
 
-def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, launcher: Channel) -> bool:
+def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, launcher: AgentsEnd) -> bool:
     """Runs the launch to the end of its last process, and tells of what nobody removes any more."""
     try:
         went_well = supervisor.run()
@@ -206,7 +216,7 @@ def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, lau
     return went_well
 
 
-def _owned(order: Order, link: Channel | None, parent: int) -> OwnedFds:
+def _owned(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> OwnedFds:
     """Returns what the ranks must not hold."""
     call = [] if order.call_fd < 0 else [order.call_fd]
     return OwnedFds(parent, order.launcher_fd, *call, *([] if link is None else [link.fileno()]))
@@ -232,7 +242,7 @@ def _may_say_so(spec: LaunchSpec) -> bool:
     return spec.command is None and spec.cluster is None and spec.port == 0
 
 
-def _listen(spec: LaunchSpec, launcher: Channel) -> socket.socket:
+def _listen(spec: LaunchSpec, launcher: AgentsEnd) -> socket.socket:
     """Opens the socket where the ranks find the store."""
     port = spec.port if spec.cluster is None else 0
     try:

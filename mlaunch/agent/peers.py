@@ -1,33 +1,34 @@
-"""How an agent deals with its launch's other machines: joins them, shares the first failure, ends with them."""
+"""How an agent deals with its launch's other machines: shares the first failure, ends with them."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import os
 import signal
-import socket
 import time
-from collections.abc import Collection, Iterable
-from multiprocessing.connection import wait
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from mlaunch._version import __version__
-from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.fds import close_all
 from mlaunch.protocol import payload
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
-from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen, StopOrder
+from mlaunch.protocol.messages.stop_messages import (
+    AskAll,
+    FreezeRanks,
+    NobodyLooks,
+    RanksFrozen,
+    StopOrder,
+    StopRanks,
+    ThawRanks,
+)
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.spec import Agreed, LaunchSpec, Rendezvous
-from mlaunch.rendezvous.address import listen_as_master
-from mlaunch.rendezvous.gate.membership import Join, shortened
+from mlaunch.rendezvous.gate.membership import shortened
 from mlaunch.rendezvous.link.link_handle import Link
-from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 
-
-class NoLaunchError(Exception):
-    """The machines did not come together; the launcher has been told."""
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd
 
 
 class Peers:
@@ -63,7 +64,7 @@ class Peers:
             memfds = [] if value is None else [stack.enter_context(payload.in_memfd(value))]
             self._link.channel.try_send(Value(rank), memfds)
 
-    def hear(self, ready: Collection[int], launcher: Channel) -> RankFailure | None:
+    def hear(self, ready: Collection[int], launcher: AgentsEnd) -> RankFailure | None:
         """Returns the first failure of another machine, if that is the news. Passes values on to the launcher."""
         if self._link is None or self._over:
             return None
@@ -77,17 +78,21 @@ class Peers:
             if self._told:  # after a failure it has nothing more to do
                 return None
             return RankFailure(None, self._link.pid, "died", subject="the link to the other machines")
-        if isinstance(record, AllGone):
-            self._over = True
-        if isinstance(record, Value):
-            launcher.try_send(record, fds)
-            for fd in fds:
-                os.close(fd)
-        if isinstance(record, StopOrder):
-            self._orders.append(record)
-        if isinstance(record, RankFailure):
-            self._told = True
-            return record
+        match record:
+            case AllGone():
+                self._over = True
+            case Value():
+                launcher.try_send(record, fds)
+                close_all(fds)
+            case FreezeRanks() | ThawRanks() | StopRanks() | NobodyLooks():
+                self._orders.append(record)
+            case RankFailure():
+                self._told = True
+                return record
+            case Beat() | Waiting() | Planned() | Refused():  # of the time before
+                pass
+            case _:
+                assert_never(record)
         return None
 
     def take_orders(self) -> list[StopOrder]:
@@ -106,7 +111,7 @@ class Peers:
             return None
         self._over = True
         os.kill(link.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
-        return RankFailure(None, link.pid, _silence(self._timeout), subject="the link to the other machines")
+        return RankFailure(None, link.pid, silence(self._timeout), subject="the link to the other machines")
 
     def tell(self, failure: RankFailure) -> None:
         """Tells them of the first failure here; of those that follow only our own caller hears."""
@@ -126,135 +131,6 @@ class Peers:
         return not self._over
 
 
-@dataclasses.dataclass
-class Joined:
-    """What came of joining."""
-
-    spec: LaunchSpec
-    server: StoreProcess | None
-    peers: Peers
-
-
-def join_machines(
-    spec: LaunchSpec, cluster: Rendezvous, listener: socket.socket, launcher: Channel, parent: int, held: Iterable[int]
-) -> Joined:
-    """Joins the launch's other machines; returns once all are there. ``held``: fds that are not the link's business.
-
-    Raises:
-        NoLaunchError: They will not come together, or the launcher does not want it any more.
-    """
-    server, start = None, time.monotonic()
-    if spec.rank_start == 0:
-        server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
-    link = Link(cluster, _introduction(spec), listener, held)
-    plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
-    left = spec.seconds
-    peers = Peers(link, cluster.heartbeat_timeout, gather_all=spec.gather_all, by_engine=cluster.by_engine)
-    joined = dataclasses.replace(
-        _as_agreed(spec, plan.agreed),
-        interface=plan.interface,
-        time_left=None if left is None else max(0.0, left - (time.monotonic() - start)),
-    )
-    return Joined(joined, server, peers)
-
-
-def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
-    command = spec.command
-    if command is not None:
-        command = dataclasses.replace(command, role_start=agreed.role_start, role_size=agreed.role_size)
-    return dataclasses.replace(
-        spec,
-        launch_id=agreed.launch_id,
-        secret=f"{spec.secret}/{agreed.secret}",  # the latter can be read on its way, the token cannot
-        restart_count=agreed.attempt,
-        node_rank=agreed.node_rank,
-        num_nodes=agreed.num_nodes,
-        rank_start=agreed.rank_start,
-        world_size=agreed.world_size,
-        command=command,
-    )
-
-
-def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: Channel, held: Iterable[int]) -> StoreProcess:
-    """Starts the gate, where the others find it, and with it the store."""
-    try:
-        public = listen_as_master(cluster.master_ip, cluster.port)
-    except OSError as error:
-        where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
-        why = f"{error.strerror or error}{_advice(spec) if error.errno == errno.EADDRINUSE else ''}"
-        launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
-        raise NoLaunchError from error
-    with public:
-        gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout)
-        return StoreProcess(gate, close_in_child=held)
-
-
-def _advice(spec: LaunchSpec) -> str:
-    """Says what to give if it is the launch's own first machine that has the address."""
-    number = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.num_nodes - 1}"
-    return f". If several machines of this launch run on one host, each must be given its own {number}"
-
-
-def _introduction(spec: LaunchSpec) -> Join:
-    """Says what this machine is."""
-    return Join(
-        host=socket.gethostname(),
-        rank_start=0 if spec.count_machines else spec.rank_start,
-        n_gpus=spec.local_world_size,
-        world_size=0 if spec.count_machines else spec.world_size,
-        function=spec.name,
-        mlaunch=__version__.rpartition(".")[0],
-        torch=spec.torch_version,
-        gather="all" if spec.gather_all else "local",
-        attempt=spec.restart_count,
-        role="default" if spec.command is None else spec.command.role,
-        machine=spec.node_rank if spec.count_machines else 0,
-        machines=spec.num_nodes if spec.count_machines else 0,
-    )
-
-
-def _silence(seconds: float) -> str:
+def silence(seconds: float) -> str:
+    """Says of a link why it counts as lost."""
     return f"said nothing for {seconds:g} s (was it stopped?) and was killed"
-
-
-def _wait_for_plan(
-    link: Link, gate: StoreProcess | None, launcher: Channel, parent: int, spec: LaunchSpec, timeout: float
-) -> Planned:
-    sources = [link.channel.fileno(), launcher.fileno(), parent, *([gate.sentinel] if gate is not None else [])]
-    end = None if spec.seconds is None else time.monotonic() + spec.seconds
-    while True:
-        left = timeout if end is None else end - time.monotonic()
-        ready = wait(sources, max(0.0, min(left, timeout)))
-        if not ready and left >= timeout:
-            launcher.try_send(Refused(f"{_name(link)} {_silence(timeout)}"))
-            raise NoLaunchError
-        if not ready:
-            why = f"its deadline of {spec.deadline:g} s passed while the machines were joining"
-            launcher.try_send(Refused(why, late=True))
-            raise NoLaunchError
-        if gate is not None and gate.sentinel in ready:
-            who = f"the gate on host {socket.gethostname()} (pid {gate.pid})"
-            launcher.try_send(Refused(f"{who} {describe_exit(gate.reap())} while the machines were joining"))
-            raise NoLaunchError
-        if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
-            raise NoLaunchError
-        record = _heard(link.channel)
-        if isinstance(record, Planned):
-            return record
-        if isinstance(record, Beat):
-            continue
-        launcher.try_send(record if record is not None else Refused(f"{_name(link)} died while joining"))
-        if not isinstance(record, Waiting):
-            raise NoLaunchError
-
-
-def _name(link: Link) -> str:
-    return f"the link on host {socket.gethostname()} (pid {link.pid})"
-
-
-def _heard(channel: Channel) -> object:
-    """Returns what the channel brought; None at its end."""
-    try:
-        return channel.receive()[0]
-    except EOFError:
-        return None

@@ -13,6 +13,7 @@ import os
 import resource
 import secrets
 import signal
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.rehearsing import rehearse
 from mlaunch.agent.supervision.launch_state import Supervision
@@ -23,6 +24,9 @@ from mlaunch.base.process_name import name_process
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import BeginCall, CallBegun
 from mlaunch.protocol.spec import LaunchSpec, new_launch_id
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears
 
 WAIT_LIMIT = 60.0  # seconds without a call
 _LOOK_DELAY = 20.0  # seconds between looks at the memory
@@ -70,7 +74,7 @@ class PreparedSupervisor(Supervisor):
         self._leave_at = self._clock() + WAIT_LIMIT
         self._look_at = self._clock() + _STOP_DELAY
 
-    def _obey(self, record: object, fds: list[int]) -> bool:
+    def _obey(self, record: AgentHears | None, fds: list[int]) -> bool:
         if not isinstance(record, BeginCall):
             return False
         if self._waits and not self._stopping.begun and self._all_ready():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.control_messages import About, Question, StopAtLook, ThawLooks
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ControlHears, ControlSays
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 
@@ -16,7 +19,7 @@ Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 class Questions:
     """Questions that are open, by rank. ``channels``: by global rank, to the control threads."""
 
-    def __init__(self, channels: Mapping[int, Channel]) -> None:
+    def __init__(self, channels: Mapping[int, Channel[ControlSays, ControlHears]]) -> None:
         self._channels = dict(channels)
         self._open: dict[int, dict[int, tuple[int, Take]]] = {rank: {} for rank in channels}  # by number
         self._number = 0
@@ -59,7 +62,7 @@ class Questions:
             if channel.fileno() in ready:
                 self._hear(rank, channel)
 
-    def _hear(self, rank: int, channel: Channel) -> None:
+    def _hear(self, rank: int, channel: Channel[ControlSays, ControlHears]) -> None:
         try:
             record, _ = channel.receive()
         except (EOFError, OSError):  # the rank is gone

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Phase, RankGone, Release
 from mlaunch.protocol.payload import Payload
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ControlHears, ControlSays, RankHears, RankSays
 
 
 @dataclass
@@ -19,10 +23,12 @@ class RankProcess:
     local_rank: int
     pid: int
     pidfd: int
-    channel: Channel  # on which it gets its calls
+    channel: Channel[RankSays, RankHears]  # on which it gets its calls
     crash_fd: int  # of its stacks, if it crashes
     stack_fd: int  # the pipe of its stacks, if we ask
-    control: Channel | None = None  # on which its control thread answers, whatever the rank does
+    control: Channel[ControlSays, ControlHears] | None = (
+        None  # on which its control thread answers, whatever the rank does
+    )
     error_file: str = ""  # in which it may note why it fails
     stacks: str = ""
     answer_fd: int = -1  # the memfd for its answers; -1: it has none

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base.fds import close_all
 from mlaunch.protocol import payload
@@ -21,6 +23,7 @@ from mlaunch.protocol.result_queue import ResultQueue
 
 def rehearse() -> None:
     """Takes a call from a channel of its own and passes it on, takes an answer from a queue and passes that on."""
+    ours: Channel[Any, Any]  # each record of it is of a channel of its own
     ours, theirs = Channel.pair()
     queue: ResultQueue[Answer] = ResultQueue()
     rank = RankProcess(0, 0, 0, -1, ours, -1, -1)

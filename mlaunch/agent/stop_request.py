@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
@@ -34,6 +35,9 @@ from mlaunch.protocol.messages.stop_messages import (
     StopRanks,
     ThawRanks,
 )
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears
 
 ANSWER_TIMEOUT = 0.3  # seconds for ranks to tell how often they have looked
 _NEVER = float("inf")
@@ -92,7 +96,7 @@ class StopRequest:
         times = [self._half_at, self._end_at, self._tell_at, _NEVER if self._agreed is None else self._agreed.due]
         return [at for at in times if at < _NEVER]
 
-    def obey(self, record: object, call: int) -> bool:
+    def obey(self, record: AgentHears | None, call: int) -> bool:
         """Does what a launcher wants in the present call; False if the record is about something else."""
         if not isinstance(record, AskToStop | FreezeRanks | ThawRanks | StopRanks):
             return False

@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.text import both_ends
@@ -13,6 +14,9 @@ from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.launch_messages import AgentFailed, Reaped
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
     from mlaunch.agent import main
 
     parent = os.getpid()
+    link: Channel[RestingAgentSays, RestingAgentHears] | None
     link, agents_link = Channel.pair() if launch.more else (None, None)
     pid = fork(launch.socket)
     if pid == 0:
@@ -80,7 +85,7 @@ def fork(channel_fd: int) -> int | None:
     try:
         return os.fork()
     except OSError:
-        channel = Channel.adopt(channel_fd)
+        channel: AgentsEnd = Channel.adopt(channel_fd)
         channel.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))
         channel.try_send(Reaped(1))
         channel.close()

@@ -7,11 +7,15 @@ import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
 from mlaunch.protocol.messages.server_messages import ServeNext
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
 
 _MOST_LAUNCHES = 200  # of one agent, which has 16 KB more after each
 _STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
@@ -26,9 +30,9 @@ class Child:
 
     pid: int
     pidfd: int
-    channel: Channel | None
+    channel: AgentsEnd | None
     is_agent: bool = False
-    link: Channel | None = None
+    link: Channel[RestingAgentSays, RestingAgentHears] | None = None
     rests: bool = False  # between two launches, or after its last
     launches: int = 0
     directory: str = ""  # that it removes at its end, unless it is killed
@@ -66,7 +70,7 @@ class Child:
         self.rests = False
         return True
 
-    def begin(self, channel: Channel) -> None:
+    def begin(self, channel: AgentsEnd) -> None:
         """Takes the channel of a launch that an agent now serves, and tells the launcher of the agent."""
         if self.channel is not None:
             self.channel.close()

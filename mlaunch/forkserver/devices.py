@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
@@ -12,6 +12,9 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.server_messages import DeviceCount
 from mlaunch.rank.setup import device
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import CountingSays
 
 
 def count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) -> NoReturn:
@@ -26,7 +29,8 @@ def count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) 
     except BaseException as error:  # whatever a driver may raise
         answer = DeviceCount(0, first_bytes(f"{type(error).__name__}: {error}", TEXT_LIMIT))
     try:
-        Channel.adopt(answer_fd).try_send(answer)
+        channel: Channel[NoReturn, CountingSays] = Channel.adopt(answer_fd)
+        channel.try_send(answer)
     finally:
         os._exit(0)
 

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds, close_all
@@ -27,11 +27,14 @@ from mlaunch.forkserver.huge_pages import settle
 from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import NotReady, Ready
 from mlaunch.protocol.messages.prepared_messages import PrepareNext
 from mlaunch.protocol.messages.server_messages import CountDevices, Retire, StartLaunch
 from mlaunch.rank.setup import device
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ServerHears, ServerSays
 
 _REASON = 8192  # bytes that a person is shown of why it could not import
 _IDLE = 0.02  # seconds after a launch without another
@@ -45,7 +48,7 @@ def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
 
 
 def serve(
-    control: Channel,
+    control: Channel[ServerHears, ServerSays],
     caller: int,
     call: Call | None = None,
     preload: Sequence[str] = (),
@@ -83,7 +86,7 @@ def serve(
 
 @dataclass
 class _ForkServer:
-    control: Channel
+    control: Channel[ServerHears, ServerSays]
     caller: int
     call: Call | None
     preload: Sequence[str] = ()
@@ -131,11 +134,9 @@ class _ForkServer:
                 return True
             offered, asked = imports.load(self.preload)
             self.control.try_send(offered)
-        except device.TooOldError as error:
-            self.control.try_send(NotReady(str(error)))
-            return False
-        except (Exception, SystemExit):
-            self.control.try_send(NotReady(both_ends(traceback.format_exc(), _REASON)))
+        except (Exception, SystemExit) as error:
+            too_old = isinstance(error, device.TooOldError)
+            self.control.try_send(NotReady(str(error) if too_old else both_ends(traceback.format_exc(), _REASON)))
             return False
         imports.finish(asked, collect=self.call is None)
         return True
@@ -171,20 +172,22 @@ class _ForkServer:
 
     def _obey(self, caller: int) -> bool:
         """Does what the caller asks; False if it is gone."""
-        try:
-            record, fds = self.control.receive()
-        except EOFError:
-            return False
-        if isinstance(record, StartLaunch):
-            self._start(fds, caller, record)
-        elif isinstance(record, PrepareNext):
-            if fds[1:]:
-                self.next.remember(fds[1:], announced=True)
-            self.next.want(fds[0], soon=record.soon)
-        elif isinstance(record, CountDevices):
-            self._count(fds, named=record.named)
-        elif isinstance(record, Retire):
-            self.retiring = True
+        record, fds = self.control.hear()
+        match record:
+            case None:
+                return False
+            case StartLaunch():
+                self._start(fds, caller, record)
+            case PrepareNext():
+                if fds[1:]:
+                    self.next.remember(fds[1:], announced=True)
+                self.next.want(fds[0], soon=record.soon)
+            case CountDevices():
+                self._count(fds, named=record.named)
+            case Retire():
+                self.retiring = True
+            case _:
+                assert_never(record)
         return True
 
     def _start(self, fds: list[int], caller: int, order: StartLaunch) -> None:
@@ -246,13 +249,11 @@ class _ForkServer:
             self._improve(caller)
 
     def _outlive_agents(self) -> None:
-        """Waits for the agents of a caller that is gone; their channels tell them so, once we hold them no longer."""
-        # All at first, so that the agents end in parallel.
+        """Waits for the agents of a caller that is gone; their channels tell all of them, once we hold them no more."""
         for child in self.children:
             child.hang_up()
-        for child in self.children:
-            if child.is_agent:
-                child.wait_for_agent()
+        for agent in [child for child in self.children if child.is_agent]:
+            agent.wait_for_agent()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
@@ -24,7 +24,7 @@ from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.main import serve
 from mlaunch.forkserver.takeover import take_over
 from mlaunch.protocol import payload, zygote_place
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.messages.zygote_messages import (
     AskFork,
@@ -37,6 +37,9 @@ from mlaunch.protocol.messages.zygote_messages import (
     ZygoteState,
 )
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
+
 _LOOK = 30.0  # seconds between looks at the memory of the machine
 _FACT = 500  # characters of one that are told
 
@@ -45,7 +48,7 @@ _FACT = 500  # characters of one that are told
 class _Visitor:
     """Who has connected. ``pid``: of its fork; 0: it has asked for none."""
 
-    channel: Channel
+    channel: Channel[ZygoteHears, ZygoteSays]
     pid: int = 0
     pidfd: int = -1
 
@@ -135,14 +138,18 @@ class Zygote:
         except (EOFError, OSError):
             self._lose(visitor)
             return
-        if isinstance(record, AskFork):
-            self._fork(visitor, record, fds)
-        elif isinstance(record, EndZygote):
-            self.ending = True
-        else:
-            if isinstance(record, KeepZygote):
+        match record:
+            case AskFork():
+                self._fork(visitor, record, fds)
+            case EndZygote():
+                self.ending = True
+            case KeepZygote():
                 self.idle, self.used = record.seconds, time.monotonic()
-            visitor.channel.try_send(self.state(facts=isinstance(record, AskZygote) and record.facts))
+                visitor.channel.try_send(self.state(facts=False))
+            case AskZygote():
+                visitor.channel.try_send(self.state(facts=record.facts))
+            case _:
+                assert_never(record)
 
     def _lose(self, visitor: _Visitor) -> None:
         """Takes in that somebody is gone. A fork that was stopped hears it, too, once it goes on."""

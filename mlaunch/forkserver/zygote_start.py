@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
@@ -22,6 +22,9 @@ from mlaunch.protocol import import_facts
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import NotReady
 from mlaunch.rank.setup import device
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
 
 _REASON = 8192  # bytes that a person is shown
 _USUAL = ("mlaunch.caller.launcher", "mlaunch.rank.script")  # what ranks of functions import, and those of scripts
@@ -42,7 +45,7 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
         os.chdir("/")
         for number in (signal.SIGTERM, signal.SIGHUP):  # at a logout, and by who wants it gone
             signal.signal(number, lambda *_: sys.exit(0))
-        word = Channel.adopt(word_fd)
+        word: Channel[ZygoteHears, ZygoteSays] = Channel.adopt(word_fd)
         zygote = _import(Path(directory), idle, tuple(preload), word)
         if zygote is not None:
             zygote.open()
@@ -58,7 +61,9 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
         os._exit(code)
 
 
-def _import(directory: Path, idle: float, preload: tuple[str, ...], word: Channel) -> Zygote | None:
+def _import(
+    directory: Path, idle: float, preload: tuple[str, ...], word: Channel[ZygoteHears, ZygoteSays]
+) -> Zygote | None:
     """Imports all; None if something cannot be, or leaves behind what no fork may have, which is told."""
     if sys.path[:1] == [""]:
         del sys.path[0]  # the directory of the moment
@@ -82,7 +87,7 @@ def _import(directory: Path, idle: float, preload: tuple[str, ...], word: Channe
     return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
 
 
-def _tell(word: Channel, zygote: Zygote) -> bool:
+def _tell(word: Channel[ZygoteHears, ZygoteSays], zygote: Zygote) -> bool:
     """Says that it is there; False if nobody hears it."""
     try:
         word.send(zygote.state())

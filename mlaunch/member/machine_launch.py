@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import KeptFd, close_all
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
@@ -48,6 +49,9 @@ from mlaunch.protocol.messages.member_messages import (
 from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, StopRanks, ThawRanks
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
 
 _READ = 32768  # bytes of what a rank prints
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
@@ -180,7 +184,7 @@ class MachineLaunch:
         self._take(record, fds)
         return not isinstance(record, Finished | Reaped)
 
-    def _take(self, record: object, fds: Sequence[int]) -> None:
+    def _take(self, record: AgentSays, fds: Sequence[int]) -> None:
         """Takes the descriptors, which are this machine's business."""
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])

@@ -9,9 +9,12 @@ import os
 import pickle
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Generic, NoReturn, TypeVar
 
 from mlaunch.base import linux
+
+Incoming = TypeVar("Incoming")  # the records that come from the other end: see messages/channels.py
+Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
 
 RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
 TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
@@ -31,6 +34,11 @@ def get_to_know(kinds: Iterable[object]) -> None:
             kind.__new__(kind).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
+def assert_never(record: NoReturn) -> NoReturn:
+    """Lets a type checker find a kind of record that a receiver forgets. (In ``typing`` from Python 3.11 on.)"""
+    raise AssertionError(f"no receiver takes this record: {record!r}")
+
+
 def pickled(record: object) -> bytes:
     """Returns a record as it is sent. ValueError: it is larger than a receiver can take, which would cut it."""
     data = pickle.dumps(record)
@@ -40,7 +48,7 @@ def pickled(record: object) -> bytes:
     return data
 
 
-class Channel:
+class Channel(Generic[Incoming, Outgoing]):
     """One end. SOCK_SEQPACKET keeps records whole, so a reader never sees half of one."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -48,12 +56,12 @@ class Channel:
         self._identity = linux.identity(end.fileno())
 
     @classmethod
-    def pair(cls) -> tuple[Channel, Channel]:
+    def pair(cls) -> tuple[Channel[Incoming, Outgoing], Channel[Outgoing, Incoming]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls.adopt(linux.above_standard(ours.detach())), cls.adopt(linux.above_standard(theirs.detach()))
+        return cls.adopt(linux.above_standard(ours.detach())), Channel.adopt(linux.above_standard(theirs.detach()))
 
     @classmethod
-    def adopt(cls, fd: int) -> Channel:
+    def adopt(cls, fd: int) -> Channel[Incoming, Outgoing]:
         """Takes over a file descriptor that was inherited or received."""
         return cls(socket.socket(fileno=fd))
 
@@ -64,7 +72,7 @@ class Channel:
         """Tells whether the descriptor is still this channel's: others may have closed it and opened a file."""
         return linux.identity(self._socket.fileno()) == self._identity
 
-    def send(self, record: object, fds: Sequence[int] = ()) -> None:
+    def send(self, record: Outgoing, fds: Sequence[int] = ()) -> None:
         """Sends a record, and duplicates of file descriptors.
 
         Raises:
@@ -76,7 +84,7 @@ class Channel:
             raise BrokenPipeError(errno.EPIPE, _NOT_OURS)
         socket.send_fds(self._socket, [data], fds)
 
-    def try_send(self, record: object, fds: Sequence[int] = ()) -> None:
+    def try_send(self, record: Outgoing, fds: Sequence[int] = ()) -> None:
         """Sends as ``send`` does, but a lost listener is no error."""
         data = pickled(record)
         if self.intact():
@@ -92,7 +100,7 @@ class Channel:
         except OSError:
             return
 
-    def receive(self) -> tuple[Any, list[int]]:
+    def receive(self) -> tuple[Incoming, list[int]]:
         """Returns the next record and its file descriptors, which the receiver owns.
 
         Raises:
@@ -114,6 +122,13 @@ class Channel:
             raise OSError(errno.EMFILE, "no file descriptor is left to receive a rank's answer with (see ulimit -n)")
         return pickle.loads(data), fds
 
+    def hear(self) -> tuple[Incoming | None, list[int]]:
+        """Does the same; None once nothing more comes."""
+        try:
+            return self.receive()
+        except EOFError:
+            return None, []
+
     def _take(self) -> tuple[bytes, list[int], int]:
         """Does what ``socket.recv_fds`` does, which forgets the flags that it is given."""
         data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, _ROOM, _CLOSE_ON_EXEC)
@@ -124,13 +139,14 @@ class Channel:
             fds.frombytes(found[: len(found) - len(found) % fds.itemsize])
         return data, fds.tolist(), flags
 
-    def peek(self) -> Any:
+    def peek(self) -> Incoming:
         """Returns the next record, without descriptors, and leaves it there. EOFError as ``receive``."""
         self._check()
         data = self._socket.recv(RECORD_LIMIT, socket.MSG_PEEK)
         if not data:
             raise EOFError("the other end of the channel is closed")
-        return pickle.loads(data)
+        record: Incoming = pickle.loads(data)
+        return record
 
     def _check(self) -> None:
         if not self.intact():

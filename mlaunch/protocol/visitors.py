@@ -8,11 +8,13 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.protocol import registry
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.status_messages import StatusTold
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd
 
 STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
 PULSE = b"pulse"  # how far the ranks are
@@ -130,7 +132,7 @@ def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
             os.close(memfd)
 
 
-def tell_launcher(launcher: Channel, number: int, status: Mapping[str, Any]) -> None:
+def tell_launcher(launcher: AgentsEnd, number: int, status: Mapping[str, Any]) -> None:
     """Gives the launch's own caller what it has asked for by TellStatus."""
     memfd = in_memory(status)
     try:

@@ -8,15 +8,15 @@ import multiprocessing.process
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload, stack_dump
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Errand, Phase, RunCall
+from mlaunch.protocol.channel import Channel, assert_never
+from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Errand, Phase, Release, RunCall
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
@@ -24,6 +24,17 @@ from mlaunch.protocol.spec import LEASED, LaunchSpec
 from mlaunch.rank import control, remote_error
 from mlaunch.rank.for_users import progress
 from mlaunch.rank.setup import device, process
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import (
+        ControlHears,
+        ControlSays,
+        DebuggerHears,
+        DebuggerSays,
+        RankHears,
+        RankSays,
+    )
+    from mlaunch.protocol.messages.kept_messages import DirectCall
 
 _EXIT_TEXT = 8192  # bytes of what sys.exit is given
 
@@ -36,13 +47,13 @@ class RankArgs:
     local_rank: int
     rendezvous: tuple[str, int]  # address and port
     results: Results
-    channel: Channel  # on which the agent sends calls
+    channel: Channel[RankHears, RankSays]  # on which the agent sends calls
     crash_fd: int  # where faulthandler writes when the rank crashes
     stack_fd: int  # where it writes when the agent asks
     display_fd: int  # where it writes what it displays; -1: nowhere
-    control: Channel  # on which its control thread is asked, whatever the rank does
+    control: Channel[ControlHears, ControlSays]  # on which its control thread is asked, whatever the rank does
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
-    debug: Channel | None = None  # to the caller, which debugs
+    debug: Channel[DebuggerHears, DebuggerSays] | None = None  # to the caller, which debugs
 
 
 class Task(NamedTuple):
@@ -113,12 +124,19 @@ class Rank:
     def _next_task(self) -> Task | None:
         """Waits for the next call; None if the agent has released this rank."""
         record, fds = self._hear()
-        if isinstance(record, tuple):
-            number, data = record
-            self._task = Task(number, Payload(data, *fds), from_launcher=True)
-            return self._task
-        if not isinstance(record, RunCall):
-            return None
+        match record:
+            case (number, data):
+                self._task = Task(number, Payload(data, *fds), from_launcher=True)
+            case RunCall():
+                self._task = self._task_of(record, fds)
+            case Release():
+                return None
+            case _:
+                assert_never(record)
+        return self._task
+
+    def _task_of(self, record: RunCall, fds: list[int]) -> Task:
+        """Returns the call that the agent has sent, after what came beside it has been taken in."""
         call_fd = fds.pop(0) if record.attached else -1
         leases = record.details.leases if record.details is not None else 0
         for fd in fds[:leases]:  # held until this process ends, out of the way of the user's
@@ -128,10 +146,9 @@ class Rank:
         if fds:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
-        self._task = Task(record.number, call, record.errand)
         if record.details is not None:
             self._learn(record.details)
-        return self._task
+        return Task(record.number, call, record.errand)
 
     def _learn(self, details: Details) -> None:
         """Takes in, as a rank that was prepared, what its launch is about."""
@@ -141,7 +158,7 @@ class Rank:
         if details.leased:
             os.environ[LEASED] = details.leased
 
-    def _hear(self) -> tuple[object, list[int]]:
+    def _hear(self) -> tuple[RunCall | Release | DirectCall, list[int]]:
         """Waits for the next record that is not about where to write."""
         while True:
             try:

@@ -16,11 +16,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.control_messages import (
     FreezeLooks,
     Question,
@@ -35,13 +35,16 @@ from mlaunch.protocol.messages.control_messages import (
 from mlaunch.rank import in_step, stop_point
 from mlaunch.rank.stop_point import StopPoint
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ControlHears, ControlSays
+
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NOT_FAULTS = signal.valid_signals() - _FAULTS
 _DEEPEST = 100  # frames, as faulthandler shows
 
 
-def start(channel: Channel) -> None:
+def start(channel: Channel[ControlHears, ControlSays]) -> None:
     """Starts it. It is none that ``threading`` knows: a program may count its threads, and wait for them at its end."""
     stop_point.point = StopPoint()
     os.register_at_fork(after_in_child=_forget)
@@ -53,20 +56,23 @@ def _forget() -> None:
     stop_point.point = None
 
 
-def _answer_all(channel: Channel, point: StopPoint) -> None:
+def _answer_all(channel: Channel[ControlHears, ControlSays], point: StopPoint) -> None:
     # A signal that the main thread blocks, in order to wait for it, would else come here, and end the process.
     _signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FAULTS)
     with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
         while True:
             record, fds = channel.receive()
-            if isinstance(record, Question):
-                payload.write(fds[0], _ANSWERS[type(record.about)](record.about, point))
-                os.close(fds[0])
-                channel.send(Told(record.number))
-            elif isinstance(record, ThawLooks):
-                point.thaw(record.call)
-            elif isinstance(record, StopAtLook):
-                point.stop_at(record.call, record.look, record.reason)
+            match record:
+                case Question(number, about):
+                    payload.write(fds[0], _ANSWERS[type(about)](about, point))
+                    os.close(fds[0])
+                    channel.send(Told(number))
+                case ThawLooks(call):
+                    point.thaw(call)
+                case StopAtLook(call, look, reason):
+                    point.stop_at(call, look, reason)
+                case _:
+                    assert_never(record)
 
 
 def _place() -> list[tuple[str, str, str]]:

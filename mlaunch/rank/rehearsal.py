@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import pickle
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import close_all
 from mlaunch.protocol import calls, payload
@@ -21,10 +22,14 @@ from mlaunch.protocol.result_queue import Results
 from mlaunch.rank import remote_error
 from mlaunch.rank.base import RankArgs
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import RankHears, RankSays
+
 
 @contextlib.contextmanager
 def stage(args: RankArgs) -> Iterator[RankArgs]:
     """Yields what a rank is given for it: a channel in which the call is, a queue and a board that nobody reads."""
+    ours: Channel[RankSays, RankHears]
     ours, theirs = Channel.pair()
     results = Results(args.spec.local_world_size)
     files = [payload.create("rehearsal"), payload.create("rehearsal")]

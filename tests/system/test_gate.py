@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.agent.peers import join_machines
+from mlaunch.agent.joining_machines import join_machines
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options

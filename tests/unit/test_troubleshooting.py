@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.rst").read_text()
 FOREIGN = {"Gloo connectFullMesh failed", "Connection closed by peer"}  # torch says these
 # What nobody sees, since it is caught here, or ends in another message; and what only a defect of ours can bring about.
 INTERNAL = (
+    "no receiver takes this record",
     "what came is no ",
     "the connection was closed",
     "its connection was closed",

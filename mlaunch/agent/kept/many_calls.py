@@ -16,6 +16,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.kept.operation_numbers import NumberRequests
 from mlaunch.agent.rank_process import RankProcess
@@ -27,6 +28,9 @@ from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks,
 from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind, Errand, RankAnswered
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import in_step
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears
 
 _LOOK_DELAY = 0.1  # seconds between looks whether ranks that were asked to stop have answered their launcher
 _CHECK_TIMEOUT = 1.0  # seconds, at least, for ranks that have all come back to compare and meet
@@ -53,7 +57,7 @@ class KeptSupervisor(Supervisor):
 
     # What the launcher says
 
-    def _obey(self, record: object, fds: list[int]) -> bool:
+    def _obey(self, record: AgentHears | None, fds: list[int]) -> bool:
         if isinstance(record, NextCall):
             self._begin_next(record, fds)
         elif isinstance(record, EndCall):

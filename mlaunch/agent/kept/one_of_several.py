@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.protocol import payload
@@ -17,11 +18,14 @@ from mlaunch.protocol.messages.kept_messages import MeetAgain, RanksBack, RanksS
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.rank.in_step import Numbers
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears
+
 
 class KeptPartSupervisor(KeptSupervisor):
     """Whether they are in step can be told of all machines' ranks alone."""
 
-    def _obey(self, record: object, fds: list[int]) -> bool:
+    def _obey(self, record: AgentHears | None, fds: list[int]) -> bool:
         if isinstance(record, MeetAgain):
             if record.number == self._call.number and not self._lacks_ranks():
                 self._send_on(Errand.MEET)

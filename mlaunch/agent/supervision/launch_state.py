@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.result_queue import Results
 from mlaunch.rendezvous.store_process import StoreProcess
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to hear of a failure
 
@@ -27,7 +30,7 @@ class Supervision:
     ranks: Sequence[RankProcess]
     results: Results
     server: StoreProcess | None
-    launcher: Channel
+    launcher: AgentsEnd
     parent: int
     grace_period: float  # seconds
     inspection: Inspection | None = None
@@ -50,7 +53,7 @@ class OngoingCall:
     from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us
     left: float | None = None  # seconds of the deadline, while that is held
 
-    def obey(self, record: object, now: float) -> bool:
+    def obey(self, record: AgentHears | None, now: float) -> bool:
         """Holds the deadline while a user debugs; False if the record is about something else."""
         if not isinstance(record, HoldDeadline):
             return False

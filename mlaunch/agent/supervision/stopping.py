@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
@@ -21,9 +22,12 @@ from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.channel import TEXT_LIMIT
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd
 
 _MOST_MEMBERS = 2000  # of a rank's groups, that a record carries beside its stack
 
@@ -32,7 +36,7 @@ class Stopping:
     """Knows which step is due when. ``ranks``: those that are not reaped, by pidfd."""
 
     def __init__(
-        self, ranks: Mapping[int, RankProcess], board: Board, launcher: Channel, grace_period: float, system: System
+        self, ranks: Mapping[int, RankProcess], board: Board, launcher: AgentsEnd, grace_period: float, system: System
     ) -> None:
         self._ranks = ranks
         self._board = board

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
@@ -33,6 +34,9 @@ from mlaunch.protocol.messages.launch_messages import (
 )
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.rendezvous.store_process import StoreProcess
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears
 
 
 class Supervisor:
@@ -205,7 +209,7 @@ class Supervisor:
 
     def _hear(self, fd: int) -> None:
         """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
-        record, fds = self._receive() if fd == self._launcher.fileno() else (None, [])
+        record, fds = self._launcher.hear() if fd == self._launcher.fileno() else (None, [])
         if self._stop.obey(record, self._call.number) or self._is_asked(record) or self._obey(record, fds):
             return
         if record is None:
@@ -216,17 +220,11 @@ class Supervisor:
         else:
             self._cancel(record)
 
-    def _is_asked(self, record: object) -> bool:
+    def _is_asked(self, record: AgentHears | None) -> bool:
         asked = self._stopping.asked, self._questions
         return self._inspection is not None and self._inspection.obey(record, self._launcher, *asked)
 
-    def _receive(self) -> tuple[object, list[int]]:
-        try:
-            return self._launcher.receive()
-        except EOFError:
-            return None, []
-
-    def _obey(self, record: object, _fds: list[int]) -> bool:
+    def _obey(self, record: AgentHears | None, _fds: list[int]) -> bool:
         """Does what a launcher asks of the call, or of ranks that stay; False if it asks for something else."""
         return self._call.obey(record, self._clock())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import linux
 from mlaunch.base.text import name_ranks
@@ -21,6 +21,9 @@ from mlaunch.protocol.messages.launch_messages import RankStarted
 from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
 from mlaunch.protocol.visitors import WHY
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays, DebuggerHears, DebuggerSays
+
 _WHO = -1  # the number of a question that the watch for stalls does not ask
 
 
@@ -29,7 +32,7 @@ class DebuggedHandle(LaunchHandle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._debuggers: dict[int, Channel] = {}  # of ranks
+        self._debuggers: dict[int, Channel[DebuggerSays, DebuggerHears]] = {}  # of ranks
         self._prompts = Prompts(lambda text: self.relay.output.write(notebook.short_names(text)))
         self._goes_on = True
         self._holds = False  # the deadline
@@ -61,7 +64,7 @@ class DebuggedHandle(LaunchHandle):
 
     # What ranks say
 
-    def _show(self, record: object, fds: Sequence[int]) -> None:
+    def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
             channel = self._debuggers[record.rank] = Channel.adopt(fds[0])
             self.relay.watch(channel.fileno())
@@ -84,7 +87,7 @@ class DebuggedHandle(LaunchHandle):
             rank, place = self._prompts.quit
             self.end_stalled(failures.from_debugger(rank, notebook.short_place(place)))
 
-    def _listen(self, rank: int, channel: Channel) -> None:
+    def _listen(self, rank: int, channel: Channel[DebuggerSays, DebuggerHears]) -> None:
         try:
             while linux.wait_readable([channel.fileno()], 0.0):
                 record, _ = channel.receive()

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
+from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptSays
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import DebuggerSays
 
 _PATIENCE = 1.0  # seconds for ranks that take a step
 
@@ -32,18 +37,21 @@ class Prompts:
         self._fails = False  # a rank does, and the launch is about to end
         self.quit: tuple[int, str] | None = None  # the rank whose prompt has ended the launch, and where that was
 
-    def take(self, rank: int, record: object) -> None:
+    def take(self, rank: int, record: DebuggerSays) -> None:
         """Takes in what a rank says."""
-        if isinstance(record, PromptSays):
-            self._said[rank] = self._said.get(rank, "") + record.text
-            if rank == self._current and not self._together:
-                self._tell(rank)
-        elif isinstance(record, PromptAsks):
-            self._asking[rank] = record
-            self._busy.discard(rank)
-            self._expected.discard(rank)
-        elif isinstance(record, PromptLeft):
-            self._take_leave(rank, record)
+        match record:
+            case PromptSays():
+                self._said[rank] = self._said.get(rank, "") + record.text
+                if rank == self._current and not self._together:
+                    self._tell(rank)
+            case PromptAsks():
+                self._asking[rank] = record
+                self._busy.discard(rank)
+                self._expected.discard(rank)
+            case PromptLeft():
+                self._take_leave(rank, record)
+            case _:
+                assert_never(record)
 
     def _take_leave(self, rank: int, record: PromptLeft) -> None:
         self._busy.discard(rank)

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
@@ -25,13 +25,15 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.caller.stop_order import StopSignal
 from mlaunch.protocol import visitors
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.prepared_messages import CallBegun
 from mlaunch.protocol.messages.status_messages import StatusTold
 from mlaunch.protocol.messages.stop_messages import AskToStop
 from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays, LaunchersEnd
 
 
 class Backing(Protocol):
@@ -54,7 +56,7 @@ class LaunchHandle:
 
     spec: LaunchSpec
     server: Backing
-    agent: Channel
+    agent: LaunchersEnd
     relay: Relay
     history: History
     outcome: Outcome = field(init=False)
@@ -211,9 +213,8 @@ class LaunchHandle:
 
     def _hear(self) -> bool:
         """Takes in one record; False after the last."""
-        try:
-            record, fds = self.agent.receive()
-        except EOFError:
+        record, fds = self.agent.hear()
+        if record is None:
             self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
             self.outcome.broken = self.outcome.broken or self.server.describe_end()
             remove_names(self.spec, self.outcome.spec)
@@ -233,7 +234,7 @@ class LaunchHandle:
         self._show(record, fds)
         return True
 
-    def _begins(self, record: object) -> bool:
+    def _begins(self, record: AgentSays) -> bool:
         """Tells whether something of the launch may have happened, so that it is too late for another attempt."""
         return isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
 
@@ -246,7 +247,7 @@ class LaunchHandle:
             self.outcome.late = self.outcome.interrupt is None and self.spec.deadline is not None
         return killed is not Killed.NOTHING_LEFT
 
-    def _show(self, record: object, fds: Sequence[int]) -> None:
+    def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
             self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
         elif isinstance(record, StatusTold):

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.frames import is_control_thread, mentions_bottom
@@ -33,6 +33,9 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import in_letters
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
+
 
 @dataclass
 class Outcome:
@@ -56,7 +59,7 @@ class Outcome:
     agreed_stop: StopAgreed | None = None  # the ranks were asked to stop, and have agreed where
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
-    def take(self, record: object, fds: Sequence[int]) -> None:
+    def take(self, record: AgentSays, fds: Sequence[int]) -> None:
         """Takes in a record of the agent's, with its descriptors if it has a use for them."""
         taker = _TAKERS.get(type(record))
         if taker is not None:

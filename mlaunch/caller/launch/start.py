@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
@@ -19,9 +20,11 @@ from mlaunch.caller.server.in_memfds import in_memfds
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.protocol import explain, instead, payload
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
 
 
 def start_launch(
@@ -72,14 +75,16 @@ def start_or_take(
     return handle
 
 
-def _handle(server: ForkServer, spec: LaunchSpec, agent: Channel, output: OutputPlan, history: History) -> LaunchHandle:
+def _handle(
+    server: ForkServer, spec: LaunchSpec, agent: LaunchersEnd, output: OutputPlan, history: History
+) -> LaunchHandle:
     kind = LaunchHandle
     if spec.debug == PROMPT:
         from mlaunch.caller.debugging.debugged_handle import DebuggedHandle as kind  # for this alone
     return kind(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
 
 
-def _send_call(server: ForkServer, agent: Channel, spec: LaunchSpec, call: Call, leases: Sequence[int]) -> None:
+def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: Call, leases: Sequence[int]) -> None:
     """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
         with naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
@@ -99,11 +104,11 @@ def send_launch(
     server: ForkServer,
     spec: LaunchSpec,
     call: Call | None,
-    following: Channel | None = None,
+    following: AgentsEnd | None = None,
     *,
     more: bool = False,
     leases: Sequence[int] = (),
-) -> Channel:
+) -> LaunchersEnd:
     """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
         with naming_culprits(spec, call):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from mlaunch.base.text import in_bytes, on_a_clock
 from mlaunch.caller.launch.outcome import Outcome
@@ -13,6 +14,9 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.launch_messages import NamesLeft, Phase
 from mlaunch.protocol.messages.machine_messages import MachineSilent, Waiting
 from mlaunch.protocol.messages.stop_messages import StopOverdue
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
 
 _NAMES = 3  # that are shown
 _RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
@@ -54,7 +58,7 @@ def _phase_of_all(board: Board, size: int) -> str:
     return "running" if phases <= _RUNNING else "starting"
 
 
-def words_on(name: str, record: object) -> str:
+def words_on(name: str, record: AgentSays) -> str:
     """Says what the user of the launch is told of a record; "": nothing."""
     if isinstance(record, StopOverdue):
         return _overdue_stop(name, record)

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.board import Board
@@ -14,6 +15,9 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.kept_messages import DirectAnswer
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ResultQueue
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import RankHears, RankSays
 
 
 def _is_nothing() -> bool:
@@ -24,7 +28,7 @@ class DirectWays:
     """They are given as ranks start, and taken one by one."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, Channel] = {}
+        self._ranks: dict[int, Channel[RankSays, RankHears]] = {}
         self._answers: ResultQueue[DirectAnswer] | None = None
         self._kept: tuple[KeptFd, ...] = ()  # what answers come on, and ``fd``
         self._is_watched = _is_nothing

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -23,6 +24,9 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
 
 _AHEAD = 1.0  # seconds after which a call is no short one
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
@@ -196,7 +200,7 @@ class KeptHandle(LaunchHandle):
     def _pauses(self) -> bool:
         return self.over and not self._is_settled  # what comes now is not of the call that is over
 
-    def _show(self, record: object, fds: Sequence[int]) -> None:
+    def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
             self._read_answers()
             self.over = self.over or record.number == self._number

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.caller.launch.outcome import Outcome
@@ -18,6 +18,9 @@ from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
 
 # What begins with each phase of a rank, in the words of a report.
 _NAMES = {
@@ -61,7 +64,7 @@ class History:
     board: Board | None = None
     hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
 
-    def take(self, record: object, fds: Sequence[int]) -> None:
+    def take(self, record: AgentSays, fds: Sequence[int]) -> None:
         """Takes in what a record of the agent's says of the launch's course."""
         if isinstance(record, RanksStarting):
             self.board = Board(fds[0])

@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
@@ -24,10 +25,13 @@ from mlaunch.protocol.messages.server_messages import CountDevices, DeviceCount,
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd, ServerHears, ServerSays
+
 _QUIET_TIME = 0.5  # seconds in which nobody wonders
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
 
-_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+_open_channels: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
 
 
 class ServerGoneError(LaunchError):
@@ -41,7 +45,11 @@ class ForkServer:
     """
 
     def __init__(
-        self, control: Channel, pid: int, wait: Callable[[float], int | None], kill: Callable[[], None] | None = None
+        self,
+        control: Channel[ServerSays, ServerHears],
+        pid: int,
+        wait: Callable[[float], int | None],
+        kill: Callable[[], None] | None = None,
     ) -> None:
         self.pid = pid
         self._kill = kill or functools.partial(os.kill, pid, signal.SIGKILL)  # a child's number is its own
@@ -51,7 +59,7 @@ class ForkServer:
         self._ready: Ready | None = None
         self._waiting = False
         self._killed = False
-        self._launches: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._launches: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
         _open_channels.add(control)
 
     def ready(self, deadline: float | None = None, on_wait: Callable[[], None] | None = None) -> Ready:
@@ -168,11 +176,11 @@ class ForkServer:
         self,
         spec: LaunchSpec,
         call: Call | Payload | None,
-        following: Channel | None = None,
+        following: AgentsEnd | None = None,
         *,
         more: bool = False,
         leases: Sequence[int] = (),
-    ) -> Channel:
+    ) -> LaunchersEnd:
         """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
 
         ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
@@ -183,7 +191,7 @@ class ForkServer:
             beside = [*streams, *([] if following is None else [following.fileno()]), *leases]
             return self._ask(order, [("spec", spec), ("call", call)], beside)
 
-    def prepare(self, following: Channel, *, like: LaunchSpec | None = None, soon: bool = False) -> None:
+    def prepare(self, following: AgentsEnd, *, like: LaunchSpec | None = None, soon: bool = False) -> None:
         """Has a launch prepared, as the last one was. OSError if the server is gone.
 
         ``following``: its end of the channel; ``like``: how else it is to be; ``soon``: see PrepareNext.
@@ -192,11 +200,14 @@ class ForkServer:
         with standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
             self._control.send(PrepareNext(soon), [following.fileno(), *memfds, *(streams if memfds else [])])
 
-    def adopt(self, launch: Channel) -> None:
+    def adopt(self, launch: LaunchersEnd) -> None:
         """Counts a prepared launch among those that run."""
         self._launches.add(launch)
 
-    def _ask(self, record: object, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()) -> Channel:
+    def _ask(
+        self, record: ServerHears, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()
+    ) -> Channel[Any, Any]:  # the other end answers: a launch's agent, or a count of devices
+        ours: Channel[Any, Any]
         ours, theirs = Channel.pair()
         _open_channels.add(ours)
         self._launches.add(ours)

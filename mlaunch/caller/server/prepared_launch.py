@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.supervision.stack_requests import STOPPED, state_of
 from mlaunch.base import linux
@@ -17,6 +18,9 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.messages.prepared_messages import shape_of
 from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
 
 _DEATH_TIMEOUT = 5.0  # seconds for a killed agent
 _RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more
@@ -29,7 +33,7 @@ class _Prepared:
     server: ForkServer
     shape: LaunchSpec
     streams: _Streams  # what descriptors 1 and 2 stand for
-    channel: Channel
+    channel: LaunchersEnd
 
 
 class Preparation:
@@ -39,7 +43,7 @@ class Preparation:
         self._lock = threading.Lock()
         self._next: _Prepared | None = None
 
-    def take(self, server: ForkServer, spec: LaunchSpec) -> Channel | None:
+    def take(self, server: ForkServer, spec: LaunchSpec) -> LaunchersEnd | None:
         """Returns the channel to the agent of a prepared launch that can serve this one; drops any other."""
         with self._lock:
             found, self._next = self._next, None
@@ -52,10 +56,11 @@ class Preparation:
         _drop(found)
         return None
 
-    def expect(self, server: ForkServer, spec: LaunchSpec) -> Channel | None:
+    def expect(self, server: ForkServer, spec: LaunchSpec) -> AgentsEnd | None:
         """Returns the server's end of the channel of the launch that it is to prepare; None: it is to prepare none."""
         if not _is_wanted(spec):
             return None
+        ours: LaunchersEnd
         ours, theirs = Channel.pair()
         with self._lock:
             before, self._next = self._next, _Prepared(server, shape_of(spec), _streams(), ours)
@@ -85,7 +90,7 @@ def _is_wanted(spec: LaunchSpec) -> bool:
     return alone and small and os.environ.get(_VARIABLE) != "0" and not linux.memory_is_short()
 
 
-def _is_there(channel: Channel) -> bool:
+def _is_there(channel: LaunchersEnd) -> bool:
     """Tells whether its agent was forked and nobody has stopped it. One that has ended since says so by itself.
 
     What an agent says may come before the fork server's word that it was forked.

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlaunch.base import linux, memory_maps
 from mlaunch.base.fds import KeptFd
@@ -25,6 +26,9 @@ from mlaunch.protocol import originals
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.rank.setup import device, process
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ServerHears, ServerSays
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.main import main; main({}, {}, {})"
 # Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
@@ -44,6 +48,7 @@ class Interpreter:
 def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
     """Starts a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
     like = like or Interpreter()
+    ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), os.getpid(), tuple(like.preload))
@@ -87,6 +92,7 @@ def start_fork(call: Call) -> ForkServer:
     """Starts a fork of this process that serves one launch, with the call in memory."""
     _check_forkable()
     memory_maps.give_back_openmp_threads()
+    ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     caller = os.getpid()
     process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
@@ -101,7 +107,9 @@ def start_fork(call: Call) -> ForkServer:
     return ForkServer(ours, pid, _Waiter(pid))
 
 
-def _become_server(ours: Channel, theirs: Channel, caller: int, call: Call) -> None:
+def _become_server(
+    ours: Channel[ServerSays, ServerHears], theirs: Channel[ServerHears, ServerSays], caller: int, call: Call
+) -> None:
     try:
         ours.close()
         os.setsid()

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd, close_all
@@ -27,6 +28,9 @@ from mlaunch.caller.standard_streams import is_open
 from mlaunch.protocol import import_facts, settings, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ServerHears, ServerSays, ZygoteHears, ZygoteSays
 
 _PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; a server of our own takes seconds, too
 _LOOK = 0.1  # seconds between looks whether somebody has stopped it
@@ -80,7 +84,8 @@ def _ask_one_of(
 
 def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
     pid, _ = peer_process(connection)
-    zygote = Channel(connection)
+    zygote: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
+    ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     try:
         try:
@@ -104,7 +109,12 @@ def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interprete
     return None
 
 
-def _send(zygote: Channel, control: Channel, environ: Mapping[str, str], like: Interpreter) -> None:
+def _send(
+    zygote: Channel[ZygoteSays, ZygoteHears],
+    control: Channel[ServerHears, ServerSays],
+    environ: Mapping[str, str],
+    like: Interpreter,
+) -> None:
     ignored = tuple(int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN)
     surroundings = CallersProcess(
         os.getpid(),
@@ -124,7 +134,7 @@ def _send(zygote: Channel, control: Channel, environ: Mapping[str, str], like: I
         close_all([null, caller])
 
 
-def _answer(zygote: Channel, pid: int) -> tuple[object, list[int]]:
+def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object, list[int]]:
     """Returns what it says, and descriptors. One that says nothing is stopped or hangs: it is ended."""
     end = time.monotonic() + _PATIENCE
     while not interrupts.wait_readable([zygote.fileno()], _LOOK):
@@ -140,7 +150,7 @@ def _answer(zygote: Channel, pid: int) -> tuple[object, list[int]]:
 class _Fork:
     """A fork server whose parent is the zygote, which tells how it has ended."""
 
-    def __init__(self, zygote: Channel, pidfd: int) -> None:
+    def __init__(self, zygote: Channel[ZygoteSays, ZygoteHears], pidfd: int) -> None:
         self._zygote = zygote
         self._pidfd = KeptFd(pidfd)
         self._exitcode: int | None = None

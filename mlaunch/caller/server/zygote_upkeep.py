@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
 from mlaunch.base.durations import duration
@@ -23,6 +23,9 @@ from mlaunch.protocol import import_facts, registry, token, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import NotReady
 from mlaunch.protocol.messages.zygote_messages import AskZygote, EndZygote, KeepZygote, ZygoteState
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
 
 VARIABLE = "MLAUNCH_WARM"  # "0": none is used; a time: one is left, which stays so long after its last use
 _CURIOUS = "MLAUNCH_DEBUG"
@@ -76,12 +79,12 @@ def keep(environ: Mapping[str, str], key: str, seconds: float | None) -> ZygoteS
     return None
 
 
-def _converse(directory: Path, key: str, record: object) -> ZygoteState | None:
+def _converse(directory: Path, key: str, record: ZygoteHears) -> ZygoteState | None:
     connection = zygote_place.connect(directory, key)
     if connection is None:
         zygote_place.remove(directory, key)  # it was killed
         return None
-    channel = Channel(connection)
+    channel: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
     with contextlib.closing(channel), contextlib.suppress(OSError, EOFError):
         channel.send(record)
         if linux.wait_readable([channel.fileno()], _ANSWER_TIMEOUT):
@@ -104,7 +107,8 @@ def end_all(environ: Mapping[str, str]) -> list[int]:
 def _end(connection: socket.socket) -> int:
     """Ends the one at the other end, and waits until it has; returns its pid."""
     pid, _ = peer_process(connection)
-    with contextlib.closing(Channel(connection)) as channel, contextlib.suppress(ProcessLookupError):
+    channel: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
+    with contextlib.closing(channel), contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         channel.try_send(EndZygote())
         if linux.is_stopped(pid) or not linux.wait_readable([pidfd], _END_TIMEOUT):
@@ -113,7 +117,7 @@ def _end(connection: socket.socket) -> int:
     return pid
 
 
-def kill(channel: Channel, pid: int) -> None:
+def kill(channel: Channel[ZygoteSays, ZygoteHears], pid: int) -> None:
     """Kills what is at the other end of a channel, if it is still there: else the number may be another's."""
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
@@ -169,7 +173,8 @@ def _directory(environ: Mapping[str, str]) -> Path:
 
 def _start(
     environ: Mapping[str, str], seconds: float, preload: Sequence[str], directory: Path, lock: int, *, awaited: bool
-) -> tuple[subprocess.Popen[bytes], Channel]:
+) -> tuple[subprocess.Popen[bytes], Channel[ZygoteSays, ZygoteHears]]:
+    ours: Channel[ZygoteSays, ZygoteHears]
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload), awaited)
@@ -187,7 +192,7 @@ def _start(
     return process, ours
 
 
-def _hear(word: Channel) -> ZygoteState:
+def _hear(word: Channel[ZygoteSays, ZygoteHears]) -> ZygoteState:
     if not linux.wait_readable([word.fileno()], _IMPORT_TIMEOUT):
         raise LaunchError(f"the fork server that was to be kept had not imported all after {_IMPORT_TIMEOUT:.0f} s")
     try:

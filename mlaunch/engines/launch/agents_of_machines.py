@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
@@ -39,6 +39,9 @@ from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
 from mlaunch.protocol.messages.member_messages import FromAgent, MachineDone, Printed, Rows, Seen, ServerEnded
 from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears, AgentSays, LaunchersEnd
+
 _STREAMS = (1, 2)
 
 
@@ -46,13 +49,9 @@ class MergedAgent:
     """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
 
     def __init__(
-        self,
-        machines: Sequence[Machine],
-        world_size: int,
-        end_of: EndOf,
-        times: Patience,
-        lookout: Lookout,
+        self, machines: Sequence[Machine], world_size: int, end_of: EndOf, times: Patience, lookout: Lookout
     ) -> None:
+        self.channel: LaunchersEnd
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
@@ -147,7 +146,7 @@ class MergedAgent:
             self._obey(record, fds)
         close_all(fds)
 
-    def _obey(self, record: object, _fds: Sequence[int]) -> None:
+    def _obey(self, record: AgentHears, _fds: Sequence[int]) -> None:
         self._backlog.limit = None
         self._send(record)
 
@@ -203,7 +202,7 @@ class MergedAgent:
         elif isinstance(record, MachineDone) and record.error:
             self._refuse(f"host {machine.host}: {record.error}", late=record.late)
 
-    def _take_from_agent(self, machine: Machine, record: Any, content: int) -> None:
+    def _take_from_agent(self, machine: Machine, record: AgentSays | AskToStop, content: int) -> None:
         if isinstance(record, RanksStarting):
             self._begin(record)
         elif isinstance(record, RankStarted):
@@ -255,5 +254,5 @@ class MergedAgent:
             self._started = True
             self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
 
-    def _tell(self, record: object, fds: Sequence[int] = ()) -> None:
+    def _tell(self, record: AgentSays, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
@@ -27,6 +27,10 @@ from mlaunch.protocol.messages.kept_messages import (
 )
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, DeadlinePassed, RankAnswered, RankGone, Reaped
 from mlaunch.rank import in_step
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears, AgentSays
+    from mlaunch.protocol.messages.stop_messages import AskToStop
 
 
 class _State(enum.Enum):
@@ -51,7 +55,7 @@ class KeptAgents(MergedAgent):
         self._printed: dict[tuple[int, int], int] = {}  # where that ends
         self._leaving = False  # the ranks were asked to, or told to stop
 
-    def _obey(self, record: object, fds: Sequence[int]) -> None:
+    def _obey(self, record: AgentHears, fds: Sequence[int]) -> None:
         if isinstance(record, NextCall):
             self._number, self._state = record.number, _State.RUNNING
             self._stop.begin_call(record.number)
@@ -76,7 +80,7 @@ class KeptAgents(MergedAgent):
         elif self._state is _State.OVER and failed is None:
             self._unsaid, self._printed = CallOver(number), {}  # at once
 
-    def _take_from_agent(self, machine: Machine, record: Any, content: int) -> None:
+    def _take_from_agent(self, machine: Machine, record: AgentSays | AskToStop, content: int) -> None:
         if isinstance(record, CallOver):
             self._take_back(machine)
         elif isinstance(record, RanksBack | RanksStand):

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
@@ -17,6 +17,9 @@ from mlaunch.engines.placement import Ends
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import RankAnswered, RankGone, RankStarted
 from mlaunch.protocol.messages.member_messages import MARK, Offer, versions
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
 
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
@@ -108,7 +111,7 @@ class Machine:
         self.stderr = -1
         return False
 
-    def shifted(self, record: Any) -> Any:
+    def shifted(self, record: AgentSays) -> AgentSays:
         """Returns a record of its agent's with the time as this machine's clock has it."""
         if isinstance(record, RankStarted | RankAnswered | RankGone):
             return dataclasses.replace(record, at=record.at + self.shift)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.visitors_of_machines import Lookout
@@ -17,6 +18,9 @@ from mlaunch.protocol.messages.stop_messages import (
     ThawRanks,
 )
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
+
 
 class MachinesStop:
     """``there``: the machines that have not ended, by descriptor; ``tell``: passes a record to the launch's handle.
@@ -25,7 +29,7 @@ class MachinesStop:
     who ask by ``mlaunch stop``.
     """
 
-    def __init__(self, there: Mapping[int, Machine], tell: Callable[[object], None], lookout: Lookout) -> None:
+    def __init__(self, there: Mapping[int, Machine], tell: Callable[[AgentSays], None], lookout: Lookout) -> None:
         self._there = there
         self._tell = tell
         self._lookout = lookout

@@ -10,17 +10,19 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.forks import close_in_forks
 from mlaunch.caller.launch.plan import working_directory
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.protocol import registry
-from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.member_messages import Look
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import Reception, answer, tell_launcher
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 _PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
 
@@ -89,7 +91,7 @@ class Lookout:
         for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
             self._finish(number)
 
-    def obey(self, record: object, there: Sequence[Machine], launcher: Channel) -> bool:
+    def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
         """Has the launch's handle told what it asks for; False if the record is about something else."""
         if isinstance(record, TellStatus):
             self.ask(record.word, there, functools.partial(tell_launcher, launcher, record.number))

@@ -13,11 +13,15 @@ import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.spec import ScriptTarget
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
+    from mlaunch.protocol.messages.stop_messages import AskToStop
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.member.member"
@@ -148,7 +152,7 @@ class Start:
 class FromAgent:
     """A record of the machine's agent. The content: what was in the descriptor beside it."""
 
-    record: Any
+    record: AgentSays | AskToStop  # which a scheduler's signal makes of a member
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.protocol.channel import Channel
 from mlaunch.rank import remote_error
@@ -17,11 +17,14 @@ from mlaunch.rank.debugging.rank_pdb import RankPdb
 from mlaunch.rank.debugging.talk import Talk
 from mlaunch.rank.setup import group
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+
 
 class Debugger:
     """Made once in a rank, before it joins its group. ``who``: "rank 1 of train()"."""
 
-    def __init__(self, channel: Channel, rank: int, who: str) -> None:
+    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int, who: str) -> None:
         self._talk = Talk(channel, rank)
         self._who = who
         self._pid = os.getpid()

@@ -11,10 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptSays
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
 
 _AT_ONCE = 8000  # characters in a record
 
@@ -22,7 +25,7 @@ _AT_ONCE = 8000  # characters in a record
 class Talk(io.TextIOBase):
     """A text file to a debugger. ``rank``: its number, for prompts."""
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int) -> None:
         self._channel = channel
         self._rank = rank
         self._turn = threading.RLock()
@@ -86,10 +89,10 @@ class Talk(io.TextIOBase):
         if self.how is Onward.QUITS:
             self._wait_for_end()
 
-    def _send(self, record: object) -> None:
+    def _send(self, record: DebuggerSays) -> None:
         self._channel.try_send(record)
 
-    def _receive(self) -> Any:
+    def _receive(self) -> DebuggerHears:
         try:
             return self._channel.receive()[0]
         except EOFError:  # the caller is gone, or has no more use for us, and the agent is about to end this process

@@ -6,13 +6,16 @@ import os
 import socket
 import traceback
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux, rlimits
 from mlaunch.base.process_name import name_process
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous.gate.membership import Join
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import LinkHears, LinkSays
 
 
 class Link:
@@ -24,6 +27,7 @@ class Link:
     def __init__(
         self, cluster: Rendezvous, join: Join, listener: socket.socket, close_in_child: Iterable[int] = ()
     ) -> None:
+        self.channel: Channel[LinkSays, LinkHears]
         self.channel, theirs = Channel.pair()
         parent = os.getpid()
         self.pid = os.fork()
@@ -34,7 +38,12 @@ class Link:
 
 
 def _run(
-    cluster: Rendezvous, join: Join, agent: Channel, listener: socket.socket, parent: int, close: Iterable[int]
+    cluster: Rendezvous,
+    join: Join,
+    agent: Channel[LinkHears, LinkSays],
+    listener: socket.socket,
+    parent: int,
+    close: Iterable[int],
 ) -> NoReturn:
     try:
         linux.die_with(parent)

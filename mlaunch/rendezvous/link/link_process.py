@@ -13,11 +13,11 @@ import time
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
 from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen
@@ -28,6 +28,9 @@ from mlaunch.rendezvous.gate.gate import BEATS
 from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
 from mlaunch.rendezvous.link import stop_words
 from mlaunch.rendezvous.link.streams import RankStreams
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import LinkHears, LinkSays
 
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
 _REMINDER_DELAY = 30.0  # seconds between words that say the same
@@ -40,7 +43,7 @@ _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first an
 class LinkProcess:
     """What runs in it; ``agent``: the channel to the agent."""
 
-    def __init__(self, cluster: Rendezvous, join: Join, agent: Channel) -> None:
+    def __init__(self, cluster: Rendezvous, join: Join, agent: Channel[LinkHears, LinkSays]) -> None:
         self._cluster = cluster
         self._join = join
         self._agent = agent
@@ -162,8 +165,7 @@ class LinkProcess:
                     self._failed = True
                     self._agent.try_send(shortened(failure_of_record(record["failure"])))
                 elif "values" in record:
-                    everyone = range(self._join.world_size)
-                    self._begin(self._fetch([rank for rank in everyone if rank not in self._ours]))
+                    self._begin(self._fetch([rank for rank in range(self._join.world_size) if rank not in self._ours]))
                 elif (order := stop_words.order_of(record)) is not None:
                     self._agent.try_send(order)
                 elif "over" in record:
@@ -175,10 +177,9 @@ class LinkProcess:
             why, hints = "its connection was closed", []
         if self._failed:  # after which nobody waits for the others
             return
-        subject = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
+        who = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
         here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
-        lost = RankFailure(None, 0, f"was lost: {why}", subject=subject, consequence=here, hints=(*hints,))
-        self._agent.try_send(lost)
+        self._agent.try_send(RankFailure(None, 0, f"was lost: {why}", subject=who, consequence=here, hints=(*hints,)))
 
     async def _beat(self) -> None:
         """Shows agent and gate that this process lives."""
@@ -188,21 +189,23 @@ class LinkProcess:
             self._post({"beat": 1})
 
     def _hear_agent(self) -> None:
-        try:
-            record, fds = self._agent.receive()
-        except EOFError:
-            os._exit(0)
-        if isinstance(record, Value):
-            self._ours[record.rank] = fds[0] if fds else None
-        if isinstance(record, RankFailure):
-            self._failed = True
-            self._post({"failure": asdict(record)})
-        elif isinstance(record, AskAll | RanksFrozen):
-            self._post(stop_words.record_of(record))
-        elif isinstance(record, Done) and self._ours and not self._failed:
-            self._begin(self._share())
-        elif isinstance(record, Done):
-            self._post({"done": 1})
+        record, fds = self._agent.hear()
+        match record:
+            case None:
+                os._exit(0)
+            case Value():
+                self._ours[record.rank] = fds[0] if fds else None
+            case RankFailure():
+                self._failed = True
+                self._post({"failure": asdict(record)})
+            case AskAll() | RanksFrozen():
+                self._post(stop_words.record_of(record))
+            case Done() if self._ours and not self._failed:
+                self._begin(self._share())
+            case Done():
+                self._post({"done": 1})
+            case _:
+                assert_never(record)
 
     def _begin(self, exchange: Coroutine[Any, Any, None], what: str = "the exchange of values") -> None:
         task = asyncio.ensure_future(self._see_through(exchange, what))
@@ -236,15 +239,12 @@ class LinkProcess:
             if self._failed:  # which is why
                 return
             self._failed, host = True, socket.gethostname()
-            subject = f"{what} on host {host}"
-            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=subject)
+            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=f"{what} on host {host}")
             self._post({"failure": asdict(failure)})
             self._agent.try_send(failure)
 
     def _dialled(self, role: str) -> AbstractAsyncContextManager[control_protocol.Streams]:
         return control_protocol.dialled(self._master, self._cluster.port, role, self._cluster.token)
-
-    # Keeping in touch
 
     def _post(self, record: control_protocol.Record) -> None:
         if self._writer is not None:

@@ -1,0 +1,163 @@
+"""How an agent joins its launch's other machines: as one that serves the gate, or as another."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import socket
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+from mlaunch._version import __version__
+from mlaunch.agent.peers import Peers, silence
+from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.protocol.messages.machine_messages import Planned, Refused, Waiting
+from mlaunch.protocol.spec import Agreed, LaunchSpec, Rendezvous
+from mlaunch.rendezvous.address import listen_as_master
+from mlaunch.rendezvous.gate.membership import Join
+from mlaunch.rendezvous.link.link_handle import Link
+from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentsEnd
+
+
+class NoLaunchError(Exception):
+    """The machines did not come together; the launcher has been told."""
+
+
+@dataclasses.dataclass
+class Joined:
+    """What came of joining."""
+
+    spec: LaunchSpec
+    server: StoreProcess | None
+    peers: Peers
+
+
+def join_machines(
+    spec: LaunchSpec,
+    cluster: Rendezvous,
+    listener: socket.socket,
+    launcher: AgentsEnd,
+    parent: int,
+    held: Iterable[int],
+) -> Joined:
+    """Joins the launch's other machines; returns once all are there. ``held``: fds that are not the link's business.
+
+    Raises:
+        NoLaunchError: They will not come together, or the launcher does not want it any more.
+    """
+    server, start = None, time.monotonic()
+    if spec.rank_start == 0:
+        server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
+    link = Link(cluster, _introduction(spec), listener, held)
+    plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
+    left = spec.seconds
+    peers = Peers(link, cluster.heartbeat_timeout, gather_all=spec.gather_all, by_engine=cluster.by_engine)
+    joined = dataclasses.replace(
+        _as_agreed(spec, plan.agreed),
+        interface=plan.interface,
+        time_left=None if left is None else max(0.0, left - (time.monotonic() - start)),
+    )
+    return Joined(joined, server, peers)
+
+
+def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
+    command = spec.command
+    if command is not None:
+        command = dataclasses.replace(command, role_start=agreed.role_start, role_size=agreed.role_size)
+    return dataclasses.replace(
+        spec,
+        launch_id=agreed.launch_id,
+        secret=f"{spec.secret}/{agreed.secret}",  # the latter can be read on its way, the token cannot
+        restart_count=agreed.attempt,
+        node_rank=agreed.node_rank,
+        num_nodes=agreed.num_nodes,
+        rank_start=agreed.rank_start,
+        world_size=agreed.world_size,
+        command=command,
+    )
+
+
+def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd, held: Iterable[int]) -> StoreProcess:
+    """Starts the gate, where the others find it, and with it the store."""
+    try:
+        public = listen_as_master(cluster.master_ip, cluster.port)
+    except OSError as error:
+        where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
+        why = f"{error.strerror or error}{_advice(spec) if error.errno == errno.EADDRINUSE else ''}"
+        launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
+        raise NoLaunchError from error
+    with public:
+        gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout)
+        return StoreProcess(gate, close_in_child=held)
+
+
+def _advice(spec: LaunchSpec) -> str:
+    """Says what to give if it is the launch's own first machine that has the address."""
+    number = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.num_nodes - 1}"
+    return f". If several machines of this launch run on one host, each must be given its own {number}"
+
+
+def _introduction(spec: LaunchSpec) -> Join:
+    """Says what this machine is."""
+    return Join(
+        host=socket.gethostname(),
+        rank_start=0 if spec.count_machines else spec.rank_start,
+        n_gpus=spec.local_world_size,
+        world_size=0 if spec.count_machines else spec.world_size,
+        function=spec.name,
+        mlaunch=__version__.rpartition(".")[0],
+        torch=spec.torch_version,
+        gather="all" if spec.gather_all else "local",
+        attempt=spec.restart_count,
+        role="default" if spec.command is None else spec.command.role,
+        machine=spec.node_rank if spec.count_machines else 0,
+        machines=spec.num_nodes if spec.count_machines else 0,
+    )
+
+
+def _wait_for_plan(
+    link: Link,
+    gate: StoreProcess | None,
+    launcher: AgentsEnd,
+    parent: int,
+    spec: LaunchSpec,
+    timeout: float,
+) -> Planned:
+    sources = [link.channel.fileno(), launcher.fileno(), parent, *([gate.sentinel] if gate is not None else [])]
+    end = None if spec.seconds is None else time.monotonic() + spec.seconds
+    while True:
+        left = timeout if end is None else end - time.monotonic()
+        ready = wait(sources, max(0.0, min(left, timeout)))
+        if not ready and left >= timeout:
+            launcher.try_send(Refused(f"{_name(link)} {silence(timeout)}"))
+            raise NoLaunchError
+        if not ready:
+            why = f"its deadline of {spec.deadline:g} s passed while the machines were joining"
+            launcher.try_send(Refused(why, late=True))
+            raise NoLaunchError
+        if gate is not None and gate.sentinel in ready:
+            who = f"the gate on host {socket.gethostname()} (pid {gate.pid})"
+            launcher.try_send(Refused(f"{who} {describe_exit(gate.reap())} while the machines were joining"))
+            raise NoLaunchError
+        if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
+            raise NoLaunchError
+        match link.channel.hear()[0]:
+            case Planned() as planned:
+                return planned
+            case Waiting() as waiting:
+                launcher.try_send(waiting)
+            case Refused() | RankFailure() as failure:
+                launcher.try_send(failure)
+                raise NoLaunchError
+            case None:
+                launcher.try_send(Refused(f"{_name(link)} died while joining"))
+                raise NoLaunchError
+
+
+def _name(link: Link) -> str:
+    return f"the link on host {socket.gethostname()} (pid {link.pid})"
