@@ -14,7 +14,7 @@ from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
 # What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
                  "remote process exited", "NCCL communicator was aborted", "Socket closed",
-                 "Connection was likely closed")  # fmt: skip
+                 "Connection was likely closed", "failed to recv, got 0 bytes")  # fmt: skip
 
 
 def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool) -> RemoteError:

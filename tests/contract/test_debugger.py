@@ -110,7 +110,9 @@ def test_whoever_is_asked_may_be_a_program(
     monkeypatch.setattr("builtins.input", answer)
     assert launcher(train, 2, device_type="cpu", debug=True, start_method=start_method)() == [15.0, 15.0]
     assert asked == [PROMPT] * 4
-    assert "-> total = torch.tensor(scale)\n20.0\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "-> total = torch.tensor(scale)\n" in shown  # from Python 3.13 on it stops a line earlier
+    assert "\n20.0\n" in shown
 
 
 @doing("fails")

@@ -14,7 +14,6 @@ from mlaunch.caller.cells.cell_result import CellResult
 from mlaunch.caller.cells.cell_source import cell_source
 from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
-from mlaunch.notebook.magics import Automatic
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell, traceback_lines
 from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer, NamesOfRank
@@ -101,6 +100,9 @@ def test_cells_that_say_nothing(line: str, said: str) -> None:
 
 
 def test_plain_cells_go_to_the_ranks_until_told_otherwise() -> None:
+    pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
+    from mlaunch.notebook.magics import Automatic
+
     automatic = Automatic()
     assert automatic(["x = 1\n"]) == ["x = 1\n"]
     automatic.on = True
