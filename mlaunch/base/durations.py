@@ -10,9 +10,10 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 
 
 def duration(name: str, text: str) -> float:
-    """Returns the seconds. ValueError that names the option and what is allowed."""
+    """Returns the seconds. ValueError that names the option, or the variable, and what is allowed."""
     found = _FORM.fullmatch(text.strip())
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 0 < seconds <= _LONGEST:
-        raise ValueError(f"{name} {text}: allowed: a time with its unit, such as 90s, 30m, 8h or 2d")
+        given = f"{name} {text}" if name.startswith("-") else f"{name}={text}"
+        raise ValueError(f"{given}: allowed: a time with its unit, such as 90s, 30m, 8h or 2d")
     return seconds

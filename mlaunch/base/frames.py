@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
@@ -17,6 +17,10 @@ _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.
 _RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"
+_WITHOUT_FILE = (
+    "<string>",
+    "<attrs generated",
+)  # python -c, and what dataclasses and others write
 
 
 def is_ours(file: str) -> bool:
@@ -47,6 +51,20 @@ def is_control_thread(lines: Iterable[str]) -> bool:
 def is_library(file: str) -> bool:
     """Tells whether the file belongs to Python, to an installed package or to this one, even if installed in place."""
     return is_ours(file) or any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
+
+
+def innermost_users(files: Sequence[str]) -> int | None:
+    """Returns which frame of a stack, innermost first, is the first of the user's; None if none is.
+
+    One without a file is taken for generated, and passed over, where a frame with a file has called it.
+    """
+    without = [file.startswith(_WITHOUT_FILE) for file in files]
+    for i, file in enumerate(files):
+        called_by = files[i + 1] if i + 1 < len(files) else ""
+        generated = without[i] and called_by and not without[i + 1] and not is_ours(called_by)
+        if not generated and not is_library(file):
+            return i
+    return None
 
 
 def is_import(file: str) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlaunch.base.log import log
 from mlaunch.base.misuse import misuse
 from mlaunch.base.text import ranges
 from mlaunch.caller import interrupts
@@ -22,7 +22,6 @@ from mlaunch.protocol.spec import LEASED as VARIABLE
 from mlaunch.rank.setup import device
 
 _PLACE = "place on the CPUs"
-_log = logging.getLogger("mlaunch")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class LeaseRequest:
             try:
                 acquisition.prefer(other_programs.idle_first(self.wish.names))
             except other_programs.NoHintError as error:
-                _log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
+                log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
         return acquisition.step()
 
     def granted(self, lease: DeviceLease) -> Grant:

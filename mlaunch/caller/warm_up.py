@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlaunch.base.log import log
 from mlaunch.base.misuse import misuse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.options.option_types import AllOptions
-
-_log = logging.getLogger("mlaunch")
 
 
 def warm_up(*, preload: Sequence[str] | None = None, **options: Unpack[AllOptions]) -> None:
@@ -66,4 +64,4 @@ def _prepare(server: ForkServer, options: Options) -> None:
 
         ahead.prepare(server, options)
     except Exception as error:  # the call itself will tell
-        _log.debug("nothing was prepared: %s", error)
+        log.debug("nothing was prepared: %s", error)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.base.frames import is_library
 from mlaunch.base.text import in_bytes, in_two_units
-from mlaunch.caller.report.failure_text import in_words
+from mlaunch.caller.report.failure_text import in_words, users_place
 
 ID_SHOWN = 8
 _STILL = 10.0  # seconds in which a loop makes no turn, after which that is told instead of its rate
@@ -103,7 +102,7 @@ def _aligned(cell: str, column: int, width: int) -> str:
 def _where(rank: Mapping[str, Any]) -> str:
     """Says where it is in the user's code; "" if it is not there, or has not told."""
     frames = [tuple(frame) for frame in rank.get("frames", [])]
-    users = any(not is_library(file) for file, _, _ in frames)
+    users = users_place(frames) is not None
     return in_words(frames) if users and rank["state"].startswith(_RUNNING) else ""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frames import is_library
-from mlaunch.caller.report.failure_text import in_words, operation_of
+from mlaunch.caller.report.failure_text import in_words, operation_of, users_place
 from mlaunch.caller.wait_graph import RankView, why
 from mlaunch.protocol.messages.launch_messages import RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
@@ -44,7 +44,6 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
     frames = [tuple(frame) for frame in rank["frames"]]
     told, children = rank.get("entered"), rank.get("children", [])
     entered = None if told is None else {name: (tuple(members), number) for name, members, number in told}
-    place = next((i for i, frame in enumerate(frames) if not is_library(frame[0])), len(frames))
     runs, returned = rank["state"].startswith(_RUNNING), _RETURNED in rank["state"]
     doing = in_words(frames) if frames and runs else rank["state"]
     blocks = [_block_of(file, line) for file, line, _ in frames if not is_library(file)] if runs else []
@@ -57,7 +56,7 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
         doing += "".join(f"; its child {child}" for child in children[:2])
     if returned:
         return RankView(rank["rank"], doing, "", False, entered, returned)
-    inside = any("/torch/" in file for file, _, _ in frames[:place])
+    inside = any("/torch/" in file for file, _, _ in frames[: users_place(frames)])
     return RankView(rank["rank"], doing, operation_of(frames), inside, entered)
 
 

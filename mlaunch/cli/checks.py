@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import shlex
@@ -12,11 +11,11 @@ import stat
 from collections.abc import Mapping
 
 from mlaunch.base import signals
+from mlaunch.base.log import log
 from mlaunch.caller.options import stall_option
 from mlaunch.protocol import token as tokens
 
 _NEVER = "none"
-_log = logging.getLogger("mlaunch")
 _LONGEST_ROLE = 255  # characters: all machines hear it
 PRINT_COMPLETION = "--print-completion"
 SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
@@ -140,5 +139,5 @@ def token_of(file: str | None, environ: Mapping[str, str]) -> str | None:
     if not token:
         raise UsageError(f"--token-file {file}: the file is empty")
     if readable:
-        _log.warning("--token-file %s: other users can read the token there; chmod go= %s", file, shlex.quote(file))
+        log.warning("--token-file %s: other users can read the token there; chmod go= %s", file, shlex.quote(file))
     return token

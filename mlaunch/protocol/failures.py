@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.base.text import name_some_ranks
 from mlaunch.protocol.messages.launch_messages import AnswerKind, RankAnswered, RankGone, RemoteError
 
 
@@ -51,11 +53,11 @@ def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
     return RankFailure(None, pid, describe_exit(exitcode), exitcode=exitcode, at=at)
 
 
-def from_cancel(by_launcher: bool, *, by_choice: bool) -> RankFailure:
-    """Describes that the launcher cancels, or that it or the fork server is gone."""
+def from_cancel(by_launcher: bool, by_choice: bool, ranks: Sequence[int] = ()) -> RankFailure:
+    """Describes that the launcher cancels, or that it or the fork server is gone. ``ranks``: its own, if others are."""
     if by_choice:
-        return _of_host("the call", "was interrupted", final=True)
-    return _of_host("the calling process" if by_launcher else "the fork server", "is gone", final=False)
+        return _of_host("the call", "was interrupted", ranks, final=True)
+    return _of_host("the calling process" if by_launcher else "the fork server", "is gone", ranks, final=False)
 
 
 def from_deadline(seconds: float | None) -> RankFailure:
@@ -83,8 +85,9 @@ def from_debugger(rank: int, place: str) -> RankFailure:
     return RankFailure(None, 0, what, host=_host(), subject="the run", final=True)
 
 
-def _of_host(who: str, what: str, *, final: bool) -> RankFailure:
-    return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}", final=final)
+def _of_host(who: str, what: str, ranks: Sequence[int] = (), *, final: bool) -> RankFailure:
+    here = f" ({name_some_ranks(ranks)})" if ranks else ""
+    return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}{here}", final=final)
 
 
 def _host() -> str:

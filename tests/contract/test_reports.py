@@ -452,6 +452,22 @@ def test_what_a_library_imports_is_named_and_is_no_collective() -> None:
     assert operation_of([("/x/site-packages/torch/distributed/d.py", "1", "barrier"), users]) == "barrier"
 
 
+def test_what_python_has_generated_is_no_place_of_the_users() -> None:
+    library, users = "/x/site-packages/config.py", ("/home/train.py", "18", "train")
+    generated, attrs = ("<string>", "3", "__init__"), ("<attrs generated methods train.Config>", "25", "__init__")
+    assert in_words([(library, "8", "read"), generated, users]) == "in __init__ at train.py:18"
+    assert in_words([attrs, users]) == "in __init__ at train.py:18"
+    assert in_words([(library, "8", "read"), generated, (library, "2", "load"), users]) == "in load at train.py:18"
+    assert in_words([("/home/train.py", "7", "__post_init__"), generated, users]) == "in __post_init__ at train.py:7"
+    assert in_words([("<string>", "7", "train")]) == "in train at <string>:7"  # of python -c
+    assert (
+        in_words([(library, "8", "read"), ("<string>", "7", "train"), ("<string>", "9", "f")])
+        == "in read at <string>:7"
+    )
+    loads = f'Current thread:\n  File "<string>", line 3 in __init__\n  File "{library}", line 2 in load\n'
+    assert summarise([RankStacks(0, Phase.RECEIVING, "S", loads)]) == [f"rank 0 was {Phase.RECEIVING.value}"]
+
+
 MACHINERY = [
     ("<frozen importlib._bootstrap_external>", "1", "create_module"),
     ("<frozen importlib._bootstrap>", "1", "_find_and_load"),

@@ -151,7 +151,7 @@ def test_ctrl_c_on_one_machine_ends_all(network: Network) -> None:
         machines.processes[1].send_signal(signal.SIGINT)
         first, second = machines.ends()
         assert second["type"] == "KeyboardInterrupt"
-        assert first["text"].startswith(f"the call on host {machines.host(1).name} of train() was interrupted")
+        assert first["text"].startswith(f"the call on host {machines.host(1).name} (rank 1) of train() was interrupted")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -161,7 +161,8 @@ def test_a_caller_that_is_killed_ends_all(network: Network, victim: int) -> None
         machines.until(0, "running")
         machines.processes[victim].kill()
         end = machines.end(1 - victim)
-        assert end["text"].startswith(f"the calling process on host {machines.host(victim).name} of train() is gone")
+        who = f"the calling process on host {machines.host(victim).name} (rank {victim})"
+        assert end["text"].startswith(f"{who} of train() is gone")
 
 
 @both
@@ -206,7 +207,7 @@ def test_a_cable_that_is_plugged_in_again_in_time(namespaces: Namespaces) -> Non
         namespaces.cable(1, "up")
         machines.processes[0].send_signal(signal.SIGINT)
         _, second = machines.ends()
-        assert second["text"].startswith("the call on host h1 of train() was interrupted")
+        assert second["text"].startswith("the call on host h1 (rank 0) of train() was interrupted")
 
 
 @both
@@ -249,7 +250,7 @@ def test_the_example_with_its_two_commands(network: Network) -> None:
     processes = [host.start(script, address, str(machine)) for machine, host in enumerate(network.hosts[:2])]
     ends = [process.communicate(timeout=90) for process in processes]
     assert [out for out, _ in ends] == ["[100.0, 100.0]\n"] * 2, ends
-    assert ends[0][1] == f"total() has no token: whoever reaches {address}, port 29500 may join it\n"
+    assert ends[0][1] == f"mlaunch: total() has no token: whoever reaches {address}, port 29500 may join it\n"
 
 
 def test_packets_are_lost(namespaces: Namespaces) -> None:

@@ -101,10 +101,9 @@ class Supervisor:
     # What is waited for
 
     def _sources(self) -> list[int]:
-        asked = [*self._stopping.fds(), *self._questions.fds()]
-        ours = [self._results.queue.fileno(), *asked, *self._ranks, *self._listening]
-        sentinel = [] if self._server is None else [self._server.sentinel]
-        return [*ours, *sentinel, *self._peers.fds(), *(() if self._inspection is None else self._inspection.fds())]
+        ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._questions.fds(), *self._ranks]
+        ours += [*self._listening, *([] if self._server is None else [self._server.sentinel]), *self._peers.fds()]
+        return [*ours, *(() if self._inspection is None else self._inspection.fds())]
 
     def _timeout(self) -> float | None:
         """Returns the seconds until the next step is due, None if none is."""
@@ -214,7 +213,8 @@ class Supervisor:
             return
         if record is None:
             self._listening.discard(fd)
-        self._shared.remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), by_choice=record is not None))
+        ours = [rank.rank for rank in self._by_local_rank] if self._peers.fds() else []  # others do not know them
+        self._shared.remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), record is not None, ours))
         if not isinstance(record, Cancel):
             self._stopping.without_asking(force=False)
         else:

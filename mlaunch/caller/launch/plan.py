@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.process import current_process
 
 from mlaunch.base import rlimits, signals
+from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options import debug_option, stall_option
@@ -21,8 +21,6 @@ from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
 from mlaunch.protocol.spec import Context, LaunchSpec, ProfileOrder, Rendezvous, new_launch_id
 from mlaunch.rank.setup import device
-
-_log = logging.getLogger("mlaunch")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     if attempt.profile is not None:
         _check_profile(attempt.profile, placed.local_world_size, world_size)
     if lacks := rlimits.too_few_files(placed.local_world_size):
-        _log.warning("%s: %s", name, lacks)
+        log.warning("%s: %s", name, lacks)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
     return LaunchSpec(
         launch_id=new_launch_id(),
@@ -118,9 +116,9 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezv
             "secret that signs them; give all of them token= or MLAUNCH_TOKEN, or use gather='local'"
         )
     if not token and options.rank_start == 0:
-        _log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
+        log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
     if token and len(token) < tokens.SHORTEST:
-        _log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
+        log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None
     return Rendezvous(options.master_ip, options.port, key, options.join_timeout, options.heartbeat_timeout)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, report_of
-from mlaunch.base.frames import is_library
+from mlaunch.base.frames import innermost_users
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.report.notebook import short_name
 
@@ -47,8 +47,9 @@ def again(name: str, restart_count: int, max_restarts: int, error: BaseException
 
 def _line_of(report: LaunchError | None) -> str:
     """Says in which line of the user's the cause was raised: " (train.py:29)"; "" if nobody knows."""
-    frames = _FRAME.findall(report.failures[0].traceback) if report is not None and report.failures else []
-    return next((f" ({short_name(file)}:{line})" for file, line in reversed(frames) if not is_library(file)), "")
+    frames = _FRAME.findall(report.failures[0].traceback)[::-1] if report is not None and report.failures else []
+    place = innermost_users([file for file, _ in frames])
+    return "" if place is None else f" ({short_name(frames[place][0])}:{frames[place][1]})"
 
 
 def may_be_repeated(error: BaseException | None) -> bool:

@@ -6,7 +6,6 @@ It does what ``caller/launch/call.py`` does in a loop of its own.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from collections.abc import Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
+from mlaunch.base.log import log
 from mlaunch.caller.launch.call import TRIES, flush_streams, planned, sent_as, start
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
@@ -44,7 +44,6 @@ class Need:
     later: bool = False
 
 
-_log = logging.getLogger("mlaunch")
 Steps = Generator[Need, None, Ended]
 
 # Who waits for which devices: the first of each row has a ticket in the queue of all processes. So a sweep has one
@@ -64,7 +63,7 @@ def steps_of(options: Options, call: Call, name: str, course: RunCourse) -> Step
         ended = yield from _attempt(options, call, name, Attempt(restart_count, left), course)
         if course.cancelling or course.stop_reason or not may_be_repeated(ended.error):
             return ended
-        _log.warning(again(name, restart_count, options.max_restarts, ended.error))
+        log.warning(again(name, restart_count, options.max_restarts, ended.error))
         left = None if options.deadline is None else max(0.0, options.deadline - (time.monotonic() - begun))
     return (yield from _attempt(options, call, name, Attempt(options.max_restarts, left), course))
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
 
+from mlaunch.base.log import log
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.course import Need, Steps
 
 THREAD = "mlaunch-runs"
-_log = logging.getLogger("mlaunch")
 Tell = Callable[[Ended | BaseException], None]
 
 
@@ -114,7 +113,7 @@ def _tell(ended: list[tuple[Tell, Ended | BaseException]]) -> None:
         try:
             tell(how)
         except BaseException:  # sys.exit in a callback: the others are driven on
-            _log.exception("a callback of a submitted launch raised")
+            log.exception("a callback of a submitted launch raised")
 
 
 loop = LaunchLoop()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mlaunch.base.log import log
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.spec import LaunchSpec
 
 _PERIOD = 0.1  # seconds between looks, where somebody is to be told
 _KEPT = 10_000  # reports
-_log = logging.getLogger("mlaunch")
 
 
 @dataclass(frozen=True)
@@ -116,4 +115,4 @@ def _call(callback: Callable[[Reported], object], report: Reported) -> None:
     try:
         callback(report)
     except Exception:
-        _log.exception("a callback of a report raised")
+        log.exception("a callback of a report raised")

@@ -6,7 +6,6 @@ what it waits for, the next one gets in line.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -16,6 +15,7 @@ from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a
 from dataclasses import dataclass
 from typing import Any, overload
 
+from mlaunch.base.log import log
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.many import sweep_table, trial_arguments
@@ -28,8 +28,6 @@ from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.protocol.calls import Call
-
-_log = logging.getLogger("mlaunch")
 
 
 class Sweep(Sequence[Run]):
@@ -168,7 +166,7 @@ class Sweep(Sequence[Run]):
             if self._plan.file is not None:
                 self._plan.file.add(trial.key, values, trial.seconds)
         except Exception as error:  # a full disk; what a __reduce__ may raise
-            _log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
+            log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
 
     def place(self, number: int) -> Area | None:
         return None if self._area is None else AreaPart(self._area, number)

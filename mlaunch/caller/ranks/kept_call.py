@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mlaunch.base.log import log
 from mlaunch.base.misuse import is_misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.settle import Ended
@@ -25,7 +25,6 @@ from mlaunch.protocol.pickling_for import Destination
 from mlaunch.protocol.spec import LaunchSpec
 
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
-_log = logging.getLogger("mlaunch")
 
 
 class RanksFuture(Future[Any]):
@@ -121,7 +120,7 @@ class KeptCall:
             try:
                 _resolve(self.future, ended)
             except BaseException:  # sys.exit in a callback: whoever drives has to drive on
-                _log.exception("a callback of the future of %s raised", self.spec.name)
+                log.exception("a callback of the future of %s raised", self.spec.name)
         self._end()
 
     def cancel(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.frames import is_import, is_library, is_ranks_own, module_of
+from mlaunch.base.frames import innermost_users, is_import, is_ranks_own, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report import notebook
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
@@ -104,8 +104,8 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
 def _in_words(dump: RankStacks) -> str:
     frames = main_frames(dump.text)
     if dump.phase not in _IN_USER_CODE:  # but it may be there: in a __setstate__, an exit handler
-        users = any(not is_library(file) for file, _, _ in frames)
-        return f"{dump.phase.value}, {in_words(frames)}" if users else str(dump.phase.value)
+        users = users_place(frames)
+        return str(dump.phase.value) if users is None else f"{dump.phase.value}, {in_words(frames)}"
     begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)  # or ends, or raises through our frames
     if begins:
         return f"{dump.phase.value}, at its very beginning or end"
@@ -118,7 +118,8 @@ def _in_words(dump: RankStacks) -> str:
 
 def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
     """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8"."""
-    place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames) - 1)
+    found = users_place(frames)
+    place = len(frames) - 1 if found is None else found
     file, line, name = frames[place]
     inner, outer = frames[:place], frames[place + 1 :]
     if inner and is_import(inner[-1][0]):
@@ -132,10 +133,14 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
     return f"{doing} at {notebook.short_name(file)}:{line}"
 
 
+def users_place(frames: Sequence[tuple[str, ...]]) -> int | None:
+    """Returns which frame, innermost first, is the innermost of the user's; None if none is."""
+    return innermost_users([file for file, *_ in frames])
+
+
 def operation_of(frames: Sequence[tuple[str, str, str]]) -> str:
     """Names the collective that a stack, innermost frame first, is in; "" if it is in none, or none has a name."""
-    place = next((i for i, (file, _, _) in enumerate(frames) if not is_library(file)), len(frames))
-    inner = frames[:place]
+    inner = frames[: users_place(frames)]
     if _imported_within(inner) or not any(_COLLECTIVES in file for file, _, _ in inner):
         return ""
     return "" if (called := _called(inner)) == "__init__" else called  # of DistributedDataParallel

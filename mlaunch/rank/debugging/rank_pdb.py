@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from mlaunch.base.frames import is_bottom, is_library, is_ours
+from mlaunch.base.frames import innermost_users, is_bottom, is_ours
 from mlaunch.protocol.messages.debug_messages import Onward
 from mlaunch.rank.debugging.talk import Talk
 
@@ -48,8 +48,9 @@ class RankPdb(pdb.Pdb):
         files = [frame.f_code.co_filename for frame, _ in stack]
         bottom = max((i for i, file in enumerate(files) if is_bottom(file)), default=-1)
         kept = [i for i in range(bottom + 1, len(stack)) if not is_ours(files[i])] or [len(stack) - 1]
-        users = [i for i in kept if not is_library(files[i])] if t is not None else []
-        present = next((i for i in reversed(users or kept) if i <= index), kept[0])
+        inward = [i for i in reversed(kept) if i <= index] or kept[:1]
+        users = innermost_users([files[i] for i in inward]) if t is not None else None
+        present = inward[users or 0]
         return [stack[i] for i in kept], kept.index(present)
 
     def onecmd(self, line: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import logging
 import os
 import queue
 import sys
@@ -18,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
+from mlaunch.base.log import is_heard, log
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.joining import recognise
 from mlaunch.rank.joining.recognise import RankInfo
@@ -28,7 +28,6 @@ from mlaunch.rendezvous.address import is_taken
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_log = logging.getLogger("mlaunch")
 _TIMEOUT = 1800.0
 _ANSWER_TIMEOUT = 60.0  # seconds, for a server that listens, and may still be importing torch
 
@@ -227,8 +226,8 @@ def leave() -> None:
 
 
 def _say(text: str) -> None:
-    if _log.hasHandlers():
-        _log.info(text)
+    if is_heard():
+        log.info(text)
     else:
         print(f"mlaunch: {text}", file=sys.stderr, flush=True)
 

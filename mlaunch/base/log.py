@@ -1,0 +1,35 @@
+"""The package's logger, and what it says where nobody has set up logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints as logging's own last resort does, with whose words they are in front; silent where others listen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.setFormatter(logging.Formatter("mlaunch: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not is_heard():
+            self.stream = sys.stderr  # as it is now
+            super().emit(record)
+
+
+log = logging.getLogger("mlaunch")
+_last_resort = _LastResort()
+log.addHandler(_last_resort)
+
+
+def is_heard() -> bool:
+    """Tells whether the user has set up logging for what this package says."""
+    logger: logging.Logger | None = log
+    while logger is not None:
+        if any(handler is not _last_resort for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
