@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ def _wanted(
     if kind == "cpu" or (options.device_type == "auto" and not names):
         size = device_choice.place_on_cpus(options.n_gpus, options.devices).local_world_size
         places = options.concurrent or max(1, device.usable_cpus() // size)
+        if options.concurrent is None:
+            _warn_of_cpus(size, device.usable_cpus())
         return None, [f"{_PLACE} {number}" for number in range(places)], 1
     if options.concurrent is not None:
         raise ValueError(
@@ -139,6 +142,15 @@ def _wanted(
         device_choice.place_on_accelerators(accelerator, count, None, environ)
     by_name = {names[number]: number for number in numbers}
     return by_name, list(by_name), count
+
+
+@functools.cache  # once for each size
+def _warn_of_cpus(size: int, cpus: int) -> None:
+    if size > cpus:
+        log.warning(
+            "a lease for %d ranks on %d CPU%s: they take the only place, and share what is there",
+            size, cpus, "s" * (cpus > 1),
+        )  # fmt: skip
 
 
 def _check_hint(kind: str, server: ForkServer) -> None:

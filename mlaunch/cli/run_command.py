@@ -24,6 +24,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.zygote_upkeep import tell
 from mlaunch.caller.stop_order import StopOrder, StopSignal
 from mlaunch.cli import flags, on_lease
 from mlaunch.cli.checks import UsageError
@@ -217,9 +218,10 @@ def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _say_threads(size: int, environ: Mapping[str, str]) -> None:
+    """Says to who wants to know how many threads each rank has: mostly as many as its user would give it."""
+    cpus = device.usable_cpus()
     if size > 1 and "OMP_NUM_THREADS" not in environ:
-        share, cpus = device.threads_of(size), device.usable_cpus()
-        _say(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {share} of {cpus} CPUs")
+        tell(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {device.threads_of(size)} of {cpus} CPUs")
 
 
 def _say(text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch import launcher
+from mlaunch.caller import leasing
 from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
 from tests.processes import wait_gone, wait_until
@@ -40,6 +41,17 @@ def test_calls_of_several_threads_take_turns(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert values == [["place on the CPUs 0"] * 2] * 4
+
+
+def test_more_ranks_than_cpus_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leasing.device, "usable_cpus", lambda: 1)
+    leasing._warn_of_cpus.cache_clear()
+    train = launcher(os.getpid, n_gpus=2, device_type="cpu", lease=True)
+    assert len({*train(), *train()}) == 4
+    train.options(concurrent=1)()
+    assert caplog.messages == ["a lease for 2 ranks on 1 CPU: they take the only place, and share what is there"]
 
 
 def fds_of_leases() -> list[tuple[list[str], list[str], bool]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.caller.many.loop import THREAD
+from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
 from tests.processes import alive, wait_until
@@ -75,6 +76,16 @@ def test_failures_are_the_futures() -> None:
         unpicklable.result(120)
     assert unpicklable.report is None
     wait_until(lambda: told != [])
+
+
+def test_one_whose_turn_has_come_is_starting() -> None:
+    course = RunCourse(THREAD, lambda: None)
+    run = Run("train()", {}, course)
+    assert run.state == "waiting"
+    course.starting = True
+    assert run.state == "starting"
+    assert repr(run) == "<Run of train(): starting>"
+    assert not run.running()
 
 
 def test_cancel_of_one_that_runs_and_of_one_that_waits(tmp_path: Path) -> None:

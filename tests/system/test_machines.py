@@ -489,7 +489,10 @@ def test_a_master_that_never_comes(network: Network) -> None:
 def test_a_name_that_does_not_resolve(network: Network) -> None:
     with launched(network, 1, 1) as machines:
         machines.start(1, join_timeout=1, master_ip="no-such-host.invalid")
-        assert "no master answers at no-such-host.invalid, port" in machines.end(1)["text"]
+        text = machines.end(1)["text"]
+        assert "no master answers at no-such-host.invalid, port" in text
+        assert "is this the name of the machine of rank 0" in text
+        assert "firewall" not in text  # which a connection has to come to first
         machines.start(0, master_ip="no-such-host.invalid")
         assert "this machine cannot be the master at master_ip='no-such-host.invalid'" in machines.end(0)["text"]
 

@@ -81,6 +81,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
     history = History()
     environ = {**os.environ, **(options.env or {})}
     server = warm_server.get(environ)
+    course.starting = True
     while server.waits_for:
         yield Need(server.waits_for)
         _go_on(course)
@@ -129,6 +130,7 @@ def _leased(
     request = request_of(options, server, grant.environ, name)
     row = _rows.setdefault(tuple(request.wish.names), deque())
     row.append(course)
+    course.starting = False
     try:
         while row[0] is not course:
             yield Need()
@@ -140,6 +142,7 @@ def _leased(
                 _go_on(course)
         finally:
             acquisition.close()
+        course.starting = True
         return lease, dataclasses.replace(request.granted(lease), more=len(row) > 1 or course.has_followers())
     finally:
         row.remove(course)

@@ -35,7 +35,7 @@ class Run(Future[list[Any]]):
         arguments: What the function was given, by name.
         report: The LaunchReport; None before it is over.
         log_dir: Its directory in ``log_dir=``; None before it has begun.
-        state: "waiting", "running", "returned", "failed" or "cancelled".
+        state: "waiting" (for devices, for those before it), "starting", "running", "returned", "failed" or "cancelled".
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any], course: RunCourse) -> None:
@@ -56,9 +56,9 @@ class Run(Future[list[Any]]):
 
     @property
     def state(self) -> str:
-        """Says where it is: "waiting", "running", "returned", "failed" or "cancelled"."""
+        """Says where it is: "waiting", "starting", "running", "returned", "failed" or "cancelled"."""
         if not self.done():
-            return "running" if self.running() else "waiting"
+            return "running" if self.running() else "starting" if self._course.starting else "waiting"
         return "cancelled" if self.cancelled() else "returned" if self.exception() is None else "failed"
 
     @property
@@ -165,6 +165,7 @@ class RunCourse:
     cancelled: bool = False  # it ended by that
     stop_reason: str = ""  # why its ranks are to stop; "": they are not
     handle: LaunchHandle | None = None
+    starting: bool = False  # it has what it waits for: the fork server imports torch, or forks the agent
     on_kept_ranks: bool = False  # which have no handle of its own
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None

@@ -55,7 +55,9 @@ def html(trials: Sequence[Trial], most: int | None = None) -> str:
 def in_one_line(name: str, trials: Sequence[Trial], seconds: float) -> str:
     """Says how far a sweep is: "train: 5 of 12 done, 1 failed, 4 running  0:35"."""
     counts = Counter(trial.state for trial in trials)
-    others = "".join(f", {counts[state]} {state}" for state in ("failed", "cancelled", "running") if counts[state])
+    others = "".join(
+        f", {counts[state]} {state}" for state in ("failed", "cancelled", "starting", "running") if counts[state]
+    )
     return f"{name}: {counts['returned']} of {len(trials)} done{others}  {on_a_clock(seconds)}"
 
 

@@ -151,6 +151,8 @@ class LinkProcess:
         if isinstance(trouble, control_protocol.UnprovedError):
             return f"{waited} what answers at {there} is not taken for the master ({trouble}): {trouble.advice}"
         advice = "is the launch started on the machine of rank 0, with this port, and does a firewall let it through?"
+        if isinstance(trouble, socket.gaierror):
+            advice = "is this the name of the machine of rank 0, and does this machine know it? Or give an address"
         return f"{waited} no master answers at {there} ({trouble.strerror or trouble}): {advice}"
 
     # Running
