@@ -53,10 +53,13 @@ class Options:
         flag="--nproc-per-node",
     )
     world_size: int | None = option(
-        None, Whole(1, optional=True), "Ranks on all machines (flag: machines). None: ``n_gpus``.", flag="--nnodes"
+        None,
+        Whole(1, optional=True),
+        "Ranks on all machines (the flag: how many of these). None: ``n_gpus``.",
+        flag="--nnodes",
     )
     rank_start: int = option(
-        0, Whole(0), "The first rank of this machine (the flag numbers machines).", flag="--node-rank"
+        0, Whole(0), "The first rank of this machine (the flag: which machine this is, from 0).", flag="--node-rank"
     )
     master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
     port: int = option(
@@ -80,21 +83,22 @@ class Options:
         Devices(),
         "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
         "local rank i finds ``devices[i]`` under the number i. Where a kind has no such variable, ask "
-        "``mlaunch.device()``. More than ``n_gpus``: a lease of so many of them.",
+        "``mlaunch.device()``. If more than ``n_gpus`` are named, the call waits for that many of them (``lease``).",
         flag="--devices",
     )
     lease: bool | str = option(
         False,
         Leasing(),
-        "Waits until no other launch with a lease has these devices, and keeps them until its last process is gone: "
-        "``n_gpus`` of ``devices``, or of all that are visible. In order of arrival among all processes of this user "
-        "here. On CPUs see ``concurrent``. 'idle': rather those without processes, as NVIDIA's library tells.",
+        "Waits for devices that no other launch with a lease has, and keeps them until its last process is gone: "
+        "``n_gpus`` of ``devices``, or of all that are visible. All processes of this user on this machine wait in one "
+        "queue. On CPUs see ``concurrent``. 'idle': of the free devices, first those that no process uses (NVIDIA's).",
         flag="--lease",
     )
     concurrent: int | None = option(
         None,
         Whole(1, optional=True),
-        "On CPUs, how many launches with a lease run at a time; asks for one. None: as many as get a CPU per rank.",
+        "On CPUs, how many launches with a lease run at a time; a number is a ``lease``, too. None: as many as have a "
+        "CPU for each rank.",
     )
     timeout: float | timedelta | None = option(
         1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."
@@ -113,7 +117,7 @@ class Options:
         None,
         Signals(),
         'Signals of this process, with commas ("TERM,USR1"), that ask the ranks to stop at a step that they agree on: '
-        "``mlaunch.stopping()`` is true there. None: they do to this process what they always do.",
+        "``mlaunch.stopping()`` is true there. None: no signal asks them.",
         flag="--stop-on",
     )
     stop_grace: float = option(
@@ -139,7 +143,7 @@ class Options:
         flag="--max-restarts",
     )
     max_preemptions: int = option(
-        0, Whole(0), "How often a call on an engine's machines that are preempted starts anew on others."
+        0, Whole(0), "How often a call starts anew on other machines when the scheduler takes an engine's machines."
     )
     start_method: str = option(
         "forkserver",
@@ -171,8 +175,8 @@ class Options:
     token: str | None = option(
         None,
         Secret(),
-        "A secret that the machines of a launch share, and prove to each other before anything else. None: that of "
-        "the environment; without it too, whoever reaches the port may join.",
+        "A secret that the machines of a launch share, and prove to each other before anything else. None: "
+        "``MLAUNCH_TOKEN``; where that is not set either, whoever reaches the port may join.",
         flag="--token-file",
         variable="MLAUNCH_TOKEN",
         shown=False,
@@ -213,14 +217,14 @@ class Options:
     keep: float | None = option(
         None,
         Seconds(optional=True, none=""),
-        "Seconds for which the ranks stay after a call. Calls with equal options share them, of other functions, too; "
-        "the latest call says how long. None: each call starts its own.",
+        "Seconds for which the ranks stay after a call, for the next one of any function with equal options. Each call "
+        "sets the time anew. None: each call starts its own ranks.",
     )
     ranks: TakesCalls | None = option(
         None,
         Staying(),
-        "``Ranks`` that the function is to run on, instead of ranks of its own. Theirs are then the options, but for "
-        "``deadline``, ``log_dir`` and ``progress``.",
+        "``Ranks`` that the function is to run on, instead of ranks of its own. All options but ``deadline``, "
+        "``log_dir`` and ``progress`` are then those of the ``Ranks``.",
     )
     engine: PlacesRanks | None = option(
         None,

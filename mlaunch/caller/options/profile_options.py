@@ -79,7 +79,7 @@ PROFILE: str | os.PathLike[str] | None = option(
 STEPS: Sequence[int] = option(
     (5, 8),
     FromTo(),
-    "Which steps ``profile`` has, the last one not included, counted from 0 by ``mlaunch.progress``, or by "
-    "``mlaunch.step()``.",
+    "The steps to trace: from the first of these numbers on, until before the second. ``mlaunch.progress`` or "
+    "``mlaunch.step()`` counts them, from 0.",
 )
-RANKS: Sequence[int] | None = option(None, SomeRanks(), "Which ranks ``profile`` has. None: all.")
+RANKS: Sequence[int] | None = option(None, SomeRanks(), "The ranks to trace. None: all.")
