@@ -96,6 +96,8 @@ class _ByValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):
             _look_at(obj.__module__)
+            if type(obj) is _FUNCTION:
+                reducers.look_into_class_bodies(obj.__code__)
             again = reducers.of_function(obj) if type(obj) is _FUNCTION else None
             return self._numbered(obj, super().reducer_override(obj)) if again is None else self._known(obj, again)
         kind = type(obj)

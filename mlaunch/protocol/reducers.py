@@ -6,18 +6,24 @@ They stand at the top of scripts and notebooks. Elsewhere they are known by the 
 from __future__ import annotations
 
 import copyreg
+import dis
 import functools
+import inspect
 import io
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import cloudpickle.cloudpickle
 
 from mlaunch.protocol.importable import is_importable
 
+# The body of a class looks names up by these, which find a global, too; cloudpickle looks for globals alone.
+_LOADS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
+_OF_BODIES = {"__name__", "__qualname__", "__module__"}  # which each body reads, or sets
+_find_globals = getattr(cloudpickle.cloudpickle, "_extract_code_globals", None)
 _CACHED = type(functools.lru_cache(len))
 Reduced = str | tuple[Any, ...]
 
@@ -36,7 +42,27 @@ def of_function(function: types.FunctionType) -> Reduced | None:
     return _compile_again, (original, {**_backend(links[-1]), "dynamic": links[-1].dynamic, "fullgraph": fullgraph})
 
 
-def _chain(callback: Any) -> typing.Iterator[Any]:
+def look_into_class_bodies(code: types.CodeType) -> None:
+    """Has cloudpickle send what the bodies of classes refer to that a function with this code makes."""
+    wanted = dict.fromkeys(name for body in _bodies(code) for name in _names(body))
+    if wanted and _find_globals is not None:
+        _find_globals(code).update(wanted)  # which it keeps, and takes when it pickles the function
+
+
+def _bodies(code: types.CodeType) -> Iterator[types.CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            if not inner.co_flags & inspect.CO_OPTIMIZED:
+                yield inner
+            yield from _bodies(inner)
+
+
+def _names(body: types.CodeType) -> Iterator[str]:
+    found = (step.argval for step in dis.get_instructions(body) if step.opname in _LOADS)
+    return (name for name in found if name not in _OF_BODIES)
+
+
+def _chain(callback: Any) -> Iterator[Any]:
     """Yields what dynamo has wrapped around a backend, and that at the end."""
     while callback is not None:
         yield callback

@@ -510,6 +510,25 @@ def test_a_global_of_a_global_that_cannot_be_pickled() -> None:
         launcher(names["train"], 1)()
 
 
+def test_what_the_body_of_a_class_in_a_function_refers_to() -> None:
+    """By instructions that cloudpickle does not look at: a default, a decorator, in a class inside of another one."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    text = """\
+import functools
+SIZE, STEP = 3, 4
+def train():
+    class Net:
+        size = SIZE
+        class Inner:
+            @functools.cached_property
+            def step(self):
+                return STEP
+    return Net.size, Net.Inner().step, Net.__module__
+"""
+    exec(text, names)
+    assert launcher(names["train"], 1)() == [(3, 4, "__main__")]
+
+
 def test_an_argument_that_cannot_be_unpickled_is_the_ranks_error() -> None:
     with pytest.raises(RuntimeError, match="not again") as caught:
         launcher(lambda x: x, 1)(FailsHere())
