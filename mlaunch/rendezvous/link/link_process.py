@@ -95,9 +95,8 @@ class LinkProcess:
             pause = min(2 * pause, longest)
 
     async def _connect(self) -> asyncio.StreamReader:
-        reader, writer = await asyncio.open_connection(
-            self._cluster.master_ip, self._cluster.port, limit=control_protocol.LINE_LIMIT
-        )
+        host, port = self._cluster.master_ip, self._cluster.port
+        reader, writer = await asyncio.open_connection(host, port, limit=control_protocol.LINE_LIMIT)
         self._master, self._trouble = str(writer.get_extra_info("peername")[0]), control_protocol.SILENT
         try:
             with control_protocol.limited(reader, _HANDSHAKE_TIMEOUT):
