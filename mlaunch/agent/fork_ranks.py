@@ -7,12 +7,12 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import error_file, payload, rich_output
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 16  # ranks whose descriptors are open at the same time
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Nursery:
     """What forking needs besides the rank's number. ``owned``: descriptors that are not the ranks' business."""
 
@@ -47,7 +47,7 @@ class Nursery:
     owned: OwnedFds
 
 
-@dataclass(frozen=True)
+@frozen_record
 class _Cradle:
     """A rank that is about to be forked: the agent's ends of what they share, and the rank's."""
 

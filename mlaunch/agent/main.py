@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 import traceback
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.agent.fork_ranks import Nursery, fork_ranks
@@ -28,6 +27,7 @@ from mlaunch.agent.supervision.shared_names import SharedNames
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
 from mlaunch.base.fds import OwnedFds, close_all
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.protocol import error_file, payload
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _NAMES = 100  # that are told of
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Order:
     """The descriptors of a launch, as the fork server hands them to an agent, which owns them."""
 
@@ -61,7 +61,7 @@ class Order:
     leases: tuple[int, ...] = ()  # of its devices, which the ranks hold, too
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Home:
     """Where an agent lives, whatever it serves."""
 

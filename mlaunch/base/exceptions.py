@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankFailure:
     """How one rank failed.
 

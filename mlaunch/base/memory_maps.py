@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from mlaunch.base.frozen_record import frozen_record
 
 _OMP_PAUSE_HARD = 2
 _OPENMP = re.compile("lib(g|i)?omp")
@@ -25,7 +26,7 @@ def give_back_openmp_threads() -> None:
             ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
-@dataclass(frozen=True)
+@frozen_record
 class MemoryMapping:
     """A part of this process's memory. ``path``: of the file, "[heap]", or "" of what has no name."""
 

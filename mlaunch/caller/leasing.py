@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.misuse import misuse
 from mlaunch.base.text import ranges
@@ -25,7 +25,7 @@ from mlaunch.rank.setup import device
 _PLACE = "place on the CPUs"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Grant:
     """What a launch may use. ``fds``: what its processes are to hold meanwhile. ``more``: others wait for the same."""
 
@@ -41,7 +41,7 @@ class Grant:
         return self.options.replaced({"env": {**(self.options.env or {}), VARIABLE: held}}) if held else self.options
 
 
-@dataclass(frozen=True)
+@frozen_record
 class LeaseRequest:
     """What a launch waits for. ``numbers``: of the devices, by name; None: it is a place on the CPUs."""
 

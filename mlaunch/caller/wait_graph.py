@@ -9,8 +9,8 @@ number, nobody is to blame: they are in different operations, or the device or t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_some_ranks
 
 # By name of the group: its members, and the number of the latest operation that the rank has entered.
@@ -18,7 +18,7 @@ Entered = Mapping[str, tuple[tuple[int, ...], int]]
 DEFAULT = "0"  # torch's name of the default group
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankView:
     """A rank as ``mlaunch why`` sees it.
 
@@ -39,7 +39,7 @@ class RankView:
     returned: bool = False
 
 
-@dataclass(frozen=True)
+@frozen_record
 class _Wait:
     """``rank`` waits for ``other``, which has entered ``number`` operations of the group."""
 

@@ -9,8 +9,9 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.launch.plan import working_directory
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.cli.checks import (
@@ -37,7 +38,7 @@ NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 COUNTED = ("auto", "gpu", "cpu", "xpu")
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Job:
     """``size``: ranks on this machine, or one of COUNTED."""
 

@@ -8,8 +8,8 @@ import socket
 import string
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
@@ -18,7 +18,7 @@ _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Wishes:
     """``redirects`` and ``tee``: for a local rank, which streams (bits of 1 and 2). ``only``: None shows all ranks."""
 

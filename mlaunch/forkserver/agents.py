@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import OwnedFds
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Launch:
     """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
 

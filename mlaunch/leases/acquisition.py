@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mlaunch.base.fds import close_all
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.leases.site import LeaseSite, opened
 
 DEVICE, TICKET = "device.", "ticket."
 _open: set[int] = set()  # what a fork of this process must not hold: it would keep devices from others
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Wish:
     """``count`` of the devices with these names, the first that are free. ``who``: for people, "train()"."""
 

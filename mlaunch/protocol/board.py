@@ -12,9 +12,9 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from mlaunch.base.fds import KeptFd, fix_size, memory_file
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import report_ring
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.report_ring import ReportRing
@@ -49,7 +49,7 @@ _TEXT_AT = _LOOP_AT + _LOOP.size
 _TEXT_LIMIT = _IMPORT_AT - _TEXT_AT
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Loop:
     """How far a rank is in its latest ``mlaunch.progress``. ``number``: 0 = there was none. ``total``: -1 = unknown.
 

@@ -8,15 +8,15 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle.cloudpickle
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.importable import is_importable
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Reference:
     """A function as module, qualified name, and how many ``__wrapped__`` lie above it (decorators, the launcher)."""
 
@@ -25,7 +25,7 @@ class Reference:
     depth: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Call:
     """What a rank runs. ``freed``: numbers of held values that a rank which stays is to let go of before;
     ``held``: the number under which it is to hold what the function returns; ``seed``: for this call. ``name``: what

@@ -18,10 +18,11 @@ import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, BinaryIO
 
 from mlaunch.base.fds import KeptFd, fix_size, memory_file
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
@@ -32,7 +33,7 @@ _PICKLED_AS_IT_IS = PLAIN | {RemoteError}
 _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Payload:
     """A pickled value: its bytes, if they are few, else the memfd that holds it.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.settings import Settings
 
@@ -17,7 +18,7 @@ def new_launch_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Context:
     """The caller's surroundings at the moment of the call; the fork server's own are older."""
 
@@ -33,7 +34,7 @@ class Context:
     authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ScriptTarget:
     """What ranks run in place of a function, each as a fresh interpreter would.
 
@@ -53,7 +54,7 @@ class ScriptTarget:
     role_size: int | None = None  # the number of those; None: all ranks
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Agreed:
     """What the machines of a launch agree on when all have joined, as one of them hears it."""
 
@@ -68,7 +69,7 @@ class Agreed:
     secret: str = field(repr=False)  # drawn for this launch
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Rendezvous:
     """How the machines of a launch find each other. Times in seconds. ``token``: the key that was made of it."""
 
@@ -80,7 +81,7 @@ class Rendezvous:
     by_engine: bool = False  # whose caller hears all machines; else each has a caller of its own
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ProfileOrder:
     """Which steps of which ranks are to be profiled. ``ranks``: None for all."""
 
@@ -97,7 +98,7 @@ class ProfileOrder:
         return f"{self.directory}/rank-{rank}.json"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class LaunchSpec:
     """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
 

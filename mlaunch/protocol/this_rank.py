@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ThisRank:
     """A rank of this package's launcher. ``secret`` is shared by the ranks of its launch."""
 

@@ -7,10 +7,10 @@ import faulthandler
 import multiprocessing.process
 import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mlaunch.base import linux
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload, stack_dump
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _EXIT_TEXT = 8192  # bytes of what sys.exit is given
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankArgs:
     """What a rank gets from its agent: who it is, where the others are, the ways back."""
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import this_rank
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Description:
     """What a rank holds, for people. ``shape``: None unless it has one; ``size``: bytes, of all its tensors."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import EnteredGroups
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ GROUPS = "groups"  # those of the whole world that were begun
 MESSAGES = "messages"  # None once one was begun
 
 
-@dataclass(frozen=True)
+@frozen_record
 class _Beginning:
     """Where this rank stood as a call began."""
 

@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mlaunch.base import linux, rlimits
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
 
 
-@dataclass(frozen=True)
+@frozen_record
 class GateConfig:
     """What the gate needs: a public socket, which launch it serves, and what it asks of other machines."""
 

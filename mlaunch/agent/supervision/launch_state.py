@@ -11,6 +11,7 @@ from mlaunch.agent.peers import Peers
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.protocol.messages.prepared_messages import Details
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to hear of a failure
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Supervision:
     """Everything that a supervisor watches. ``parent``: a pidfd of the process that must outlive it."""
 

@@ -7,10 +7,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from mlaunch.agent.activity import children_of, file_of
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, STATES, in_letters, is_whole
 
@@ -19,7 +19,7 @@ _LONG_ENOUGH = 0.05  # seconds of running in which a rank that has got the signa
 _FIELD = re.compile(r"^(State|VmSize|SigCgt|SigPnd|ShdPnd):\s+(\w+)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
+@frozen_record
 class _Request:
     """``at``: when it was made; ``has_run``: how long the main thread had run by then."""
 

@@ -6,10 +6,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mlaunch.agent.supervision import stack_requests
 from mlaunch.base import linux
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Phase
 
 _PIDFD_THREAD = os.O_EXCL  # as the kernel defines it
@@ -35,7 +35,7 @@ def is_failing(pid: int) -> bool:
     return False
 
 
-@dataclass(frozen=True)
+@frozen_record
 class System:
     """``clock`` gives monotonic seconds. ``group`` signals a process group by its leader's pid; ``process`` a rank
     alone; ``stray`` one that has left its group, by pid and pidfd. ``request`` asks for stacks by a signal; False: that

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.rank.setup import device
 
 
-@dataclass(frozen=True)
+@frozen_record
 class DeviceChoice:
     """Where the ranks of one machine run."""
 
@@ -18,7 +18,7 @@ class DeviceChoice:
     visible_devices: str | None
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Accelerator:
     """What a machine has of one kind. ``runtime``: whose variables hide devices; ``count``: how many are visible."""
 

@@ -6,10 +6,10 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing.process import current_process
 
 from mlaunch.base import rlimits, signals
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
@@ -23,7 +23,7 @@ from mlaunch.protocol.spec import Context, LaunchSpec, ProfileOrder, Rendezvous,
 from mlaunch.rank.setup import device
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ThisMachine:
     """What this machine offers to a launch. ``count``: counts the accelerators that an environment shows."""
 
@@ -31,7 +31,7 @@ class ThisMachine:
     count: Callable[[Mapping[str, str]], int]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Attempt:
     """What differs between the attempts of a call. ``time_left``: seconds of its deadline, None: it has none."""
 

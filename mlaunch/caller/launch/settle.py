@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.launch.hints import hints_of, of_value
 from mlaunch.caller.launch.outcome import Outcome
@@ -21,7 +21,7 @@ from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.caller.warn import warn_caller
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Ended:
     """A launch that is over, or a call. ``report``: makes its report, once; most calls' is never read."""
 

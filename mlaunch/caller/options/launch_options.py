@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, fields
 from datetime import timedelta
 from typing import Any, cast
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.options import debug_option, peer_names, profile_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
@@ -41,7 +42,7 @@ def about(name: str) -> About:
     return cast(About, Options.__dataclass_fields__[name].metadata["about"])
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Options:
     """What ``launcher`` takes besides the function. Those before ``KW_ONLY`` also by position."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
 from mlaunch.base import seeding, signals
+from mlaunch.base.frozen_record import frozen_record
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ class OptionType(Protocol):
         """Raises TypeError or ValueError that names the option, the value and what is allowed."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class About:
     """What is to be known of an option besides its name, type and default.
 
@@ -44,7 +45,7 @@ def option(
     return field(default=default, repr=shown, metadata={"about": About(allowed, meaning, flag, variable)})
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Whole:
     """A whole number in a range."""
 
@@ -65,7 +66,7 @@ class Whole:
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Seconds:
     """A finite number of seconds. ``optional``: or None. ``delta``: a timedelta will do."""
 
@@ -91,7 +92,7 @@ class Seconds:
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Name:
     """A string that is not empty."""
 

@@ -6,16 +6,16 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.output.display import Area
 from mlaunch.protocol import rich_output
 
 STREAMS = (1, 2)
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Policy:
     """What becomes of one stream of one rank."""
 
@@ -23,7 +23,7 @@ class Policy:
     kept: bool = False  # in a file
 
 
-@dataclass(frozen=True)
+@frozen_record
 class OutputPlan:
     """What becomes of the output of a call on this machine.
 

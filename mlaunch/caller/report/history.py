@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base.exceptions import describe_exit
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span, Stopped
@@ -162,7 +163,7 @@ class History:
                 yield Span(phase, start - self.begun, max(start, end) - self.begun)
 
 
-@dataclass(frozen=True)
+@frozen_record
 class _Row:
     """What is known of one rank. ``returned``: bytes of its value. ``times``: when it came to its phases."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.report import timeline
 from mlaunch.caller.report.records import LaunchRecord
 
 
-@dataclass(frozen=True)
+@frozen_record
 class LaunchReport(LaunchRecord):
     """What ``train.last`` is after a call: printed, a table; in a notebook, a table and a timeline.
 

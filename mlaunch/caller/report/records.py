@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_bytes, in_seconds
 
 PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "wait", "stop")
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Span:
     """A phase of a rank, from ``start`` to ``end`` in seconds since the call began.
 
@@ -26,7 +27,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankReport:
     """One rank of this machine.
 
@@ -56,7 +57,7 @@ class RankReport:
         return sum(found) if found else None
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Stopped:
     """That the ranks were asked to stop, and have agreed where.
 
@@ -75,7 +76,7 @@ class Stopped:
         return f"stopped at step {self.step}, as asked at {at} ({self.reason})"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class LaunchRecord:
     """What is known of a launch; see ``LaunchReport``."""
 

@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.supervision.stack_requests import STOPPED, state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
@@ -28,7 +28,7 @@ _VARIABLE = "MLAUNCH_PREPARE"  # "0": prepare nothing
 _Streams = tuple[tuple[int, int] | None, ...]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class _Prepared:
     server: ForkServer
     shape: LaunchSpec

@@ -14,11 +14,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux, memory_maps
 from mlaunch.base.fds import KeptFd
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
 from mlaunch.forkserver import main as server_main
@@ -35,7 +36,7 @@ _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.ma
 _HUGE_HEAP = "glibc.malloc.hugetlb=1"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Interpreter:
     """What is to be different from this one: for commands, which have paths and a standard input of their own."""
 

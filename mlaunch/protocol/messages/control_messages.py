@@ -7,38 +7,38 @@ rank -> agent   Told                            (the answer is in that memfd)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class TellNumbers:
     """Asks for the numbers of the operations that a rank has entered since a call began."""
 
     call: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class FreezeLooks:
     """Lets the rank's next look in this call (``mlaunch.stopping``) wait; asks how many there were."""
 
     call: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class TellLooks:
     """Asks how many looks there were. ``call``: None for the present one."""
 
     call: int | None
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ThawLooks:
     """Lets a look that waits go on: there is no decision."""
 
     call: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class StopAtLook:
     """Says at which look of this call all ranks stop."""
 
@@ -47,12 +47,12 @@ class StopAtLook:
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class TellEntered:
     """Asks for the number of the latest operation that the rank has entered in each of its process groups."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class TellPlace:
     """Asks where the rank's main thread is: its Python frames, as ``stack_dump.main_frames`` returns them."""
 
@@ -60,7 +60,7 @@ class TellPlace:
 About = TellNumbers | TellEntered | FreezeLooks | TellLooks | TellPlace
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Question:
     """Asks a rank something, whatever its main thread does. ``number``: as the agent counts questions."""
 
@@ -68,7 +68,7 @@ class Question:
     about: About
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Told:
     """Says that the question of this number is answered."""
 

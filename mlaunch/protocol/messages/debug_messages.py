@@ -8,17 +8,18 @@ caller -> agent  HoldDeadline                            (on the launch's own ch
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class PromptSays:
     """What a debugger writes between two questions: whole lines."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class PromptAsks:
     """Asks for a line, and waits for it. ``prompt``: what stands before that.
 
@@ -38,7 +39,7 @@ class Onward(enum.Enum):
     QUITS = "it does nothing any more, and waits for its end"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class PromptLeft:
     """The rank has left its prompt. ``place``: as in PromptAsks."""
 
@@ -46,14 +47,14 @@ class PromptLeft:
     place: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class PromptLine:
     """A line, without its end. None: there are no more lines."""
 
     text: str | None
 
 
-@dataclass(frozen=True)
+@frozen_record
 class HoldDeadline:
     """Says that a user is at a prompt: the call's deadline comes no nearer, until the same is said with False."""
 

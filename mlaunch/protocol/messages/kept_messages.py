@@ -8,8 +8,7 @@ agent -> launcher   CallOver                        (if other machines have rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import RankAnswered
 
 # Plain tuples: to find a class for each record would cost processes that wake for a short call too much.
@@ -20,7 +19,7 @@ DirectCall = tuple[int, bytes]
 DirectAnswer = tuple[int, int, str, bytes]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class NextCall:
     """Has ranks that stay run their next call. ``data``: the call; if it is empty, that is in the attached memfd.
 
@@ -32,14 +31,14 @@ class NextCall:
     data: bytes = b""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class EndCall:
     """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over."""
 
     number: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class CallOver:
     """All ranks that stay have come back from a call, and can take the next one.
 
@@ -51,7 +50,7 @@ class CallOver:
     answers: tuple[RankAnswered, ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RanksStand:
     """Tells where a machine's ranks stand in a call that is to end. ``back``: global ranks that have come back from it.
 
@@ -63,7 +62,7 @@ class RanksStand:
     back: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RanksBack:
     """A machine's ranks have come back from a call that did not end by itself. Attached: as of RanksStand, of all.
 
@@ -73,13 +72,13 @@ class RanksBack:
     number: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class MeetAgain:
     """Says that the numbers of all machines' ranks agree: they are to meet, after which this call is over."""
 
     number: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class EndRanks:
     """Asks ranks that stay to leave; they are stopped after the grace period."""

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.prepared_messages import Details
 
 # Of each group: its name, its members, and the number of the latest operation that a rank has entered there.
@@ -24,7 +24,7 @@ EnteredGroups = tuple[tuple[str, tuple[int, ...], int], ...]
 CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Ready:
     """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build."""
 
@@ -35,21 +35,21 @@ class Ready:
     runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class NotReady:
     """Why the fork server cannot serve: the traceback of an import that failed, or one line that says it all."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AgentStarted:
     """The launch's agent was forked. Attached: its pidfd, with which the launcher can end it if it does not answer."""
 
     pid: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Cancel:
     """Asks the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period."""
 
@@ -94,7 +94,7 @@ class Errand(enum.Enum):
     MEET = "meet the others in each process group"
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RunCall:
     """Asks a rank to run a call: that in ``data``, the attached memfd (``attached``) or in memory. See AnswerFile."""
 
@@ -105,17 +105,17 @@ class RunCall:
     details: Details | None = None  # for ranks that were prepared
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AnswerFile:
     """Gives a rank a memfd for its answers, instead of the last one, which may be mapped. Attached: it."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Release:
     """Tells a rank that nothing more comes: it may end."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Answer:
     """A rank's answer to a call. ``data``: the value or RemoteError; if it is empty, that is in the memfd for answers.
 
@@ -131,7 +131,7 @@ class Answer:
     data: bytes = b""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RanksStarting:
     """``at``: the agent's monotonic seconds. The rest is what machines agreed on. Attached: the board of the ranks;
     if they stay, the end of the queue on which they answer the launcher, too.
@@ -143,7 +143,7 @@ class RanksStarting:
     world_size: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankStarted:
     """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
     launcher may send calls; the channel of its debugger, if its caller debugs; the reading ends of its streams' pipes.
@@ -154,7 +154,7 @@ class RankStarted:
     at: float
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankAnswered:
     """An Answer on its way to the launcher, attached its memfd if it has no data. ``at``: agent's monotonic seconds."""
 
@@ -167,7 +167,7 @@ class RankAnswered:
     data: bytes = b""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankGone:
     """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: we had told it to stop before.
 
@@ -190,7 +190,7 @@ class RankGone:
         return self.exitcode != 0 or not (self.answered or self.stopped or self.phase in _MAY_END)
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankStacks:
     """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
     ``state`` is the kernel's letter for it. ``entered``: of its process groups, if it was asked and has told."""
@@ -202,12 +202,12 @@ class RankStacks:
     entered: EnteredGroups | None = None
 
 
-@dataclass(frozen=True)
+@frozen_record
 class DeadlinePassed:
     """The call's deadline passed while ranks were running."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ServerGone:
     """The rendezvous server died while ranks were running."""
 
@@ -216,7 +216,7 @@ class ServerGone:
     at: float
 
 
-@dataclass(frozen=True)
+@frozen_record
 class NamesLeft:
     """Files in /dev/shm that came during the launch, and that no process uses any more."""
 
@@ -225,26 +225,26 @@ class NamesLeft:
     host: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AgentFailed:
     """The agent itself could not go on, for lack of file descriptors, processes or memory: a traceback."""
 
     traceback: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Finished:
     """Nothing of the launch is left but its agent, which exits: its launcher need not wait for that."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Reaped:
     """Every process of the launch is gone. ``exitcode`` is the agent's."""
 
     exitcode: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RemoteError:
     """An exception on its way out of a rank. ``pickled`` is None if it does not survive pickling."""
 

@@ -10,26 +10,25 @@ MachineSilent comes from the caller's own thread that hears the machines of an e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.spec import Agreed
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Waiting:
     """What the launch waits for while machines join, for people."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class MachineSilent:
     """One says nothing any more, for people."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Refused:
     """The machines do not come together, and why. ``late``: because the time for it is over."""
 
@@ -37,7 +36,7 @@ class Refused:
     late: bool = False
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Planned:
     """All machines have joined. ``interface``: this machine's, on the way to the master."""
 
@@ -45,23 +44,23 @@ class Planned:
     interface: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Value:
     """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
 
     rank: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Beat:
     """The link is there: its agent misses it as the other machines do."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Done:
     """This machine's ranks are gone."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AllGone:
     """Every machine's ranks are gone."""

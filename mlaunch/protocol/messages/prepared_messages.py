@@ -9,13 +9,13 @@ agent -> rank             RunCall                   (with the details)
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.settings import Settings
 from mlaunch.protocol.spec import LEASED, LaunchSpec
 
 
-@dataclass(frozen=True)
+@frozen_record
 class PrepareNext:
     """Asks for a launch like the last one, once none has run for a moment. Attached: its socket.
 
@@ -26,7 +26,7 @@ class PrepareNext:
     soon: bool = False
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Details:
     """What of a launch may be known only with its call; see LaunchSpec."""
 
@@ -42,14 +42,14 @@ class Details:
     leases: int = 0  # descriptors that its processes are to hold
 
 
-@dataclass(frozen=True)
+@frozen_record
 class BeginCall:
     """Gives a prepared launch its call. Attached: the call's memfd, and what its processes are to hold."""
 
     details: Details
 
 
-@dataclass(frozen=True)
+@frozen_record
 class CallBegun:
     """The ranks of a prepared launch were there, and have been sent the call."""
 

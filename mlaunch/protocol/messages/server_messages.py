@@ -8,10 +8,10 @@ fork server -> agent      ServeNext                             (the end of that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class CountDevices:
     """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket.
 
@@ -21,7 +21,7 @@ class CountDevices:
     named: bool = False
 
 
-@dataclass(frozen=True)
+@frozen_record
 class DeviceCount:
     """``error`` is empty unless the driver could not be asked. ``names``: which they are, whoever numbers them."""
 
@@ -30,7 +30,7 @@ class DeviceCount:
     names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@frozen_record
 class StartLaunch:
     """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare;
     what its processes are to hold of its devices, so many as ``leases`` says.
@@ -44,16 +44,16 @@ class StartLaunch:
     leases: int = 0
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Retire:
     """Asks the fork server to end once its running launches have."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Free:
     """The agent's launch is over, all went well, and nothing of it is left in the agent."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ServeNext:
     """Has a free agent serve one more launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""

@@ -6,10 +6,10 @@ agent -> launcher   StatusTold   (attached: a status in JSON)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class TellStatus:
     """Asks for a status. ``word``: as a visitor would say it (``visitors.py``)."""
 
@@ -17,7 +17,7 @@ class TellStatus:
     word: bytes
 
 
-@dataclass(frozen=True)
+@frozen_record
 class StatusTold:
     """Answers the question of this number."""
 

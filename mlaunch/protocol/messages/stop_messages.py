@@ -10,10 +10,10 @@ link -> agent       FreezeRanks, ThawRanks, StopRanks, NobodyLooks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AskToStop:
     """Asks the ranks to stop at a step of this call that they agree on. ``reason``: what ``stopping()`` returns."""
 
@@ -21,7 +21,7 @@ class AskToStop:
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AskAll:
     """Asks the ranks of all machines to stop.
 
@@ -34,12 +34,12 @@ class AskAll:
     unsure: bool
 
 
-@dataclass(frozen=True)
+@frozen_record
 class NobodyLooks:
     """No rank of any machine has called ``stopping()``."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class FreezeRanks:
     """Lets the ranks' next looks wait, and asks how many there were. ``reason``: why they are to stop."""
 
@@ -47,7 +47,7 @@ class FreezeRanks:
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RanksFrozen:
     """All of a machine's ranks that still work wait at their next look. ``looks``: the most that one has had."""
 
@@ -55,14 +55,14 @@ class RanksFrozen:
     looks: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ThawRanks:
     """Lets them go on: a machine has not answered, and is asked again."""
 
     call: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class StopRanks:
     """Says at which look the ranks of all machines stop."""
 
@@ -71,7 +71,7 @@ class StopRanks:
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class StopAgreed:
     """The ranks stop at their look of this number. ``asked``: when that was asked for, in seconds of the epoch."""
 
@@ -80,7 +80,7 @@ class StopAgreed:
     look: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class StopOverdue:
     """Half of the time to stop is over, and ranks go on: why, for people. ``left``: seconds that remain."""
 

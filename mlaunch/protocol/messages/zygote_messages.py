@@ -9,10 +9,11 @@ zygote -> starter   ZygoteState; NotReady  (over a socket of the starter's own: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from mlaunch.base.frozen_record import frozen_record
 
 
-@dataclass(frozen=True)
+@frozen_record
 class CallersProcess:
     """What a fork that serves a caller has of this caller.
 
@@ -31,7 +32,7 @@ class CallersProcess:
     ignored: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AskFork:
     """Asks for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which the fork
     alone reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
@@ -43,47 +44,47 @@ class AskFork:
     preload: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Forked:
     """The fork is there. Attached: its pidfd."""
 
     pid: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class NotForked:
     """Why there is none."""
 
     reason: str
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ForkEnded:
     """The fork has ended, and was reaped."""
 
     exitcode: int
 
 
-@dataclass(frozen=True)
+@frozen_record
 class AskZygote:
     """Asks for its state. ``facts``: whether its facts are wanted, too."""
 
     facts: bool = False
 
 
-@dataclass(frozen=True)
+@frozen_record
 class KeepZygote:
     """Has it stay for so many seconds after its last use, from now on."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
+@frozen_record
 class EndZygote:
     """Asks it to end. Its forks stay as long as their callers."""
 
 
-@dataclass(frozen=True)
+@frozen_record
 class ZygoteState:
     """Says how it stands.
 

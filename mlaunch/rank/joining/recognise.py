@@ -20,7 +20,8 @@ import re
 import subprocess
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from mlaunch.base.frozen_record import frozen_record
 
 SWITCH = "MLAUNCH_JOIN"
 OWNER = "MLAUNCH_RANK_PID"  # the process to which RANK and its like belong
@@ -32,7 +33,7 @@ _LOOPBACK = "127.0.0.1"
 _PORTS = (15000, 10000)  # the first, and how many: below those that the system gives to clients
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankInfo:
     """A rank's place. ``local_rank`` and ``local_world_size`` are None where the launcher does not say."""
 

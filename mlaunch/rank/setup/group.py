@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank.setup import device
 from mlaunch.rendezvous import name_lookup
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DESTRUCTIBLE = (2, 13)
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Membership:
     """A process's place in the world. ``timeout`` in seconds, for each collective; None: no limit."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import accumulate
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import both_ends, name_ranks, printable
 from mlaunch.protocol.spec import Agreed
 
@@ -23,7 +24,7 @@ _PART_OF_A_PATH = re.compile("[0-9A-Za-z]{1,64}")  # by the launch's id files ar
 _WHAT, _TRACEBACK, _DETAIL, _HINTS = 4_000, 16_000, 500, 8
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Join:
     """What a machine says of itself."""
 
@@ -101,7 +102,7 @@ def _is_short(said: Any, longest: int) -> bool:
     return isinstance(said, str) and said.isprintable() and len(said) <= longest
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RoleRanks:
     """Where a machine's ranks stand among all with the same role."""
 

@@ -1,0 +1,166 @@
+"""Records that cost nothing to define: frozen dataclasses without generated code.
+
+dataclasses compiles six methods for each frozen class, in half a millisecond, and a command imports a hundred.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from inspect import Signature
+
+    from typing_extensions import dataclass_transform
+else:  # which Python 3.10 has not
+
+    def dataclass_transform(**_: object) -> Callable[[_Function], _Function]:
+        return lambda function: function
+
+
+_Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function")
+
+
+class _Shape(NamedTuple):
+    """What the methods ask of a class. ``made``: of fields that a caller may leave out, what makes their value."""
+
+    by_position: tuple[str, ...]
+    taken: frozenset[str]
+    needed: frozenset[str]
+    made: tuple[tuple[str, Callable[[], Any]], ...]
+    shown: tuple[str, ...]
+    compared: tuple[str, ...]
+    completes: bool  # it has a __post_init__
+
+
+_shapes: dict[type, _Shape] = {}
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def frozen_record(cls: _Class) -> _Class:
+    """Makes the class what ``dataclass(frozen=True)`` makes of it: in use, in a pickle, and for dataclasses' functions.
+
+    Methods that the class defines itself stay.
+    """
+    own = set(vars(cls))
+    dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    for name, method in _METHODS.items():
+        if name not in own:
+            setattr(cls, name, method)
+    return cls
+
+
+def _shape_of(cls: type) -> _Shape:
+    found = _shapes.get(cls)
+    if found is None:
+        found = _shapes[cls] = _read(cls)
+    return found
+
+
+def _read(cls: type) -> _Shape:
+    fields = dataclasses.fields(cls)
+    taken = [field for field in fields if field.init]
+    made = [(field.name, maker) for field in fields if (maker := _maker(field)) is not None]
+    return _Shape(
+        by_position=tuple(field.name for field in taken if not field.kw_only),
+        taken=frozenset(field.name for field in taken),
+        needed=frozenset(field.name for field in taken) - {name for name, _ in made},
+        made=tuple(made),
+        shown=tuple(field.name for field in fields if field.repr),
+        compared=tuple(field.name for field in fields if field.compare),
+        completes=hasattr(cls, "__post_init__"),
+    )
+
+
+def _maker(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory
+    default = field.default
+    return None if default is dataclasses.MISSING else lambda: default
+
+
+def _init(self: Any, /, *given: Any, **named: Any) -> None:
+    shape = _shape_of(type(self))
+    values = dict(zip(shape.by_position, given))  # noqa: B905 - looked at below
+    if len(given) > len(values) or not shape.taken >= named.keys() or not values.keys().isdisjoint(named):
+        raise _refusal(type(self), given, named)
+    values |= named
+    if len(values) < len(shape.taken) and not values.keys() >= shape.needed:
+        raise _refusal(type(self), given, named)
+    for name, make in shape.made:
+        if name not in values:
+            values[name] = make()
+    self.__dict__.update(values)
+    if shape.completes:
+        self.__post_init__()
+
+
+def _refusal(cls: type, given: tuple[Any, ...], named: dict[str, Any]) -> TypeError:
+    try:
+        _signature_of(cls).bind(*given, **named)
+    except TypeError as error:
+        return TypeError(f"{cls.__name__}: {error}")
+    raise AssertionError(f"{cls.__name__} takes {given}, {named}")
+
+
+def _signature_of(cls: type) -> Signature:
+    from inspect import Parameter, Signature  # which takes longer than all records
+
+    parameters = []
+    for field in sorted(
+        (field for field in dataclasses.fields(cls) if field.init), key=lambda field: bool(field.kw_only)
+    ):
+        maker = _maker(field)
+        default = Parameter.empty if maker is None else field.default
+        if default is dataclasses.MISSING:
+            default = maker
+        kind = Parameter.KEYWORD_ONLY if field.kw_only else Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(Parameter(field.name, kind, default=default, annotation=field.type))
+    return Signature(parameters)
+
+
+class _Signature:
+    """Tells ``inspect`` what the class takes."""
+
+    def __get__(self, instance: object, owner: type) -> Signature:
+        if instance is None:
+            return _signature_of(owner)
+        raise AttributeError("__signature__")
+
+
+def _repr(self: Any) -> str:
+    shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in _shape_of(type(self)).shown)
+    return f"{type(self).__qualname__}({shown})"
+
+
+def _values(self: Any) -> tuple[Any, ...]:
+    return tuple(getattr(self, name) for name in _shape_of(type(self)).compared)
+
+
+def _eq(self: Any, other: object) -> Any:
+    return _values(self) == _values(other) if other.__class__ is self.__class__ else NotImplemented
+
+
+def _hash(self: Any) -> int:
+    return hash(_values(self))
+
+
+def _set(_self: Any, name: str, _value: object) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+def _delete(_self: Any, name: str) -> None:
+    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+_METHODS = {
+    "__init__": _init,
+    "__signature__": _Signature(),
+    "__repr__": _repr,
+    "__eq__": _eq,
+    "__hash__": _hash,
+    "__setattr__": _set,
+    "__delattr__": _delete,
+}
