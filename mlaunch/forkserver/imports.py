@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Sequence
 
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -45,7 +46,7 @@ def add(preload: Sequence[str]) -> None:
     for module in lacking:
         __import__(module)
     if lacking:
-        gc.freeze()
+        share()
 
 
 def finish(asked: int, *, collect: bool) -> None:
@@ -55,4 +56,19 @@ def finish(asked: int, *, collect: bool) -> None:
     if collect:
         gc.collect()
     tcp_store.hear_of_libuv(asked)
+    share()
+
+
+def share() -> None:
+    """Prepares for forks what is there: no rank is to copy the pages of what it only inherits."""
+    _leave_operators()
     gc.freeze()  # the collector's marks would copy every page that ranks share with us
+
+
+def _leave_operators() -> None:
+    """Has no process take torch's operators apart when it ends, which took a rank of a command most of its time."""
+    take_apart = getattr(sys.modules.get("torch.library"), "_del_library", None)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        found = finalizer.peek()
+        if found is not None and found[1] is take_apart:
+            finalizer.atexit = False

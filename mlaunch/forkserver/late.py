@@ -12,6 +12,7 @@ from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
 from mlaunch.forkserver.children import Child
+from mlaunch.forkserver.imports import share
 from mlaunch.protocol import late_imports
 
 _NICE = 5  # a launch that comes meanwhile is more urgent
@@ -72,7 +73,7 @@ class LateImports:
             if status == 0:
                 self._import()
                 gc.collect()
-                gc.freeze()  # as all that ranks share with us
+                share()
         self._given_up.update(self._on_trial)
         self._on_trial = ()
 

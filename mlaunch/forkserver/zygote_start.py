@@ -82,7 +82,7 @@ def _import(
         word.try_send(NotReady(both_ends(traceback.format_exc(), _REASON)))
         return None
     gc.collect()
-    gc.freeze()
+    imports.share()
     settle()
     return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
 

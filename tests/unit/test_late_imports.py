@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from mlaunch import launcher
 from mlaunch.base.fds import OwnedFds
 from mlaunch.forkserver.late import LateImports
 from mlaunch.protocol import late_imports
@@ -143,3 +145,16 @@ def test_a_file_that_is_found_under_a_standard_name_is_not_imported(
     monkeypatch.syspath_prepend(str(tmp_path))
     late_imports.import_module(standard)
     assert standard not in sys.modules
+
+
+def test_no_rank_takes_torchs_operators_apart_as_it_ends() -> None:
+    def run_at_its_end() -> list[bool]:
+        from torch.library import Library, _del_library
+
+        own = Library("mlaunch_of_the_script", "DEF")
+        ends = [ref for ref in weakref.finalize._registry if (ref.peek() or (None,) * 2)[1] is _del_library]  # type: ignore[attr-defined]
+        return [end.atexit for end in ends if own is not None]
+
+    (ends,) = launcher(run_at_its_end, 1)()
+    assert ends.count(True) == 1  # that of the script's own
+    assert len(ends) > 1
