@@ -1,8 +1,6 @@
 """``python -m mlaunch``: the command."""
 
-import sys
-
-from mlaunch.cli import main
+from mlaunch.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from collections.abc import Iterable, Sequence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -13,7 +12,7 @@ _BOTTOM += (os.path.join(_PACKAGE, "pytest", "body.py"),)  # what runs a test
 # What runs a function that is debugged.
 _BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for name in ("debugger", "ide"))
 _BOTTOM += (os.path.join(_PACKAGE, "rank", "cells", ""),)  # what runs a notebook's cell
-_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"

@@ -242,3 +242,13 @@ def take_removals(fd: int) -> None:
     with contextlib.suppress(BlockingIOError):
         while os.read(fd, _EVENTS):
             pass
+
+
+def working_directory() -> str:
+    """Returns it; FileNotFoundError, with what to do, if somebody has removed it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            "the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+        ) from error

@@ -10,10 +10,10 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.launch.plan import working_directory
-from mlaunch.caller.options.launch_options import Options
+from mlaunch.base.linux import working_directory
 from mlaunch.cli.checks import (
     UsageError,
     at_least,
@@ -28,6 +28,9 @@ from mlaunch.cli.checks import (
     stop_signals_of,
     token_of,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    from mlaunch.caller.options.launch_options import Options
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -75,6 +78,8 @@ class Job:
 
     def options(self, size: int) -> Options:
         """Returns those of the launch, with ``size`` ranks on this machine."""
+        from mlaunch.caller.options.launch_options import Options
+
         return Options(
             n_gpus=size,
             world_size=size * self.nodes,

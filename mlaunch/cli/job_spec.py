@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 
-from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan, working_directory
-from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.caller.server.zygote_client import ask_zygote
-from mlaunch.cli.checks import UsageError
+from mlaunch.base.linux import working_directory
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.cli.job import Job
 from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget
 
@@ -49,20 +44,3 @@ def spec_of(
         num_nodes=job.nodes,
         count_machines=job.nodes > 1,
     )
-
-
-def interpreter_of(environ: Mapping[str, str]) -> str:
-    """Returns the one that runs the ranks; torchrun's variable."""
-    executable = environ.get("PYTHON_EXEC", sys.executable)
-    if shutil.which(executable) is None:
-        raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
-    return executable
-
-
-def server_for(job: Job, executable: str, environ: Mapping[str, str]) -> ForkServer:
-    """Returns a fork of what ``mlaunch warm`` keeps, if that will do, or a fresh interpreter."""
-    like = Interpreter(executable, job.path, job.preload, stdin=None)
-    try:
-        return ask_zygote(environ, like) or start_interpreter(environ, like)
-    except ValueError as error:
-        raise UsageError(str(error)) from None

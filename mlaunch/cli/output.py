@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import socket
 import string
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
@@ -93,3 +95,9 @@ def output_plan(
         return wishes.prefix_of(role, rank, rank - rank_start(), host)
 
     return OutputPlan(wishes.policies(size), prefix, directory, by_local_rank=True, merge=False)
+
+
+def say(text: str) -> None:
+    """Tells it on stderr."""
+    with contextlib.suppress(OSError):
+        print(f"mlaunch: {text}", file=sys.stderr, flush=True)

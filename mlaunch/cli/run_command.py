@@ -1,46 +1,36 @@
 """``mlaunch run``: a command on every rank, from one interpreter that imports torch once.
 
 This process is the launcher: it plans, starts the interpreter that forks agent and ranks, passes signals on, and tells
-how it ended. It imports no torch itself.
+how it ended. It imports no torch itself, and little before it asks for that interpreter; ``run_job`` has what follows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from mlaunch.base import rlimits
-from mlaunch.base.exceptions import LaunchError, LaunchTimeout
-from mlaunch.caller.launch.device_choice import Accelerator, shown
-from mlaunch.caller.launch.plan import Attempt, ThisMachine
-from mlaunch.caller.launch.restarts import with_restarts
-from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.launch.start import start_launch
-from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.zygote_upkeep import tell
-from mlaunch.caller.stop_order import StopOrder, StopSignal
-from mlaunch.cli import flags, on_lease
+from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.caller.server.zygote_client import ask_zygote
+from mlaunch.caller.stop_order import StopSignal
+from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError
-from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.job_spec import interpreter_of, server_for, spec_of
-from mlaunch.cli.output import Wishes, directory_of, output_plan, wishes_of
-from mlaunch.protocol import error_file
-from mlaunch.rank.setup import device
+from mlaunch.cli.output import Wishes, say, wishes_of
 
 if TYPE_CHECKING:
     import argparse
 
     from mlaunch.engines.engine import Engine
 
-_RAISED, _USAGE, _TIMED_OUT, _SIGNALLED = 1, 2, 124, 128  # exit statuses; 128 + a signal's number, as a shell tells it
+_RAISED, _USAGE, _SIGNALLED = 1, 2, 128  # exit statuses; 128 + a signal's number, as a shell tells it
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
@@ -52,51 +42,33 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
     args = parser.parse_args(argv)
     try:
-        job, wishes, engine = (
-            on_lease.check(args, job_of(args, os.environ)),
-            wishes_of(args, os.environ),
-            _engine_of(args),
-        )
-        if engine is not None:
-            return _run_there(job, wishes, engine)
-        return _run(job, wishes, dry=args.dry_run)
+        job, wishes, engine = _job_of(args), wishes_of(args, os.environ), _engine_of(args)
+        with _stopping_at(job.signals):
+            if engine is not None:
+                from mlaunch.cli.run_job import run_there
+
+                return run_there(job, wishes, engine)
+            return _run(job, wishes, dry=args.dry_run)
     except UsageError as error:
         parser.exit(_USAGE, f"{prog}: {error}\n")
     except OSError as error:
         rlimits.name_limit(error)
-        _say(str(error))
+        say(str(error))
         return _RAISED
     except StopSignal as stop:
-        _say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
+        say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
         return _SIGNALLED + stop.number
     finally:
         _let_go_of_streams()
 
 
-def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
-    handled = ",".join(signal.Signals(number).name for number in job.signals)
-    environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
-    executable = interpreter_of(environ)
-    with _stopping_at(job.signals):
-        if dry and isinstance(job.size, int) and job.devices is None:
-            print(describe(job, job.size, environ))
-            return 0
-        server = server_for(job, executable, environ)
-        try:
-            if dry:
-                print(describe(job, *_on_devices(job, server, environ), server.ready().runtime))
-                return 0
-            job, environ, held = on_lease.take(job, server, environ, _say)
-            size, environ = _on_devices(job, server, environ)
-            if job.virtual_local_rank:
-                _check_devices(size, environ, server.ready().runtime)
-            _say_threads(size, environ)
-            with held:
-                return _launch(job, size, server, environ, wishes, held.fds)
-        except LaunchError as error:
-            return _fail(error, _TIMED_OUT if isinstance(error, LaunchTimeout) else None)
-        finally:
-            server.close()
+def _job_of(args: argparse.Namespace) -> Job:
+    job = job_of(args, os.environ)
+    if args.lease is None:
+        return job
+    from mlaunch.cli import on_lease
+
+    return on_lease.check(args, job)
 
 
 def _engine_of(args: argparse.Namespace) -> Engine | None:
@@ -108,96 +80,37 @@ def _engine_of(args: argparse.Namespace) -> Engine | None:
     return engine_of(args)
 
 
-def _run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
-    """Runs the job on an engine's machines; returns the exit status."""
-    from mlaunch.cli.run_on_engine import There
-
-    with _stopping_at(job.signals):
-        size = job.size if isinstance(job.size, int) else 1
-        there = There(job, engine, wishes, _directory(wishes, size, job))
-        try:
-            return _carry_out(job, there.attempt)
-        except LaunchError as error:
-            return _fail(error)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        finally:
-            there.close()
-
-
-def _launch(
-    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, leases: Sequence[int]
-) -> int:
-    """Runs the job; returns the exit status."""
-    directory = _directory(wishes, size, job)
-    machine = ThisMachine(server.ready(), server.count_devices)
-
-    def attempt(time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
-        spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
-        output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
-        handle = start_launch(server, spec, None, output, History(), leases)
-        try:
-            order.attach(handle.ask_to_stop)
-            return handle.wait()
-        finally:
-            handle.close()
-
-    return _carry_out(job, attempt)
-
-
-def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
-    directory = directory_of(wishes, size, job.run_id or "run")
-    if directory is not None and wishes.log_dir is None:
-        _say(f"output is kept in {directory}")
-    return directory
-
-
-def _carry_out(job: Job, attempt: Callable[[float | None, int, StopOrder], Ended]) -> int:
-    """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
-    begun = time.monotonic()
-    order = StopOrder(job.stop_on)
-
-    def ordered(time_left: float | None, restart_count: int) -> Ended:
-        return attempt(time_left, restart_count, order)
-
+def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
+    handled = ",".join(signal.Signals(number).name for number in job.signals)
+    environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
+    like = Interpreter(_executable(environ), job.path, job.preload, stdin=None)
+    uncounted = isinstance(job.size, int) and job.devices is None
+    server = None if dry and uncounted else _server(like, environ)
     try:
-        with order:
-            again = job.deadline, job.max_restarts
-            with_restarts(ordered, job.name, *again, _say, lambda: order.reason).result()
-    except LaunchTimeout as error:  # of the deadline, or of the time to join
-        late = job.deadline is not None and time.monotonic() - begun >= job.deadline
-        return _fail(error, _TIMED_OUT if late else _RAISED)
-    return 0
+        from mlaunch.cli import run_job
+
+        if server is not None and not dry:
+            return run_job.run_here(job, server, environ, wishes)
+        return run_job.describe_here(job, server, environ)
+    finally:
+        if server is not None:
+            server.close()
 
 
-def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
-    """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
-    ready = server.ready(job.deadline)
-    count = 0
-    if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
-        count = server.count_devices(environ) if ready.accelerator else 0
-    if job.devices is not None:
-        if not ready.accelerator:
-            raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
-        try:
-            accelerator = Accelerator(ready.accelerator, ready.runtime or ready.accelerator, count)
-            environ |= shown(accelerator, job.devices, environ)
-        except ValueError as error:
-            raise UsageError(f"--{error}") from None
-        count = len(job.devices)
-    if isinstance(job.size, int):
-        return job.size, environ
-    if job.size in {"gpu", "xpu"} and count == 0:
-        raise UsageError(f"--nproc-per-node {job.size}: no device is visible here (torch {ready.torch_version})")
-    size = count if job.size != "cpu" and count else device.usable_cpus()
-    return size, environ
+def _executable(environ: Mapping[str, str]) -> str:
+    """Returns the interpreter that runs the ranks; torchrun's variable."""
+    executable = environ.get("PYTHON_EXEC", sys.executable)
+    if shutil.which(executable) is None:
+        raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
+    return executable
 
 
-def _check_devices(size: int, environ: Mapping[str, str], runtime: str | None) -> None:
+def _server(like: Interpreter, environ: Mapping[str, str]) -> ForkServer:
+    """Returns a fork of what ``mlaunch warm`` keeps, if that will do, or a fresh interpreter."""
     try:
-        device.only(size - 1, environ, runtime)
+        return ask_zygote(environ, like) or start_interpreter(environ, like)
     except ValueError as error:
-        raise UsageError(f"--virtual-local-rank with {size} ranks: {error}") from None
+        raise UsageError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -217,18 +130,6 @@ def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _say_threads(size: int, environ: Mapping[str, str]) -> None:
-    """Says to who wants to know how many threads each rank has: mostly as many as its user would give it."""
-    cpus = device.usable_cpus()
-    if size > 1 and "OMP_NUM_THREADS" not in environ:
-        tell(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {device.threads_of(size)} of {cpus} CPUs")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"mlaunch: {text}", file=sys.stderr, flush=True)
-
-
 def _let_go_of_streams() -> None:
     """Lets go of streams whose reader has left (``| head``): the interpreter's last flush must not fail."""
     for stream in (sys.stdout, sys.stderr):
@@ -238,18 +139,3 @@ def _let_go_of_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except (AttributeError, ValueError):  # None, closed
             continue
-
-
-def _fail(error: LaunchError, status: int | None = None) -> int:
-    """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
-    _say(str(error))
-    try:
-        error_file.pass_on(error)
-    except OSError as problem:
-        _say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
-    if status is not None:
-        return status
-    code = error.failures[0].exitcode if error.failures else None
-    if code is None:
-        return _RAISED
-    return code if code > 0 else _SIGNALLED - code

@@ -12,7 +12,6 @@ import itertools
 import mmap
 import os
 import sys
-import sysconfig
 
 # What torch imports where it is first used. The first optimizer and the first DistributedDataParallel of a process
 # import torch._dynamo, a second of each rank's time.
@@ -20,7 +19,7 @@ NAMES = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", 
 _SIZE = 4096  # bytes of names
 # What does something as it is imported, for people at a prompt.
 _NEVER = {"antigravity", "this", "readline", "rlcompleter", "idlelib", "turtledemo", "turtle", "tkinter", "test"}
-_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
+_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 
 _noted = mmap.mmap(-1, len(NAMES))  # a fork writes to the same memory
 _standard = mmap.mmap(-1, _SIZE)  # names of Python's own modules, with commas

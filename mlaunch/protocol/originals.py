@@ -12,7 +12,6 @@ import itertools
 import os
 import pickle
 import types
-import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,7 +25,7 @@ _made: weakref.WeakSet[Any] = weakref.WeakSet()  # here, of what was sent
 _of_call: weakref.WeakSet[Any] = weakref.WeakSet()
 kinds: set[type] = set()  # of all that was sent
 _count = itertools.count()
-_process = uuid.uuid4().hex
+_process = os.urandom(16).hex()
 
 
 class receiving:

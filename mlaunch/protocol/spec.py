@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Mapping
 from dataclasses import field
 
@@ -15,7 +15,7 @@ LEASED = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around
 
 def new_launch_id() -> str:
     """Returns one that no other launch has."""
-    return uuid.uuid4().hex[:12]
+    return os.urandom(6).hex()
 
 
 @frozen_record

@@ -7,8 +7,7 @@ uses the token itself: a key is made of it that takes long to make.
 from __future__ import annotations
 
 import functools
-import hashlib
-import secrets
+import os
 
 VARIABLE = "MLAUNCH_TOKEN"
 ADVICE = "draw one: python -c 'import secrets; print(secrets.token_hex(16))'"
@@ -19,7 +18,7 @@ _COST, _BLOCKS = 1 << 14, 8  # 16 MiB and some hundredths of a second for each g
 
 def draw() -> str:
     """Draws one for a launch whose machines are told it."""
-    return _DRAWN + secrets.token_hex(16)
+    return _DRAWN + os.urandom(16).hex()
 
 
 @functools.lru_cache(maxsize=8)  # a call for each step of a sweep has the same
@@ -27,6 +26,8 @@ def key_of(token: str) -> str:
     """Returns what its machines prove to each other that they have."""
     if token.startswith(_DRAWN):
         return token
+    import hashlib  # which most commands need not
+
     return hashlib.scrypt(token.encode(), salt=b"mlaunch token", n=_COST, r=_BLOCKS, p=1, dklen=32).hex()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlaunch.cli import main
-from mlaunch.cli import run_command as cli_run
+from mlaunch.cli import run_job as cli_run
 from tests import builds
 from tests.imported import IMPORTED
 from tests.processes import alive, descendants

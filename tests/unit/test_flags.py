@@ -17,7 +17,7 @@ import pytest
 from mlaunch import cli
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.output.output_plan import Policy
-from mlaunch.cli import flags, run_command
+from mlaunch.cli import flags, run_command, run_job
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
@@ -286,7 +286,7 @@ class FakeServer:
 
 def test_devices() -> None:
     def placed(*args: str, **environ: str) -> tuple[int, dict[str, str]]:
-        return run_command._on_devices(job(*args), FakeServer(), environ)  # type: ignore[arg-type]
+        return run_job._on_devices(job(*args), FakeServer(), environ)  # type: ignore[arg-type]
 
     assert placed("--devices", "1") == (1, {"CUDA_VISIBLE_DEVICES": "1"})
     assert placed("--devices", "1,0", CUDA_VISIBLE_DEVICES="5,7") == (2, {"CUDA_VISIBLE_DEVICES": "7,5"})

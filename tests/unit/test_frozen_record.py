@@ -142,13 +142,7 @@ def test_inspect_and_help_know_what_it_takes() -> None:
 
 
 def test_a_command_defines_no_frozen_record_by_generated_code() -> None:
-    listing = (
-        "import json, sys; import mlaunch.cli.run_command; print(json.dumps([m.__file__ for n, m in sys.modules.items()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{listing} if n.startswith('mlaunch.')]))"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True, cwd=ROOT)
     for file in json.loads(done.stdout):
         with open(file, encoding="utf-8") as source:
             classes = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.ClassDef)]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.process import current_process
 
-from mlaunch.base import rlimits, signals
+from mlaunch.base import linux, rlimits, signals
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
@@ -68,7 +67,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         seed=options.seed,
         port=options.port,
         torch_version=machine.ready.torch_version,
-        secret=secrets.token_hex(16) if cluster is None else cluster.token or "",
+        secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
         context=_context(environ),
         cluster=cluster,
         stop_on=signals.numbers_of_option(options.stop_on),
@@ -124,7 +123,7 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezv
 
 
 def _context(environ: Mapping[str, str]) -> Context:
-    cwd = working_directory()
+    cwd = linux.working_directory()
     main = sys.modules.get("__main__")
     main_file = getattr(main, "__file__", None)
     main_name = getattr(getattr(main, "__spec__", None), "name", None)
@@ -132,16 +131,6 @@ def _context(environ: Mapping[str, str]) -> Context:
     authkey = bytes(current_process().authkey)
     own = of_this_process(), notebook.source(), authkey
     return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), *own)
-
-
-def working_directory() -> str:
-    """Returns it; FileNotFoundError, with what to do, if somebody has removed it."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            "the working directory of this process no longer exists, so ranks cannot start in it; change it first"
-        ) from error
 
 
 def place(options: Options, machine: ThisMachine, environ: Mapping[str, str]) -> DeviceChoice:

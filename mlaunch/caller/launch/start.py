@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.leasing import Grant
 from mlaunch.caller.options.debug_option import PROMPT
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
@@ -24,6 +23,7 @@ from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
+    from mlaunch.caller.leasing import Grant
     from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
 
 

@@ -11,7 +11,6 @@ import io
 import os
 import sys
 import threading
-import uuid
 from typing import Any, Protocol
 
 _FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
@@ -90,7 +89,7 @@ class Notebook:
     """An output of the running cell, replaced each time."""
 
     def __init__(self) -> None:
-        self._id = uuid.uuid4().hex
+        self._id = os.urandom(16).hex()
         self._shown: str | None = None
 
     def show(self, text: str) -> str:
@@ -111,7 +110,7 @@ class Notebook:
         return self.show("\n".join(lines)) if self._shown is not None and lines else ""
 
     def forget(self) -> None:
-        self._id, self._shown = uuid.uuid4().hex, None
+        self._id, self._shown = os.urandom(16).hex(), None
 
 
 def area(*, blocks: bool = True) -> Area | None:

@@ -6,7 +6,6 @@ import os
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.report import timeline
 from mlaunch.caller.report.records import LaunchRecord
 
 
@@ -61,16 +60,24 @@ class LaunchReport(LaunchRecord):
         return self.printed.get(rank, b"").decode(errors="replace")
 
     def _repr_html_(self) -> str:
+        from mlaunch.caller.report import timeline
+
         return timeline.html(self)
 
     def to_svg(self) -> str:
         """Returns the timeline as an SVG picture."""
+        from mlaunch.caller.report import timeline
+
         return timeline.svg(self)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the timeline for https://ui.perfetto.dev and chrome://tracing. OSError as for any file."""
+        from mlaunch.caller.report import timeline
+
         timeline.write_trace(self, path)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
         """Draws the timeline with matplotlib. ImportError without it (extra: notebook)."""
+        from mlaunch.caller.report import timeline
+
         timeline.save_png(self, path)

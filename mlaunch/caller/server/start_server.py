@@ -17,16 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from mlaunch.base import linux, memory_maps
+from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
-from mlaunch.forkserver import main as server_main
 from mlaunch.protocol import originals
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.rank.setup import device, process
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ServerHears, ServerSays
@@ -91,6 +89,9 @@ os.register_at_fork(after_in_child=_disown)
 
 def start_fork(call: Call) -> ForkServer:
     """Starts a fork of this process that serves one launch, with the call in memory."""
+    from mlaunch.base import memory_maps
+    from mlaunch.rank.setup import process
+
     _check_forkable()
     memory_maps.give_back_openmp_threads()
     ours: Channel[ServerSays, ServerHears]
@@ -111,6 +112,9 @@ def start_fork(call: Call) -> ForkServer:
 def _become_server(
     ours: Channel[ServerSays, ServerHears], theirs: Channel[ServerHears, ServerSays], caller: int, call: Call
 ) -> None:
+    from mlaunch.forkserver.main import serve
+    from mlaunch.rank.setup import process
+
     try:
         ours.close()
         os.setsid()
@@ -118,7 +122,7 @@ def _become_server(
         process.reset_process()
     except BaseException:
         os._exit(1)
-    server_main.serve(theirs, caller, call)
+    serve(theirs, caller, call)
 
 
 class _Waiter:
@@ -145,6 +149,8 @@ class _Waiter:
 def _check_forkable() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
+        from mlaunch.rank.setup import device
+
         accelerator = device.accelerator()
         if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
             raise RuntimeError(

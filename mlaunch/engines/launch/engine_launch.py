@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from mlaunch.base import signals
+from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.plan import working_directory
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import naming_culprits
 from mlaunch.caller.options import stall_option

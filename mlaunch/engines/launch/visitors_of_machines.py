@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.forks import close_in_forks
-from mlaunch.caller.launch.plan import working_directory
+from mlaunch.base.linux import working_directory
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages.member_messages import Look

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
 
 # By runtime, the variables that hide devices; the first that is set counts. torch calls ROCm's devices "cuda", too.
@@ -29,7 +30,7 @@ _BELOW = "ROCR_VISIBLE_DEVICES"  # hides devices from HIP itself, which counts t
 _INSTANCE = "MIG-"
 _OLDEST = (2, 6)  # of torch; docs/install.rst, setup.cfg and the README say it, too
 _NONE_GIVEN = "privateuseone"  # what torch calls the place for a backend that nobody has taken
-_UNLIMITED = timedelta(days=10_000)
+_UNLIMITED_DAYS = 10_000
 
 
 def usable_cpus() -> int:
@@ -214,4 +215,6 @@ def only(local_rank: int, environ: Mapping[str, str], runtime: str | None) -> di
 
 def limit(timeout: float | None) -> timedelta:
     """Returns a timeout in seconds as torch takes it; None, no limit, as one that no job outlives."""
-    return _UNLIMITED if timeout is None else timedelta(seconds=timeout)
+    from datetime import timedelta
+
+    return timedelta(days=_UNLIMITED_DAYS) if timeout is None else timedelta(seconds=timeout)

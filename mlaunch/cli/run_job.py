@@ -1,0 +1,189 @@
+"""What ``mlaunch run`` does once its fork server is on its way: plans, starts, and tells how it ended.
+
+``run_command`` imports this after it has asked for the fork server, which gets ready meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.caller.launch.device_choice import Accelerator, shown
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.start import start_launch
+from mlaunch.caller.report.history import History
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.stop_order import StopOrder
+from mlaunch.cli.checks import UsageError
+from mlaunch.cli.job import Job
+from mlaunch.cli.job_spec import spec_of
+from mlaunch.cli.output import Wishes, directory_of, output_plan, say
+from mlaunch.protocol import error_file
+from mlaunch.rank.setup import device
+
+if TYPE_CHECKING:
+    from mlaunch.engines.engine import Engine
+
+_RAISED, _TIMED_OUT, _SIGNALLED = 1, 124, 128  # exit statuses; 128 + a signal's number, as a shell tells it
+
+
+def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
+    """Prints what would be done; ``server``: None where nothing has to be counted. Returns the exit status."""
+    from mlaunch.cli.dry_run import describe
+
+    try:
+        if server is None and isinstance(job.size, int):
+            print(describe(job, job.size, environ))
+        elif server is not None:
+            print(describe(job, *_on_devices(job, server, environ), server.ready().runtime))
+    except LaunchError as error:
+        return _failed(error)
+    return 0
+
+
+def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes) -> int:
+    """Runs the job on this machine; returns the exit status."""
+    try:
+        if job.lease is None:
+            return _on_its_devices(job, server, environ, wishes, ())
+        from mlaunch.caller.server.zygote_upkeep import tell
+from mlaunch.cli import on_lease
+
+        job, environ, held = on_lease.take(job, server, environ, say)
+        with held:
+            return _on_its_devices(job, server, environ, wishes, held.fds)
+    except LaunchError as error:
+        return _failed(error)
+
+
+def _failed(error: LaunchError) -> int:
+    return _fail(error, _TIMED_OUT if isinstance(error, LaunchTimeout) else None)
+
+
+def _on_its_devices(
+    job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes, leases: Sequence[int]
+) -> int:
+    size, environ = _on_devices(job, server, environ)
+    if job.virtual_local_rank:
+        _check_devices(size, environ, server.ready().runtime)
+    _say_threads(size, environ)
+    return _launch(job, size, server, environ, wishes, leases)
+
+
+def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
+    """Runs the job on an engine's machines; returns the exit status."""
+    from mlaunch.cli.run_on_engine import There
+
+    size = job.size if isinstance(job.size, int) else 1
+    there = There(job, engine, wishes, _directory(wishes, size, job))
+    try:
+        return _carry_out(job, there.attempt)
+    except LaunchError as error:
+        return _fail(error)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        there.close()
+
+
+def _launch(
+    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, leases: Sequence[int]
+) -> int:
+    """Runs the job; returns the exit status."""
+    directory = _directory(wishes, size, job)
+    machine = ThisMachine(server.ready(), server.count_devices)
+
+    def attempt(time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
+        spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
+        output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
+        handle = start_launch(server, spec, None, output, History(), leases)
+        try:
+            order.attach(handle.ask_to_stop)
+            return handle.wait()
+        finally:
+            handle.close()
+
+    return _carry_out(job, attempt)
+
+
+def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
+    directory = directory_of(wishes, size, job.run_id or "run")
+    if directory is not None and wishes.log_dir is None:
+        say(f"output is kept in {directory}")
+    return directory
+
+
+def _carry_out(job: Job, attempt: Callable[[float | None, int, StopOrder], Ended]) -> int:
+    """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
+    begun = time.monotonic()
+    order = StopOrder(job.stop_on)
+
+    def ordered(time_left: float | None, restart_count: int) -> Ended:
+        return attempt(time_left, restart_count, order)
+
+    try:
+        with order:
+            again = job.deadline, job.max_restarts
+            with_restarts(ordered, job.name, *again, say, lambda: order.reason).result()
+    except LaunchTimeout as error:  # of the deadline, or of the time to join
+        late = job.deadline is not None and time.monotonic() - begun >= job.deadline
+        return _fail(error, _TIMED_OUT if late else _RAISED)
+    return 0
+
+
+def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
+    ready = server.ready(job.deadline)
+    count = 0
+    if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
+        count = server.count_devices(environ) if ready.accelerator else 0
+    if job.devices is not None:
+        if not ready.accelerator:
+            raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
+        try:
+            accelerator = Accelerator(ready.accelerator, ready.runtime or ready.accelerator, count)
+            environ |= shown(accelerator, job.devices, environ)
+        except ValueError as error:
+            raise UsageError(f"--{error}") from None
+        count = len(job.devices)
+    if isinstance(job.size, int):
+        return job.size, environ
+    if job.size in {"gpu", "xpu"} and count == 0:
+        raise UsageError(f"--nproc-per-node {job.size}: no device is visible here (torch {ready.torch_version})")
+    size = count if job.size != "cpu" and count else device.usable_cpus()
+    return size, environ
+
+
+def _check_devices(size: int, environ: Mapping[str, str], runtime: str | None) -> None:
+    try:
+        device.only(size - 1, environ, runtime)
+    except ValueError as error:
+        raise UsageError(f"--virtual-local-rank with {size} ranks: {error}") from None
+
+
+def _say_threads(size: int, environ: Mapping[str, str]) -> None:
+    """Says to who wants to know how many threads each rank has: mostly as many as its user would give it."""
+    cpus = device.usable_cpus()
+    if size > 1 and "OMP_NUM_THREADS" not in environ:
+        tell(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {device.threads_of(size)} of {cpus} CPUs")
+
+
+
+def _fail(error: LaunchError, status: int | None = None) -> int:
+    """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
+    say(str(error))
+    try:
+        error_file.pass_on(error)
+    except OSError as problem:
+        say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
+    if status is not None:
+        return status
+    code = error.failures[0].exitcode if error.failures else None
+    if code is None:
+        return _RAISED
+    return code if code > 0 else _SIGNALLED - code
