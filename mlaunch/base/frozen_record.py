@@ -24,12 +24,16 @@ _Function = TypeVar("_Function")
 
 
 class _Shape(NamedTuple):
-    """What the methods ask of a class. ``made``: of fields that a caller may leave out, what makes their value."""
+    """What the methods ask of a class.
+
+    ``by_name``: what may be given by name, by how many are given by position; ``filled``: how many values there are.
+    """
 
     by_position: tuple[str, ...]
-    taken: frozenset[str]
-    needed: frozenset[str]
-    made: tuple[tuple[str, Callable[[], Any]], ...]
+    by_name: tuple[frozenset[str], ...]
+    filled: int
+    defaults: dict[str, Any]
+    factories: tuple[tuple[str, Callable[[], Any]], ...]
     shown: tuple[str, ...]
     compared: tuple[str, ...]
     completes: bool  # it has a __post_init__
@@ -61,38 +65,36 @@ def _shape_of(cls: type) -> _Shape:
 
 def _read(cls: type) -> _Shape:
     fields = dataclasses.fields(cls)
-    taken = [field for field in fields if field.init]
-    made = [(field.name, maker) for field in fields if (maker := _maker(field)) is not None]
+    taken = [field.name for field in fields if field.init]
+    first = tuple(field.name for field in fields if field.init and not field.kw_only)
+    none = dataclasses.MISSING
+    defaults = {field.name: field.default for field in fields if field.default is not none}
+    factories = {field.name: field.default_factory for field in fields if field.default_factory is not none}
     return _Shape(
-        by_position=tuple(field.name for field in taken if not field.kw_only),
-        taken=frozenset(field.name for field in taken),
-        needed=frozenset(field.name for field in taken) - {name for name, _ in made},
-        made=tuple(made),
+        by_position=first,
+        by_name=tuple(frozenset(taken).difference(first[:given]) for given in range(len(first) + 1)),
+        filled=len({*taken, *defaults, *factories}),
+        defaults=defaults,
+        factories=tuple(factories.items()),
         shown=tuple(field.name for field in fields if field.repr),
         compared=tuple(field.name for field in fields if field.compare),
         completes=hasattr(cls, "__post_init__"),
     )
 
 
-def _maker(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory
-    default = field.default
-    return None if default is dataclasses.MISSING else lambda: default
-
-
 def _init(self: Any, /, *given: Any, **named: Any) -> None:
-    shape = _shape_of(type(self))
-    values = dict(zip(shape.by_position, given))  # noqa: B905 - looked at below
-    if len(given) > len(values) or not shape.taken >= named.keys() or not values.keys().isdisjoint(named):
+    shape = _shapes.get(type(self)) or _shape_of(type(self))
+    if len(given) > len(shape.by_position) or not named.keys() <= shape.by_name[len(given)]:
         raise _refusal(type(self), given, named)
-    values |= named
-    if len(values) < len(shape.taken) and not values.keys() >= shape.needed:
-        raise _refusal(type(self), given, named)
-    for name, make in shape.made:
+    values = self.__dict__
+    values.update(shape.defaults)
+    values.update(zip(shape.by_position, given))  # noqa: B905 - there may be fewer
+    values.update(named)
+    for name, make in shape.factories:
         if name not in values:
             values[name] = make()
-    self.__dict__.update(values)
+    if len(values) < shape.filled:
+        raise _refusal(type(self), given, named)
     if shape.completes:
         self.__post_init__()
 
@@ -112,10 +114,8 @@ def _signature_of(cls: type) -> Signature:
     for field in sorted(
         (field for field in dataclasses.fields(cls) if field.init), key=lambda field: bool(field.kw_only)
     ):
-        maker = _maker(field)
-        default = Parameter.empty if maker is None else field.default
-        if default is dataclasses.MISSING:
-            default = maker
+        found = [value for value in (field.default, field.default_factory) if value is not dataclasses.MISSING]
+        default = found[0] if found else Parameter.empty
         kind = Parameter.KEYWORD_ONLY if field.kw_only else Parameter.POSITIONAL_OR_KEYWORD
         parameters.append(Parameter(field.name, kind, default=default, annotation=field.type))
     return Signature(parameters)

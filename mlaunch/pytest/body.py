@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import pickle
 import time
 import unittest
 from collections.abc import Callable
@@ -67,8 +68,9 @@ def regroup() -> None:
     group_names.leave_world()
 
 
-def run_test(test: RankTest) -> Verdict:
-    """Runs a test here, and says how it was."""
+def run_test(sent: RankTest | bytes) -> Verdict:
+    """Runs a test here, and says how it was. ``sent``: as ``light`` has made it."""
+    test: RankTest = pickle.loads(sent) if isinstance(sent, bytes) else sent
     station, explanation, baseline = _here[0]
     verdict = _verdict(test, station, explanation, baseline)
     if not station.finish(test.number, verdict):

@@ -23,6 +23,7 @@ from mlaunch.rank.for_users import current_device
 _SEED = 0
 _PAGES = os.sysconf("SC_PAGE_SIZE")
 _MIB = 2**20
+_MANY_PIDS = 65_536  # bytes
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,11 @@ def _go_to(directory: str) -> None:
 
 def resident() -> int:
     """Returns the MiB of memory that this process holds."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * _PAGES // _MIB
+    fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return int(os.read(fd, 256).split()[1]) * _PAGES // _MIB
+    finally:
+        os.close(fd)
 
 
 def collect() -> int:
@@ -156,8 +160,11 @@ def _is_torchs(thread: threading.Thread) -> bool:
 
 def _children() -> set[int]:
     with contextlib.suppress(OSError):  # a kernel without it
-        pid = os.getpid()
-        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()))
+        fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return set(map(int, os.read(fd, _MANY_PIDS).split()))
+        finally:
+            os.close(fd)
     return set()
 
 

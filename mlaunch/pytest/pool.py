@@ -20,7 +20,7 @@ from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
 from mlaunch.pytest import body, early, explanation, isolation, rank_coverage, station, travel, workers
-from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict
+from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict, light
 from mlaunch.pytest.mark import Shape
 
 _SETS_ON_CPUS = 4
@@ -118,7 +118,7 @@ class SharedRanks:
         if deadline not in self._options:  # they are checked when they are made, which takes as long as a call
             self._options[deadline] = Options(deadline=deadline, progress=False)
         try:
-            values = self.ranks.call(self._options[deadline], Call(body.run_test, (test,), {})).result()
+            values = self.ranks.call(self._options[deadline], Call(body.run_test, (light(test),), {})).result()
         except Exception as error:
             report = report_of(error)
             if report is None or isinstance(error, RanksLost):
@@ -154,9 +154,11 @@ class SharedRanks:
 
     def surroundings(self) -> Surroundings:
         """Says what of this process's has changed since the ranks began."""
-        now, decode = dict(os.environb), os.fsdecode
-        changed: dict[str, str | None] = {decode(name): None for name in self._environ.keys() - now.keys()}
-        changed |= {decode(name): decode(value) for name, value in now.items() if self._environ.get(name) != value}
+        changed: dict[str, str | None] = {}
+        if os.environ._data != self._environ:  # type: ignore[attr-defined]  # a dict of bytes, which is read in no time
+            now, decode = dict(os.environb), os.fsdecode
+            changed |= {decode(name): None for name in self._environ.keys() - now.keys()}
+            changed |= {decode(name): decode(value) for name, value in now.items() if self._environ.get(name) != value}
         there, path = os.getcwd(), list(sys.path)
         return Surroundings(
             changed, None if there == self._directory else there, None if path == self._path else tuple(path)

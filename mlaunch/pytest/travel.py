@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -69,7 +70,7 @@ def definition_of(item: pytest.Function) -> Definition:
 def found_at(config: pytest.Config, module: Any, qualname: str) -> Definition:
     """Says where the ranks find what a module defines."""
     file = str(module.__file__)
-    return Definition(module.__name__, file, qualname, _conftests(config.pluginmanager, str(Path(file).parent)))
+    return Definition(module.__name__, file, qualname, _conftests(config.pluginmanager, os.path.dirname(file)))
 
 
 @functools.lru_cache(None)

@@ -24,7 +24,23 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.pickling_for import Destination
 from mlaunch.protocol.spec import LaunchSpec
 
+_OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
+
+
+class MergedOptions:
+    """What the options of ranks come to with those of a call; checked once, where one is given again and again."""
+
+    def __init__(self, own: Options) -> None:
+        self._own = own
+        self._last: tuple[Options, Options] | None = None  # given, and what came of it
+
+    def with_those_of(self, call: Options) -> Options:
+        if call is self._own:  # what they print comes as they were started
+            return call
+        if self._last is None or self._last[0] is not call:
+            self._last = call, self._own.replaced({field: getattr(call, field) for field in _OF_A_CALL})
+        return self._last[1]
 
 
 class RanksFuture(Future[Any]):

@@ -23,7 +23,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_options import new_directory, output_plan
 from mlaunch.caller.output.output_plan import OutputPlan
-from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture, pickle_call
+from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
 from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.session_words import older_code
@@ -37,7 +37,6 @@ from mlaunch.protocol.pickling_for import Destination
 from mlaunch.protocol.spec import Context, LaunchSpec
 
 _KEPT = 20  # reports
-_OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _sessions: weakref.WeakSet[RanksLaunch] = weakref.WeakSet()
 
 
@@ -61,6 +60,7 @@ class RankSet:
         self.pid = os.getpid()
         self._numbers = itertools.count(1)
         self._freed: deque[tuple[str, int]] = deque()
+        self._merged = MergedOptions(options)
         self._known: tuple[tuple[RanksLaunch, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
         self.session = self._open(None)
 
@@ -152,8 +152,7 @@ class RankSet:
 
     def _make(self, session: RanksLaunch, options: Options, call: Call) -> KeptCall:
         name = call.name or f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
-        if options is not self.options:  # of the ranks' own are the others: what they print comes as they were started
-            options = self.options.replaced({field: getattr(options, field) for field in _OF_A_CALL})
+        options = self._merged.with_those_of(options)
         if options.log_dir is not None:
             options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
         spec, plan = self._planned(session, options, name)
