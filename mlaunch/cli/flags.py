@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlaunch.cli import profile_flags
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
@@ -187,6 +188,7 @@ def _add_output(flags: Flags) -> None:
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
     flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
+    profile_flags.add(group)
 
 
 def _add_ending(flags: Flags) -> None:
@@ -199,6 +201,8 @@ def _add_ending(flags: Flags) -> None:
         metavar="N",
         help="start all ranks anew after a failure (default: 0)",
     )
+    group.add_argument("--max-preemptions", type=int, default=0, metavar="N", help="with --engine: start all ranks "
+                       "anew when a scheduler has taken their machines for others (default: 0)")  # fmt: skip
     flags.flag(
         group, "--monitor-interval", kind=float, metavar="SECONDS", help="any value is kept: ends are noticed at once"
     )

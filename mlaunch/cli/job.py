@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
+from mlaunch.cli import profile_flags
 from mlaunch.cli.checks import (
     UsageError,
     at_least,
@@ -60,9 +61,11 @@ class Job:
     grace_period: float
     deadline: float | None
     max_restarts: int
+    max_preemptions: int
     stop_on: str | None
     stop_grace: float
     stall: str | None
+    profile: profile_flags.ProfileOptions
     signals: tuple[int, ...]
     run_id: str
     role: str
@@ -95,6 +98,7 @@ class Job:
             stall=self.stall,
             join_timeout=self.join_timeout,
             token=self.token,
+            **self.profile,
         )
 
 
@@ -126,9 +130,11 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         grace_period=grace_period_of(args.shutdown_timeout, environ),
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
+        max_preemptions=_preemptions(args.max_preemptions, args.engine),
         stop_on=stop_signals_of(args.stop_on),
         stop_grace=seconds_of("--stop-grace", args.stop_grace),
         stall=stall_of(args.stall),
+        profile=profile_flags.options_of(args),
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
         role=role_of(args.role),
@@ -136,6 +142,12 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=args.numa_binding,
     )
+
+
+def _preemptions(most: int, engine: str | None) -> int:
+    if most and engine is None:
+        raise UsageError(f"--max-preemptions {most} without --engine: nobody would place the ranks anew")
+    return at_least(0, "--max-preemptions", most)
 
 
 # What is run

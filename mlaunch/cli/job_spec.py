@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.cli.job import Job
+from mlaunch.cli.profile_flags import check_ranks
 from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget
 
 
@@ -22,6 +23,8 @@ def spec_of(
         ValueError: This machine cannot serve the job.
     """
     planned = plan(job.options(size), machine, job.name, environ, attempt)
+    if attempt.profile is not None and job.nodes == 1:  # else the others may have more ranks than this one
+        check_ranks(attempt.profile, size)
     command = ScriptTarget(
         kind=job.kind,
         target=job.target,

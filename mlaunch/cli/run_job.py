@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.device_choice import Accelerator, shown
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import with_restarts
@@ -18,7 +19,9 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.zygote_upkeep import tell
 from mlaunch.caller.stop_order import StopOrder
+from mlaunch.cli import profile_flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
@@ -29,6 +32,7 @@ from mlaunch.rank.setup import device
 if TYPE_CHECKING:
     from mlaunch.engines.engine import Engine
 
+Attempts = Callable[[StopOrder, CallTrace], Ended]  # all of a job; how the last one ended
 _RAISED, _TIMED_OUT, _SIGNALLED = 1, 124, 128  # exit statuses; 128 + a signal's number, as a shell tells it
 
 
@@ -49,14 +53,14 @@ def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) 
 def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes) -> int:
     """Runs the job on this machine; returns the exit status."""
     try:
-        if job.lease is None:
-            return _on_its_devices(job, server, environ, wishes, ())
-        from mlaunch.caller.server.zygote_upkeep import tell
-from mlaunch.cli import on_lease
+        with profile_flags.trace_of(job.options(1)) as trace:
+            if job.lease is None:
+                return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), trace)
+            from mlaunch.cli import on_lease
 
-        job, environ, held = on_lease.take(job, server, environ, say)
-        with held:
-            return _on_its_devices(job, server, environ, wishes, held.fds)
+            job, environ, held = on_lease.take(job, server, environ, say)
+            with held:
+                return _carry_out(job, _on_its_devices(job, server, environ, wishes, held.fds), trace)
     except LaunchError as error:
         return _failed(error)
 
@@ -67,7 +71,8 @@ def _failed(error: LaunchError) -> int:
 
 def _on_its_devices(
     job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes, leases: Sequence[int]
-) -> int:
+) -> Attempts:
+    """Returns what runs the job."""
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
@@ -80,9 +85,10 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
     from mlaunch.cli.run_on_engine import There
 
     size = job.size if isinstance(job.size, int) else 1
-    there = There(job, engine, wishes, _directory(wishes, size, job))
+    there = There(job, engine, wishes, _directory(wishes, size, job), say)
     try:
-        return _carry_out(job, there.attempt)
+        with profile_flags.trace_of(job.options(1)) as trace:
+            return _carry_out(job, there.run, trace)
     except LaunchError as error:
         return _fail(error)
     except ValueError as error:
@@ -93,22 +99,26 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
 
 def _launch(
     job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, leases: Sequence[int]
-) -> int:
-    """Runs the job; returns the exit status."""
+) -> Attempts:
+    """Returns what runs the job."""
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
-    def attempt(time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
-        spec = spec_of(job, size, machine, environ, Attempt(restart_count, time_left), directory or "")
-        output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
-        handle = start_launch(server, spec, None, output, History(), leases)
-        try:
-            order.attach(handle.ask_to_stop)
-            return handle.wait()
-        finally:
-            handle.close()
+    def attempts(order: StopOrder, trace: CallTrace) -> Ended:
+        def attempt(time_left: float | None, restart_count: int) -> Ended:
+            number = Attempt(restart_count, time_left, trace.order)
+            spec = spec_of(job, size, machine, environ, number, directory or "")
+            output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
+            handle = start_launch(server, spec, None, output, History(), leases)
+            try:
+                order.attach(handle.ask_to_stop)
+                return handle.wait()
+            finally:
+                handle.close()
 
-    return _carry_out(job, attempt)
+        return with_restarts(attempt, job.name, job.deadline, job.max_restarts, say, lambda: order.reason)
+
+    return attempts
 
 
 def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
@@ -118,18 +128,14 @@ def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
     return directory
 
 
-def _carry_out(job: Job, attempt: Callable[[float | None, int, StopOrder], Ended]) -> int:
+def _carry_out(job: Job, attempts: Attempts, trace: CallTrace) -> int:
     """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
     begun = time.monotonic()
-    order = StopOrder(job.stop_on)
-
-    def ordered(time_left: float | None, restart_count: int) -> Ended:
-        return attempt(time_left, restart_count, order)
-
     try:
-        with order:
-            again = job.deadline, job.max_restarts
-            with_restarts(ordered, job.name, *again, say, lambda: order.reason).result()
+        with StopOrder(job.stop_on) as order:
+            ended = attempts(order, trace)
+            trace.finish(ended, say)
+            ended.result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join
         late = job.deadline is not None and time.monotonic() - begun >= job.deadline
         return _fail(error, _TIMED_OUT if late else _RAISED)
@@ -171,7 +177,6 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
     cpus = device.usable_cpus()
     if size > 1 and "OMP_NUM_THREADS" not in environ:
         tell(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {device.threads_of(size)} of {cpus} CPUs")
-
 
 
 def _fail(error: LaunchError, status: int | None = None) -> int:

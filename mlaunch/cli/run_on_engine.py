@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
@@ -14,7 +15,8 @@ from mlaunch.cli.engine_names import engine_named
 from mlaunch.cli.job import Job
 from mlaunch.cli.output import Wishes
 from mlaunch.engines.engine import Engine
-from mlaunch.engines.launch.engine_launch import HostPrefix, MachinesLaunch, Work
+from mlaunch.engines.launch.attempts import Attempts
+from mlaunch.engines.launch.engine_launch import HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
 
 # Flags that an engine or its machines decide.
@@ -40,18 +42,19 @@ def engine_of(args: argparse.Namespace) -> Engine | None:
 class There:
     """A job on machines of its own, which ``close`` gives back."""
 
-    def __init__(self, job: Job, engine: Engine, wishes: Wishes, directory: str | None) -> None:
+    def __init__(
+        self, job: Job, engine: Engine, wishes: Wishes, directory: str | None, tell: Callable[[str], None]
+    ) -> None:
         self._job = job
         self._wishes = wishes
-        self._directory = directory
+        self._directory, self._tell = directory, tell
         self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
-    def attempt(self, time_left: float | None, restart_count: int, order: StopOrder) -> Ended:
-        """Runs it once."""
-        self._machines.renew()
-        options = _options(self._job)
-        return MachinesLaunch(self._machines, options, self._work, self._output, restart_count, time_left).run(order)
+    def run(self, order: StopOrder, trace: CallTrace) -> Ended:
+        """Runs it; returns how the last attempt ended."""
+        made = Attempts(self._machines, _options(self._job), self._work, self._output, self._tell)
+        return made.run(order, trace, self._job.max_preemptions)
 
     def close(self) -> None:
         self._machines.close()
@@ -84,6 +87,7 @@ def _options(job: Job) -> Options:
         stop_grace=job.stop_grace,
         stall=job.stall,
         join_timeout=job.join_timeout,
+        **job.profile,
     )
 
 

@@ -29,7 +29,7 @@ from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
 from mlaunch.rank.setup.process import StampedFile
-from mlaunch.rank.step_profile import StepProfile
+from mlaunch.rank.step_profile import profiling
 
 if TYPE_CHECKING:
     import torch
@@ -181,10 +181,9 @@ class FunctionRank(Rank):
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
         run = function if self._debugger is None else functools.partial(self._debugger.run, function)
-        profile, rank = self._spec.profile, self._spec.rank(self._args.local_rank)
-        if profile is None or not profile.wants(rank):
+        if self._spec.profile is None:  # most have none
             return run(*call.args, **call.kwargs)
-        with StepProfile(profile, rank):
+        with profiling(self._spec, self._args.local_rank):
             return run(*call.args, **call.kwargs)
 
     def _outcome_of(self, _call: Call, value: object) -> object:

@@ -30,6 +30,7 @@ from mlaunch.protocol.spec import ScriptTarget
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
 from mlaunch.rank.setup import device, environment, process
+from mlaunch.rank.step_profile import profiling
 from mlaunch.rank.whole_lines import Text, WholeLines
 
 _STREAMS = ("stdin", "stdout", "stderr")
@@ -47,7 +48,8 @@ class ScriptRank(Rank):
         try:
             self._become_rank()
             self._enter(Phase.COMMANDED)
-            _RUN[self._command.kind](self._command.target)
+            with profiling(self._spec, self._args.local_rank):
+                _RUN[self._command.kind](self._command.target)
             code = 0
         except SystemExit as leaving:
             code = process.exit_code(leaving)

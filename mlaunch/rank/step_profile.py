@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.protocol.spec import ProfileOrder
+from mlaunch.protocol.spec import LaunchSpec, ProfileOrder
 from mlaunch.rank.for_users import progress
 
 if TYPE_CHECKING:
     from torch import profiler
+
+
+def profiling(spec: LaunchSpec, local_rank: int) -> contextlib.AbstractContextManager[None]:
+    """Holds while a rank runs what it was started for: profiles the steps that are wanted of it, if any."""
+    order, rank = spec.profile, spec.rank(local_rank)
+    return contextlib.nullcontext() if order is None or not order.wants(rank) else StepProfile(order, rank)
 
 
 class StepProfile:

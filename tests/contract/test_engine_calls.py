@@ -952,6 +952,8 @@ REFUSED = [
     (["--engine", "ssh:me@a:2222"], "a port is said as ssh does, 'ssh://me@b:2222'"),
     (["--engine", "slurm", "--devices", "1"], "--devices with --engine: allowed: one of the two"),
     (["--engine", "ssh:a", "--nnodes", "2"], "machines=2 with 1 hosts: allowed: 1 to 1"),
+    (["--max-preemptions", "2"], "--max-preemptions 2 without --engine: nobody would place the ranks anew"),
+    (["--engine", "ssh:a", "--max-preemptions", "-1"], "--max-preemptions -1: allowed: 0 or more"),
 ]
 
 
@@ -1000,6 +1002,37 @@ def test_a_script(
     assert kept == [f"attempt_0/{rank}/stdout.log" for rank in range(3)]
     if status:
         assert "mlaunch: rank 2 of train.py exited with code 7 (sys.exit or os._exit)\n  host m1, " in told.err
+
+
+UNTIL_TOLD = """
+import os, pathlib, torch.distributed as dist
+import mlaunch
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+dist.init_process_group("gloo")
+if attempt == "0":
+    if dist.get_rank() == 0:
+        pathlib.Path(os.environ["MARKER"]).touch()
+    while not mlaunch.stopping():
+        dist.barrier()
+print(f"attempt {attempt}: {mlaunch.stopping() or 'done'}")
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_whose_machines_are_taken_starts_anew_on_others(
+    marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = Taken(1)
+    monkeypatch.setattr(run_on_engine, "engine_named", lambda _name: engine)
+    monkeypatch.setenv("MARKER", str(marker))
+    (tmp_path / "train.py").write_text(UNTIL_TOLD)
+    flags = ["--engine", "threads", "--nnodes", "2", "--stop-on", "TERM", "--max-preemptions", "2"]
+    assert main(["run", *flags, str(tmp_path / "train.py")]) == 0
+    told = capfd.readouterr()
+    lines = sorted(line.partition("] ")[2] for line in told.out.splitlines() if "attempt" in line)
+    assert lines == ["attempt 0: TERM"] * 2 + ["attempt 1: done"] * 2
+    assert "mlaunch: train.py starts anew on other machines (preemption 1 of at most 2): the sch" in told.err
+    assert len(engine.placements) == 2
 
 
 PLANTED = ("cloudpickle", "json", "mlaunch", "multiprocessing", "runpy", "torch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.cli import main
 from tests.contract.test_engine_calls import Threads
+from tests.system.commands import run, write
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 
@@ -146,13 +149,65 @@ def test_where_it_is_refused(tmp_path: Path) -> None:
             launcher(train, 2, profile=path, **options)
     with pytest.raises(ValueError, match=r"profile='.*' with submit\(\): allowed: None"):
         launcher(train, 2, profile=path).submit()
-    with pytest.raises(ValueError, match="profile= with 2 of 3 ranks on this machine: the clocks of machines"):
-        launcher(train, 2, world_size=3, port=29500, token="x" * 20, profile=path)()
     with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\] with ranks 0 to 1: allowed: these"):
         launcher(train, 2, profile=path, profile_ranks=[0, 2])()
     with pytest.raises(ValueError, match=r"Ranks does not take profile \(it would have steps"):
         Ranks(n_gpus=2, profile=path)
     assert os.listdir(tmp_path) == []
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+import mlaunch
+dist.init_process_group("gloo")
+for _ in mlaunch.progress(range(4)):
+    dist.barrier()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.parametrize("status", [0, 3])
+def test_steps_of_a_command(tmp_path: Path, status: int) -> None:
+    """Also of one that fails later."""
+    flags = ("--nproc-per-node", "2", "--profile", "trace.json.gz", "--profile-steps", "1,3", "--profile-ranks", "0")
+    done = run(tmp_path, *flags, write(tmp_path, SCRIPT), str(status))
+    assert done.returncode == status, done.stderr
+    events = read(tmp_path / "trace.json.gz")
+    assert steps_of(events) == {0: ["1", "2"]}
+    assert {event["pid"] for event in events if event.get("cat") == "mlaunch"} == {1000, 2000}
+    assert sorted(os.listdir(tmp_path)) == ["trace.json.gz", "train.py"]
+
+
+REFUSED = [
+    (["--profile", "no/trace.json"], r"--profile /.*/no/trace\.json cannot be written: No such file or directory"),
+    (["--profile", "t", "--profile-steps", "4,2"], "--profile-steps 4,2: allowed: two numbers of steps, from 0: the"),
+    (["--profile", "t", "--profile-ranks", "1,1"], "--profile-ranks 1,1: allowed: ranks, each once, with commas betw"),
+    (["--profile", "t", "--no-python"], "--profile with --no-python: allowed: one of the two"),
+    (["--profile", ""], "--profile: allowed: the path of a file"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[" ".join(flags) for flags, _ in REFUSED])
+def test_command_lines_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    """Before anything runs."""
+    monkeypatch.chdir(tmp_path)
+    program = "true" if "--no-python" in flags else write(tmp_path, "open('it ran', 'w')")
+    with pytest.raises(SystemExit) as left:
+        main(["run", *flags, program])
+    assert left.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert set(os.listdir(tmp_path)) <= {"train.py"}
+
+
+@pytest.mark.slow  # it starts an interpreter, which counts no ranks before
+def test_ranks_that_a_command_does_not_have(tmp_path: Path) -> None:
+    done = run(tmp_path, "--profile", "t", "--profile-ranks", "0,2", write(tmp_path, "open('it ran', 'w')"))
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "mlaunch run: --profile-ranks 0,2: allowed: 0 to 0")
+    assert os.listdir(tmp_path) == ["train.py"]
 
 
 def test_step_elsewhere_does_nothing() -> None:

@@ -24,7 +24,7 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.launch import hints
 from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, check_profile_ranks, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch, start_or_take
@@ -154,7 +154,9 @@ def planned(
 ) -> LaunchSpec:
     """Plans a launch; its errors are raised as if from the line that called."""
     try:
-        return plan(options, machine, name, environ, number)
+        spec = plan(options, machine, name, environ, number)
+        check_profile_ranks(number.profile, spec.world_size)
+        return spec
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None
 

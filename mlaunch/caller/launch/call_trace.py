@@ -17,20 +17,20 @@ from mlaunch.protocol.spec import ProfileOrder
 class CallTrace:
     """Holds over the attempts of a call; the trace is that of the last one. Without ``profile=`` it does nothing.
 
-    No context manager of contextlib's, which would set attributes of what passes through it.
+    No context manager of contextlib's, which would set attributes of what passes through it. ``named``: how the path
+    was given. OSError where no such file can be written.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._path = None if options.profile is None else os.path.abspath(os.fspath(options.profile))
-        self._steps, self._ranks = options.profile_steps, options.profile_ranks
+    def __init__(self, options: Options, named: str = "profile={!r}") -> None:
         self.order: ProfileOrder | None = None  # for the ranks
+        if options.profile is not None:
+            self._path = os.path.abspath(os.fspath(options.profile))
+            self._named = named.format(self._path)
+            ranks = None if options.profile_ranks is None else tuple(options.profile_ranks)
+            first, last = options.profile_steps
+            self.order = ProfileOrder(_directory_beside(self._path, self._named), first, last, ranks)
 
     def __enter__(self) -> CallTrace:
-        """Makes a directory for the parts beside the file. OSError where there can be none."""
-        if self._path is not None:
-            ranks = None if self._ranks is None else tuple(self._ranks)
-            first, last = self._steps
-            self.order = ProfileOrder(_directory_beside(self._path), first, last, ranks)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,12 +39,12 @@ class CallTrace:
 
     def finish(self, ended: Ended, tell: Callable[[str], None]) -> None:
         """Writes the file, unless the call was interrupted; ``tell`` gets what is wrong with it."""
-        if self.order is None or self._path is None or not isinstance(ended.error, Exception | None):
+        if self.order is None or not isinstance(ended.error, Exception | None):
             return
         order, report = self.order, ended.report()
         parts = {rank.rank: path for rank in report.ranks if os.path.exists(path := order.part_of(rank.rank))}
         if not parts:
-            tell(f"profile={self._path!r} is not written: no rank came to step {order.first} of {report.name}; steps "
+            tell(f"{self._named} is not written: no rank came to step {order.first} of {report.name}; steps "
                  f"are turns of mlaunch.progress, or calls of mlaunch.step()")  # fmt: skip
             return
         whole = os.path.join(order.directory, "whole")
@@ -52,17 +52,17 @@ class CallTrace:
             lacks = merged_trace.write(whole, report, parts, compressed=self._path.endswith(".gz"))
             os.replace(whole, self._path)
         except OSError as error:
-            tell(f"profile={self._path!r} is not written: {error.strerror or error}")
+            tell(f"{self._named} is not written: {error.strerror or error}")
             return
         missing = [rank.rank for rank in report.ranks if order.wants(rank.rank) and rank.rank not in parts]
         if missing:
-            tell(f"profile={self._path!r} lacks {name_ranks(missing)}, which did not come to step {order.first}")
+            tell(f"{self._named} lacks {name_ranks(missing)}, which did not come to step {order.first}")
         for rank, why in lacks.items():
-            tell(f"profile={self._path!r} has a part only of rank {rank}'s trace: {why}")
+            tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
 
 
-def _directory_beside(path: str) -> str:
-    """Makes it; OSError if no file of that path can be written."""
+def _directory_beside(path: str, named: str) -> str:
+    """Makes it; OSError if no file of that path can be written. ``named``: what it is called."""
     try:
         if os.path.isdir(path):
             raise IsADirectoryError(21, "it is a directory")
@@ -70,4 +70,4 @@ def _directory_beside(path: str) -> str:
             raise PermissionError(13, "the file may not be written to")
         return tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
     except OSError as error:
-        raise type(error)(error.errno, f"profile={path!r} cannot be written: {error.strerror}") from None
+        raise type(error)(error.errno, f"{named} cannot be written: {error.strerror}") from None

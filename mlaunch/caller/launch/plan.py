@@ -44,8 +44,8 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed.local_world_size, world_size)
-    if attempt.profile is not None:
-        _check_profile(attempt.profile, placed.local_world_size, world_size)
+    if attempt.profile is not None and world_size > placed.local_world_size:
+        raise ValueError("profile= with ranks on other machines: their clocks differ; use torch.profiler there")
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
@@ -94,13 +94,9 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
         )
 
 
-def _check_profile(order: ProfileOrder, here: int, world_size: int) -> None:
-    if world_size > here:
-        raise ValueError(
-            f"profile= with {here} of {world_size} ranks on this machine: the clocks of machines differ; allowed: a "
-            f"launch on one machine, or torch.profiler in the function"
-        )
-    if order.ranks is not None and max(order.ranks) >= world_size:
+def check_profile_ranks(order: ProfileOrder | None, world_size: int) -> None:
+    """Raises ValueError if ranks are to be profiled that there will not be."""
+    if order is not None and order.ranks is not None and max(order.ranks) >= world_size:
         raise ValueError(f"profile_ranks={list(order.ranks)} with ranks 0 to {world_size - 1}: allowed: these")
 
 

@@ -29,7 +29,9 @@ class TraceFile:
 
 
 class FromTo:
-    """Two numbers of steps."""
+    """Two numbers of steps. ``of_flag``: what a flag of them may be."""
+
+    of_flag = "two numbers of steps, from 0: the first one and the one after the last, 5,8"
 
     def __str__(self) -> str:
         return "two numbers of steps, from 0: the first one and the one after the last, (5, 8)"
@@ -44,7 +46,9 @@ class FromTo:
 
 
 class SomeRanks:
-    """Ranks, each once, or None for all."""
+    """Ranks, each once, or None for all. ``of_flag``: what a flag of them may be."""
+
+    of_flag = "ranks, each once, with commas between them"
 
     def __str__(self) -> str:
         return "a list of ranks, or None for all"

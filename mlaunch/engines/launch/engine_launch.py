@@ -13,6 +13,7 @@ from mlaunch.base import signals
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import naming_culprits
 from mlaunch.caller.options import stall_option
@@ -45,6 +46,7 @@ _OURS = {
 }  # fmt: skip
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
+MakesPlan = Callable[[LaunchSpec, dict[int, str]], OutputPlan]
 
 
 def _source(work: Work) -> str:
@@ -97,9 +99,8 @@ class MachinesLaunch:
     placed: Machines
     options: Options
     work: Work
-    output: Callable[[LaunchSpec, dict[int, str]], OutputPlan]
-    restart_count: int
-    time_left: float | None
+    output: MakesPlan
+    number: Attempt
 
     def run(self, order: StopOrder) -> Ended:
         """Runs it to its end; see ``call_on_machines``. ``order``: asks it to stop."""
@@ -107,7 +108,7 @@ class MachinesLaunch:
         merged = self._merged(
             MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds, self.placed.lease)
         )
-        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.restart_count, ends_come=True)
+        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.number.restart_count, ends_come=True)
         servers = AllServers(self.placed, merged)
         handle = _MachinesHandle(spec, servers, merged.channel, relay, history)
         handle.outcome.hosts = history.hosts
@@ -156,7 +157,7 @@ class MachinesLaunch:
             master_ip=meet_at,
             port=self.options.port or head.port,
             token=spec.secret,
-            restart_count=self.restart_count,
+            restart_count=self.number.restart_count,
             details=details_of(spec),
             command=self.work.command,
             node_rank=machine.number,
@@ -191,8 +192,8 @@ class MachinesLaunch:
             timeout=self.options.timeout_seconds,
             grace_period=self.options.grace_period,
             deadline=self.options.deadline,
-            time_left=self.time_left,
-            restart_count=self.restart_count,
+            time_left=self.number.time_left,
+            restart_count=self.number.restart_count,
             max_restarts=self.options.max_restarts,
             seed=self.options.seed,
             port=0,
