@@ -13,7 +13,16 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
+from mlaunch.protocol.messages.machine_messages import (
+    AllGone,
+    Beat,
+    ClockCompared,
+    Done,
+    Planned,
+    Refused,
+    Value,
+    Waiting,
+)
 from mlaunch.protocol.messages.stop_messages import (
     AskAll,
     FreezeRanks,
@@ -81,7 +90,7 @@ class Peers:
         match record:
             case AllGone():
                 self._over = True
-            case Value():
+            case Value() | ClockCompared():
                 launcher.try_send(record, fds)
                 close_all(fds)
             case FreezeRanks() | ThawRanks() | StopRanks() | NobodyLooks():

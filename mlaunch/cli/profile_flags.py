@@ -35,8 +35,6 @@ def options_of(args: argparse.Namespace) -> ProfileOptions:
     """Reads the flags; UsageError for what they cannot mean."""
     if args.profile is not None and args.no_python:
         raise UsageError("--profile with --no-python: allowed: one of the two, since torch.profiler is of Python's")
-    if args.profile is not None and args.engine is not None:
-        raise UsageError("--profile with --engine: allowed: one of the two, since the clocks of machines differ")
     steps = _checked("--profile-steps", args.profile_steps, profile_options.FromTo())
     ranks = None
     if args.profile_ranks is not None:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlaunch.base.fds import KeptFd, close_all
+from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.member.looks import Looks
 from mlaunch.member.term import SignalsHere, Term
+from mlaunch.member.trace_parts import pieces
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
@@ -87,6 +88,7 @@ class MachineLaunch:
             while self._step():
                 pass
             self._end_output()
+            self._send_trace()
             self._tell_rows()
             if not self._alone:  # else this machine leaves, which is no end that the caller would expect
                 self._stream.send(MachineDone())
@@ -242,6 +244,15 @@ class MachineLaunch:
         """Passes on what ranks left in their pipes; somebody who outlived them may still hold the other end."""
         while any([self._carry(fd) for fd in list(self._pipes)]):
             pass
+
+    def _send_trace(self) -> None:
+        """Brings the caller what was profiled, no faster than the stream takes it."""
+        for piece in pieces(self._agreed):
+            self._stream.send(piece)
+            while self._stream.unsent > _FULL and not (self._alone or self._term.over):
+                ready([self._stream.incoming], [self._stream.outgoing], self._term.milliseconds())
+                self._stream.flush()
+                self._hear_caller()
 
     def _close(self) -> None:
         close_all(self._pipes)

@@ -46,7 +46,8 @@ class MachinePlan:
             tuple(addresses()) or (socket.gethostname(),),
             identity(),
             _free_port(),
-            time.monotonic(),
+            now := time.monotonic(),
+            time.time() - now,
         )
 
     def spec(self, order: Start) -> LaunchSpec:
@@ -60,7 +61,7 @@ class MachinePlan:
             "port": 0 if alone else order.port,
             "token": order.token,
         }
-        attempt = Attempt(order.restart_count, order.details.time_left)
+        attempt = Attempt(order.restart_count, order.details.time_left, order.profile)
         spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
         spec = with_details(spec, order.details)
         # A script's modules are looked for beside it first, a function's where the machine has its own.

@@ -7,6 +7,7 @@ with its standard input, and its ranks with it: whoever loses the caller loses n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -24,6 +25,7 @@ from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
 from mlaunch.member.term import Term
+from mlaunch.member.trace_parts import TraceParts
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import (
@@ -148,12 +150,14 @@ class _Member:
         return self._listener is not None
 
     def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
-        try:
-            launch = MachineLaunch(self._stream, plan.spec(order), plan.server, content, self._term)
-        except (LaunchError, ValueError, OSError) as error:
-            self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
-            return
-        launch.run()
+        with contextlib.ExitStack() as stack:
+            try:
+                spec = stack.enter_context(TraceParts(plan.spec(order)))
+                launch = MachineLaunch(self._stream, spec, plan.server, content, self._term)
+            except (LaunchError, ValueError, OSError) as error:
+                self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
+                return
+            launch.run()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class Rendezvous:
     token: str | None = field(repr=False)
     join_timeout: float
     heartbeat_timeout: float
+    compares_clocks: bool = False  # of the machines, for a profile
     by_engine: bool = False  # whose caller hears all machines; else each has a caller of its own
 
 
@@ -96,6 +97,11 @@ class ProfileOrder:
     def part_of(self, rank: int) -> str:
         """Returns the path of a rank's part."""
         return f"{self.directory}/rank-{rank}.json"
+
+    def written_by(self, rank: int) -> str:
+        """Returns the path of the part that is there, compressed if it has come from another machine; "": none is."""
+        path = self.part_of(rank)
+        return next((found for found in (path, f"{path}.gz") if os.path.exists(found)), "")
 
 
 @frozen_record

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import math
 import re
 import secrets
 import socket
@@ -27,7 +28,7 @@ from typing import Any
 
 from mlaunch.base.text import printable
 
-PROTOCOL = 6
+PROTOCOL = 7
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
 SENTENCE = 2_000  # bytes of what is said to people
@@ -109,6 +110,11 @@ async def read(reader: asyncio.StreamReader) -> Record:
     if not isinstance(record, dict):
         raise ConnectionError("what came is no record")
     return record
+
+
+def is_time(said: Any) -> bool:
+    """Tells whether a record says a time there, in seconds."""
+    return type(said) in {int, float} and math.isfinite(said)
 
 
 @contextlib.contextmanager

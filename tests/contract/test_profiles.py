@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.cli import main
+from mlaunch.member import trace_parts
 from tests.contract.test_engine_calls import Threads
 from tests.system.commands import run, write
 
@@ -142,11 +144,73 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, path: str, why: str) -> N
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_machines_of_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their parts come to the caller, who makes one file of them; nothing stays on the machines."""
+    there = tmp_path / "there"
+    there.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(there))
+    ours = launcher(train, 1, engine=Threads(), profile=tmp_path / "trace.json.gz", profile_steps=(2, 4))
+    assert ours() == [0, 1]
+    events = read(tmp_path / "trace.json.gz")
+    assert steps_of(events) == {0: ["2", "3"], 1: ["2", "3"]}
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        first, second = json.load(file)["clocks"]
+    assert (first["host"], first["ranks"], first["error_ms"]) == ("m0", "0", 0.0)
+    assert (second["host"], second["ranks"]) == ("m1", "1")
+    spans = {(event["pid"], event["name"]): event for event in events if event.get("cat") == "mlaunch"}
+    slack = 1e3 * second["error_ms"] + 0.1e6  # the clocks of a test's machines are one; a caller hears with delay
+    for event in events:
+        if event["name"].startswith("ProfilerStep#"):
+            run = spans[event["pid"] // 1000 * 1000, "run"]
+            assert run["ts"] - slack <= event["ts"] <= event["ts"] + event["dur"] <= run["ts"] + run["dur"] + slack
+    assert re.search(
+        r"mlaunch: .*trace\.json\.gz has the times of its machines to within .* ms", capfd.readouterr().err
+    )
+    assert sorted(os.listdir(tmp_path)) == ["there", "trace.json.gz"]
+    assert os.listdir(there) == []
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_single_machine_of_an_engine(tmp_path: Path) -> None:
+    def fail() -> None:
+        train()
+        raise ValueError("no such luck")
+
+    call = launcher(fail, 1, engine=Threads(), machines=1, profile=tmp_path / "trace.json", profile_steps=(1, 2))
+    with pytest.raises(ValueError, match="no such luck"):
+        call()
+    events = read(tmp_path / "trace.json")
+    assert steps_of(events) == {0: ["1"]}
+    [run] = [event for event in events if event["name"] == "run"]
+    [step] = [event for event in events if event["name"] == "ProfilerStep#1"]
+    assert run["ts"] <= step["ts"] <= run["ts"] + run["dur"]
+
+
+def test_what_an_engines_machines_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said before there are ranks."""
+
+    def never() -> None:
+        (tmp_path / "it ran").touch()
+
+    engine = Threads()
+    with pytest.raises(OSError, match=r"profile='.*no/trace' cannot be written: No such file or directory"):
+        launcher(never, 1, engine=engine, profile=tmp_path / "no" / "trace")()
+    assert not engine.placements
+    with pytest.raises(ValueError, match=r"profile_ranks=\[2\] with ranks 0 to 1: allowed: these"):
+        launcher(never, 1, engine=engine, profile=tmp_path / "trace", profile_ranks=[2])()
+    monkeypatch.setattr(trace_parts.tempfile, "tempdir", str(tmp_path / "full"))
+    with pytest.raises(LaunchError, match=r"host m\d: .*the parts of profile= cannot be written to .*/full: No such"):
+        launcher(never, 1, engine=engine, profile=tmp_path / "trace")()
+    assert os.listdir(tmp_path) == []
+
+
 def test_where_it_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "trace.json")
-    for options in ({"engine": Threads()}, {"keep": 5.0}):
-        with pytest.raises(ValueError, match=rf"profile='{path}' with {next(iter(options))}=: "):
-            launcher(train, 2, profile=path, **options)
+    with pytest.raises(ValueError, match=rf"profile='{path}' with keep=: these ranks stay; allowed: a call with ranks"):
+        launcher(train, 2, profile=path, keep=5.0)
     with pytest.raises(ValueError, match=r"profile='.*' with submit\(\): allowed: None"):
         launcher(train, 2, profile=path).submit()
     with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\] with ranks 0 to 1: allowed: these"):

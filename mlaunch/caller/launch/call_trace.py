@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import merged_trace
+from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.trace_times import TraceTimes
 from mlaunch.protocol.spec import ProfileOrder
 
 
@@ -25,7 +29,7 @@ class CallTrace:
         self.order: ProfileOrder | None = None  # for the ranks
         if options.profile is not None:
             self._path = os.path.abspath(os.fspath(options.profile))
-            self._named = named.format(self._path)
+            self._named, self._shows = named.format(self._path), options.progress
             ranks = None if options.profile_ranks is None else tuple(options.profile_ranks)
             first, last = options.profile_steps
             self.order = ProfileOrder(_directory_beside(self._path, self._named), first, last, ranks)
@@ -42,23 +46,58 @@ class CallTrace:
         if self.order is None or not isinstance(ended.error, Exception | None):
             return
         order, report = self.order, ended.report()
-        parts = {rank.rank: path for rank in report.ranks if os.path.exists(path := order.part_of(rank.rank))}
+        wanted = [rank.rank for rank in report.ranks if order.wants(rank.rank)]
+        parts = {rank: path for rank in wanted if (path := order.written_by(rank))}
         if not parts:
-            tell(f"{self._named} is not written: no rank came to step {order.first} of {report.name}; steps "
-                 f"are turns of mlaunch.progress, or calls of mlaunch.step()")  # fmt: skip
+            if wanted:  # else other machines have them
+                tell(f"{self._named} is not written: no rank came to step {order.first} of {report.name}; steps are "
+                     f"turns of mlaunch.progress, or calls of mlaunch.step()")  # fmt: skip
             return
-        whole = os.path.join(order.directory, "whole")
         try:
-            lacks = merged_trace.write(whole, report, parts, compressed=self._path.endswith(".gz"))
-            os.replace(whole, self._path)
+            self._write(report, parts, tell)
         except OSError as error:
             tell(f"{self._named} is not written: {error.strerror or error}")
             return
-        missing = [rank.rank for rank in report.ranks if order.wants(rank.rank) and rank.rank not in parts]
-        if missing:
+        if missing := [rank for rank in wanted if rank not in parts]:
             tell(f"{self._named} lacks {name_ranks(missing)}, which did not come to step {order.first}")
+
+    def _write(self, report: LaunchReport, parts: Mapping[int, str], tell: Callable[[str], None]) -> None:
+        whole, path = os.path.join(os.path.dirname(next(iter(parts.values()))), "whole"), self._path
+        times = TraceTimes(report, parts)
+        lacks = merged_trace.write(whole, report, parts, times, compressed=path.endswith(".gz"))
+        first = report.ranks[0].rank
+        if report.clocks is not None and report.clocks.by_hand and first > 0:  # others may share the file system
+            path = _from_rank(path, first)
+        os.replace(whole, path)
         for rank, why in lacks.items():
             tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
+        if times.unknown:
+            tell(f"{self._named}: nobody has compared the clock of {name_ranks(times.unknown)} with that of rank 0's "
+                 f"machine, so their times may be off by as much as the two clocks")  # fmt: skip
+        if times.error and self._shows:
+            print(f"mlaunch: {path} has the times of its machines to within {1e3 * times.error:.2g} ms, to which "
+                  f"their clocks were compared", file=sys.stderr, flush=True)  # fmt: skip
+
+
+class PartsOfMachines:
+    """The parts of ranks on other machines, which come in pieces, as long as there is room. ``order`` None: no."""
+
+    def __init__(self, order: ProfileOrder | None) -> None:
+        self._order = order
+        self._begun = set[int]()  # ranks of which this attempt has some
+
+    def add(self, rank: int, data: bytes, written: float) -> None:
+        """Adds a piece to a rank's part, which is as old as that on its machine, ``written``."""
+        if self._order is None:
+            return
+        path = f"{self._order.part_of(rank)}.gz"
+        with contextlib.suppress(OSError):  # a part that is cut is told of
+            if rank not in self._begun:
+                open(path, "wb").close()
+            self._begun.add(rank)
+            with open(path, "ab") as file:
+                file.write(data)
+            os.utime(path, (written, written))
 
 
 def _directory_beside(path: str, named: str) -> str:
@@ -71,3 +110,10 @@ def _directory_beside(path: str, named: str) -> str:
         return tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
     except OSError as error:
         raise type(error)(error.errno, f"{named} cannot be written: {error.strerror}") from None
+
+
+def _from_rank(path: str, first: int) -> str:
+    """Returns the name of the file of a machine that is not the first: trace-from-rank-2.json.gz."""
+    stem, end = (path[:-3], path[-3:]) if path.endswith(".gz") else (path, "")
+    stem, kind = os.path.splitext(stem)
+    return f"{stem}-from-rank-{first}{kind}{end}"

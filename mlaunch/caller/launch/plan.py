@@ -44,11 +44,11 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed.local_world_size, world_size)
-    if attempt.profile is not None and world_size > placed.local_world_size:
-        raise ValueError("profile= with ranks on other machines: their clocks differ; use torch.profiler there")
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
-    cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
+    cluster, profiled = None, attempt.profile is not None
+    if world_size > placed.local_world_size:
+        cluster = _cluster(options, environ, name, profiled=profiled)
     return LaunchSpec(
         launch_id=new_launch_id(),
         name=name,
@@ -100,7 +100,7 @@ def check_profile_ranks(order: ProfileOrder | None, world_size: int) -> None:
         raise ValueError(f"profile_ranks={list(order.ranks)} with ranks 0 to {world_size - 1}: allowed: these")
 
 
-def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
+def _cluster(options: Options, environ: Mapping[str, str], name: str, *, profiled: bool) -> Rendezvous:
     token, source = options.token, "token="
     if token is None:
         token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
@@ -115,7 +115,8 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezv
     if token and len(token) < tokens.SHORTEST:
         log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None
-    return Rendezvous(options.master_ip, options.port, key, options.join_timeout, options.heartbeat_timeout)
+    times = options.join_timeout, options.heartbeat_timeout
+    return Rendezvous(options.master_ip, options.port, key, *times, compares_clocks=profiled)
 
 
 def _context(environ: Mapping[str, str]) -> Context:

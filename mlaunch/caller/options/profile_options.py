@@ -9,7 +9,6 @@ from typing import Any
 from mlaunch.caller.options.option_values import Whole, option
 
 _ELSEWHERE = {
-    "engine": "the clocks of several machines differ",
     "ranks": "these ranks were started without it",
     "keep": "these ranks stay",
 }
@@ -71,14 +70,14 @@ def check_profile(given: Mapping[str, Any]) -> None:
     for name, why in _ELSEWHERE.items():
         if given[name] is not None:
             raise ValueError(f"profile={given['profile']!r} with {name}=: {why}; allowed: a call with ranks of its "
-                             f"own, on this machine")  # fmt: skip
+                             f"own")  # fmt: skip
 
 
 PROFILE: str | os.PathLike[str] | None = option(
     None,
     TraceFile(),
     "A file that gets a trace of torch.profiler, with a track for each rank and the launch's own timeline, for "
-    'https://ui.perfetto.dev; a name with ".gz" at its end is compressed. Replaced if it exists. On one machine.',
+    'https://ui.perfetto.dev; a name with ".gz" at its end is compressed. Replaced if it exists.',
 )
 STEPS: Sequence[int] = option(
     (5, 8),

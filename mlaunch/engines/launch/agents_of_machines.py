@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
+from mlaunch.caller.launch.call_trace import PartsOfMachines
 from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.launch.machines_stop import MachinesStop
 from mlaunch.engines.launch.output_pipes import Backlog
@@ -36,7 +37,15 @@ from mlaunch.protocol.messages.launch_messages import (
     Reaped,
 )
 from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
-from mlaunch.protocol.messages.member_messages import FromAgent, MachineDone, Printed, Rows, Seen, ServerEnded
+from mlaunch.protocol.messages.member_messages import (
+    FromAgent,
+    MachineDone,
+    Printed,
+    Rows,
+    Seen,
+    ServerEnded,
+    TracePart,
+)
 from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
 
 if TYPE_CHECKING:
@@ -57,6 +66,7 @@ class MergedAgent:
         self._world_size = world_size
         self._end_of, self._times, self._lookout = end_of, times, lookout
         self._open = {machine.stream.fileno(): machine for machine in machines}
+        self.parts = PartsOfMachines(None)  # of a profile
         self._stop = MachinesStop(self._open, self._tell, lookout)
         self._board = Board.create(world_size)
         self._backlog = Backlog()
@@ -89,19 +99,10 @@ class MergedAgent:
             if self._hearsay is not None and not self._lost:
                 self._tell(self._hearsay)
             self._tell(Finished())
-            self._end_output()
+            self._backlog.see_out(range(self._world_size), self._theirs.fileno(), self._hear_handle)
             self._theirs.close()
             self._board.close()
             os.close(self._nothing)
-
-    def _end_output(self) -> None:
-        """Passes on what ranks printed last, to whose end the handle reads once it has heard of the launch's."""
-        self._backlog.end(range(self._world_size))
-        while self._backlog.blocked() and not self._hopeless:
-            if self._backlog.wait(self._theirs.fileno()):
-                self._hear_handle()
-            self._backlog.flush()
-        self._backlog.close()
 
     def _step(self) -> None:
         events = self._wait()
@@ -134,8 +135,12 @@ class MergedAgent:
         writers += self._backlog.blocked()
         return ready(readers, writers, self._times.milliseconds(min(self._lookout.due, self._stop.due)))
 
-    def _hear_handle(self) -> None:
-        """Passes on what it wants: that the launch ends. What ranks print holds up nothing any more then."""
+    def _cancel(self) -> None:
+        """Asks all machines to end the launch."""
+        self._send(Cancel())
+
+    def _hear_handle(self) -> bool:
+        """Passes on what it wants: that the launch ends. False: it is gone."""
         try:
             record, fds = self._theirs.receive()
         except EOFError:
@@ -145,6 +150,7 @@ class MergedAgent:
         elif not self._lookout.obey(record, list(self._open.values()), self._theirs):
             self._obey(record, fds)
         close_all(fds)
+        return not self._hopeless
 
     def _obey(self, record: AgentHears, _fds: Sequence[int]) -> None:
         self._backlog.limit = None
@@ -178,10 +184,6 @@ class MergedAgent:
         self._backlog.end(machine.ranks)
         self._send(Cancel())
 
-    def _cancel(self) -> None:
-        """Asks all machines to end the launch."""
-        self._send(Cancel())
-
     def _fail(self, failure: RankFailure) -> None:
         self._lost = True
         self._tell(failure)
@@ -194,6 +196,8 @@ class MergedAgent:
                 self._board.take_row(rank, row, machine.shift)
         elif isinstance(record, FromAgent):
             self._take_from_agent(machine, record.record, content)
+        elif isinstance(record, TracePart):
+            self.parts.add(record.rank, record.data, record.written)
         elif isinstance(record, Seen):
             self._lookout.take(machine, record.number, content)
         elif isinstance(record, ServerEnded):

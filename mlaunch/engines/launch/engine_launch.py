@@ -12,8 +12,9 @@ from typing import TypeVar
 from mlaunch.base import signals
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
+from mlaunch.caller.launch.call_trace import PartsOfMachines
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.plan import Attempt
+from mlaunch.caller.launch.plan import Attempt, check_profile_ranks
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import naming_culprits
 from mlaunch.caller.options import stall_option
@@ -128,8 +129,11 @@ class MachinesLaunch:
         self.placed.prepare(self._order(), self.options.join_timeout)
         machines = self.placed.machines
         spec = self._spec(machines)
+        check_profile_ranks(self.number.profile, spec.world_size)
         meet_at = self._master_ip(machines[0].given)
         history.ready = time.monotonic()
+        if len(machines) == 1:  # else the gate compares them
+            history.take(machines[0].clock(), ())
         history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
         call = self.work.call
         with naming_culprits(spec, call), in_memfds([("call", call)] if call is not None else []) as memfds:
@@ -140,7 +144,9 @@ class MachinesLaunch:
     def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
         machines = self.placed.machines
         lookout = Lookout(replace(spec, launch_id=new_launch_id()), machines)  # a machine here may show its own
-        return kind(machines, spec.world_size, self.placed.end_of, times, lookout)
+        merged = kind(machines, spec.world_size, self.placed.end_of, times, lookout)
+        merged.parts = PartsOfMachines(self.number.profile)
+        return merged
 
     def _order(self) -> AskOffer:
         given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
@@ -162,6 +168,7 @@ class MachinesLaunch:
             command=self.work.command,
             node_rank=machine.number,
             num_nodes=len(self.placed.machines),
+            profile=self.number.profile,
             stays=spec.launch_id if spec.stays else "",
         )
 

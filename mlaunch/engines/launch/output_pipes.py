@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 _LIMIT = 1 << 22  # bytes
@@ -107,6 +107,19 @@ class Backlog:
                 pipe.ended = True
         if pipe.ended and not pipe.waiting:
             os.close(self._pipes.pop((rank, stream)).fd)
+
+    def see_out(self, ranks: Collection[int], other: int, hear: Callable[[], bool]) -> None:
+        """Passes on what ranks printed last, to whose end its reader reads, and closes.
+
+        ``hear``: takes in what comes at ``other``; False: nobody reads any more.
+        """
+        self.end(ranks)
+        goes_on = True
+        while goes_on and self.blocked():
+            if self.wait(other):
+                goes_on = hear()
+            self.flush()
+        self.close()
 
     def close(self) -> None:
         """Closes all; what nobody reads by now is dropped."""

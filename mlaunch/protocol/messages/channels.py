@@ -46,6 +46,7 @@ from mlaunch.protocol.messages.launch_messages import (
 from mlaunch.protocol.messages.machine_messages import (
     AllGone,
     Beat,
+    ClockCompared,
     Done,
     MachineSilent,
     Planned,
@@ -92,7 +93,7 @@ AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
     | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold)
     | (CallOver | RanksStand | RanksBack | StopAgreed | StopOverdue | RanksFrozen)
-    | (Waiting | MachineSilent | Refused | RankFailure | Value)
+    | (Waiting | MachineSilent | Refused | RankFailure | Value | ClockCompared)
 )
 LaunchersEnd: TypeAlias = Channel[AgentSays, AgentHears]
 AgentsEnd: TypeAlias = Channel[AgentHears, AgentSays]
@@ -109,7 +110,7 @@ DebuggerHears = PromptLine
 DebuggerSays = PromptSays | PromptAsks | PromptLeft
 # An agent and its link to the other machines.
 LinkHears = RankFailure | Value | AskAll | RanksFrozen | Done
-LinkSays = Waiting | Refused | RankFailure | Value | Beat | Planned | AllGone | StopOrder
+LinkSays = Waiting | Refused | RankFailure | Value | ClockCompared | Beat | Planned | AllGone | StopOrder
 # A caller, or a command, and the fork server that stays.
 ZygoteHears = AskFork | AskZygote | KeepZygote | EndZygote
 ZygoteSays = Forked | ForkEnded | NotForked | ZygoteState | NotReady

@@ -2,6 +2,7 @@
 
 link -> agent -> launcher Waiting, Refused, RankFailure
 link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
+link -> agent -> launcher ClockCompared                         (for a profile)
 link -> agent             Beat, Planned, Over
 agent -> link             RankFailure, Value, Done
 
@@ -49,6 +50,24 @@ class Value:
     """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
 
     rank: int
+
+
+@frozen_record
+class ClockCompared:
+    """What a machine's clock differs by from that of the gate's machine. Seconds, those of the epoch by its own clock.
+
+    ``at``: when that was; ``ahead``: by how much the gate's is ahead; ``error``: by how much that may be wrong, half of
+    the time that question and answer took; ``begun``: when the launch began, by the gate's clock; ``epoch``: what makes
+    seconds of its clock of monotonic ones of who hears this.
+    """
+
+    rank_start: int
+    ranks: int  # of this machine
+    at: float
+    ahead: float
+    error: float
+    begun: float
+    epoch: float
 
 
 @frozen_record

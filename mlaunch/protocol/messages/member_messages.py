@@ -4,7 +4,7 @@ member -> caller   a line that begins with ``MARK``, then JSON: who it is       
 caller -> member   Lease; AskOffer, Listen, Reach, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for
                    ranks that stay; FreezeRanks, ThawRanks, StopRanks
 member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, Alive, ServerEnded,
-                   and MachineDone at last
+                   TracePart, and MachineDone at last
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
 from mlaunch.protocol.messages.prepared_messages import Details
-from mlaunch.protocol.spec import ScriptTarget
+from mlaunch.protocol.spec import ProfileOrder, ScriptTarget
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -77,7 +77,7 @@ class AskOffer:
 
 @dataclass(frozen=True)
 class Offer:
-    """What it gives. ``clock``: its monotonic seconds now."""
+    """What it gives. ``clock``: its monotonic seconds now; ``epoch``: what makes seconds of the epoch of those."""
 
     number: int
     local_world_size: int
@@ -88,6 +88,7 @@ class Offer:
     identity: str  # of the machine and its network, which a name is not: clones and containers may have one name
     port: int  # that is free there
     clock: float
+    epoch: float
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Start:
     command: ScriptTarget | None = None
     node_rank: int = 0
     num_nodes: int = 1
+    profile: ProfileOrder | None = None  # in a directory of the machine's own
     stays: str = ""  # the launch's id, if its ranks stay: they know by it what they hold; "": they do not
 
 
@@ -162,6 +164,15 @@ class Printed:
     rank: int
     stream: int  # 1 or 2
     data: bytes
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """A piece of what torch.profiler has written of a rank, compressed. ``written``: when that was, by its clock."""
+
+    rank: int
+    data: bytes
+    written: float
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
-from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value, Waiting
+from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value
 from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, values
@@ -27,15 +26,14 @@ from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate.gate import BEATS
 from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
 from mlaunch.rendezvous.link import stop_words
+from mlaunch.rendezvous.link.clock_watch import ClockWatch
+from mlaunch.rendezvous.link.joining_words import JoiningWords
 from mlaunch.rendezvous.link.streams import RankStreams
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import LinkHears, LinkSays
 
-_FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
-_REMINDER_DELAY = 30.0  # seconds between words that say the same
 _HANDSHAKE_TIMEOUT = 60.0  # seconds: others may be before us, and a gate that says nothing is given up for good
-_LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
 _OF_SILENCE = "is that machine cut off, or was a process there stopped (SIGSTOP)? heartbeat_timeout= allows for more"
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
 
@@ -48,21 +46,20 @@ class LinkProcess:
         self._join = join
         self._agent = agent
         self._token = cluster.token or ""
-        self._start = time.monotonic()
-        self._trouble: OSError = OSError("trying")  # why there is no connection
-        self._joined = ""  # who has joined, as the gate told last
+        self._wait = JoiningWords(f"{cluster.master_ip}, port {cluster.port}", agent.try_send)
         self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
         self._launch_id = ""
         self._world_size = 0  # until the plan is there
         self._failed = False  # here or elsewhere
+        self._clocks: ClockWatch | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ours: dict[int, int | None] = {}  # rank -> memfd of its value, where all machines want all
 
     async def run(self, listener: socket.socket | None) -> None:
         asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
         self._begin(self._beat())
-        self._begin(self._remind())
+        self._begin(self._wait.remind())
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
             if listener is not None:
@@ -70,7 +67,7 @@ class LinkProcess:
             await self._hear_gate_to_the_end()
         except asyncio.TimeoutError:
             over = f"join_timeout={self._cluster.join_timeout:g} s is over"
-            self._agent.try_send(Refused(f"{self._state()}; {over}", late=True))
+            self._agent.try_send(Refused(f"{self._wait.state()}; {over}", late=True))
         except control_protocol.RefusedError as refusal:
             self._agent.try_send(Refused(str(refusal)))
         finally:
@@ -88,8 +85,8 @@ class LinkProcess:
             except asyncio.TimeoutError:
                 pass
             except OSError as error:
-                self._trouble = error
-            self._joined = ""
+                self._wait.trouble = error
+            self._wait.joined = ""
             self._hang_up()
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
@@ -97,7 +94,7 @@ class LinkProcess:
     async def _connect(self) -> asyncio.StreamReader:
         host, port = self._cluster.master_ip, self._cluster.port
         reader, writer = await asyncio.open_connection(host, port, limit=control_protocol.LINE_LIMIT)
-        self._master, self._trouble = str(writer.get_extra_info("peername")[0]), control_protocol.SILENT
+        self._master, self._wait.trouble = str(writer.get_extra_info("peername")[0]), control_protocol.SILENT
         try:
             with control_protocol.limited(reader, _HANDSHAKE_TIMEOUT):
                 join = {"join": self._join.as_record()}
@@ -122,37 +119,18 @@ class LinkProcess:
             if "refused" in record:
                 raise control_protocol.RefusedError(printable(str(record["refused"]), control_protocol.SENTENCE))
             if "waiting" in record:
-                self._joined = printable(str(record["waiting"]), control_protocol.SENTENCE)
+                self._wait.joined = printable(str(record["waiting"]), control_protocol.SENTENCE)
             if "plan" in record:
                 plan = agreed_of_record(record["plan"], self._join)
                 address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
                 self._launch_id, self._world_size = plan.launch_id, plan.world_size
+                self._wait.over = True
+                if self._cluster.compares_clocks:
+                    ranks = range(plan.rank_start, plan.rank_start + self._join.n_gpus)
+                    self._clocks = ClockWatch(ranks, self._post, self._agent.try_send)
+                    self._begin(self._clocks.run(self._cluster.heartbeat_timeout / BEATS))
                 self._agent.try_send(Planned(plan, interface_of(address)))
                 return
-
-    async def _remind(self) -> None:
-        """Says what is waited for, when that changes and now and then, until the launch runs."""
-        told, at = "", self._start
-        await asyncio.sleep(_FIRST_WORD_DELAY)
-        while not self._launch_id:  # which comes with the plan
-            now, state = time.monotonic(), self._joined or str(self._trouble)
-            if state != told or now - at >= _REMINDER_DELAY:
-                self._agent.try_send(Waiting(self._state()))
-                told, at = state, now
-            await asyncio.sleep(_LOOK_DELAY)
-
-    def _state(self) -> str:
-        there = f"{self._cluster.master_ip}, port {self._cluster.port}"
-        waited = f"after {time.monotonic() - self._start:.0f} s"
-        if self._joined:
-            return f"{waited} at {there}: {self._joined}"
-        trouble = self._trouble
-        if isinstance(trouble, control_protocol.UnprovedError):
-            return f"{waited} what answers at {there} is not taken for the master ({trouble}): {trouble.advice}"
-        advice = "is the launch started on the machine of rank 0, with this port, and does a firewall let it through?"
-        if isinstance(trouble, socket.gaierror):
-            advice = "is this the name of the machine of rank 0, and does this machine know it? Or give an address"
-        return f"{waited} no master answers at {there} ({trouble.strerror or trouble}): {advice}"
 
     # Running
 
@@ -167,6 +145,8 @@ class LinkProcess:
                     self._agent.try_send(shortened(failure_of_record(record["failure"])))
                 elif "values" in record:
                     self._begin(self._fetch([rank for rank in range(self._join.world_size) if rank not in self._ours]))
+                elif "clock" in record and self._clocks is not None:
+                    self._clocks.hear(record)
                 elif (order := stop_words.order_of(record)) is not None:
                     self._agent.try_send(order)
                 elif "over" in record:
