@@ -209,7 +209,7 @@ def role_of(pid: int) -> str:
         return "command"
     if "python" in program and b"mlaunch.member.started_together" in words:
         return "carrier" if any(role_of(child) == "member" for child in children(pid)) else "member"
-    if "python" in program and b"mlaunch.member.member" in words:
+    if "python" in program and b"mlaunch.member.main" in words:
         return "member"
     return "caller" if any(word.endswith(b"engine_caller.py") for word in words) else ""
 

@@ -1,4 +1,4 @@
-"""``python -m mlaunch.member.member``: what an engine starts on each machine of a launch.
+"""A member: what an engine starts on each machine of a launch, by ``python -m mlaunch.member.main``.
 
 It is a caller without a person: it has a warm fork server, and starts the ranks of its machine as that machine's script
 would. What it is to run comes on standard input, secrets too, and what it has to tell goes to standard output. It ends
@@ -20,7 +20,6 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.member import waker
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
@@ -53,7 +52,6 @@ FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
 def main(secret: str = "") -> NoReturn:
     """Serves until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
     ignore(FOR_RANKS)
-    waker.watch(0)
     stream = _take_over_streams(secret)
     for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
         del os.environ[name]
@@ -158,7 +156,3 @@ class _Member:
                 self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
                 return
             launch.run()
-
-
-if __name__ == "__main__":
-    main()

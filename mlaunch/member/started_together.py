@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import NoReturn
 
 from mlaunch.base import linux
-from mlaunch.member import member
+from mlaunch.member import member, waker
 from mlaunch.protocol.machines.first_process import MARK, Lead, Where, limit_reads, without_delay
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
@@ -152,6 +152,7 @@ def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
         for standard in (0, 1):
             os.dup2(end.fileno(), standard)
     connection.close()
+    waker.watch(0)
     member.main(secret)
 
 

@@ -17,7 +17,8 @@ from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
 
 _DELAY = 1.0  # seconds between two times that it is continued: who has stopped it may do so again
-_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that come to all processes of a job
+# That come to all processes of a job.
+_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def watch(incoming: int) -> None:

@@ -44,7 +44,7 @@ from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.term import SignalsHere
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.messages.launch_messages import Finished, RanksStarting
+from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished, RanksStarting
 from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, MachineDone, Seen, Start
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
@@ -63,7 +63,7 @@ class Threads(Engine):
         self.serve, self.states, self.placements = serve, states, list[Placed]()
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.member.member")
+        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.member.main")
         self.placements.append(Placed(self, machines or 2))
         return self.placements[-1]
 
@@ -345,6 +345,22 @@ def test_an_agent_that_is_killed_over_there_leaves_no_name(engine: Threads) -> N
     for placed in engine.placements:
         placed.cancel()
     assert not list(registry.home(os.environ).iterdir())
+
+
+def test_an_agent_that_is_killed_while_others_join_ends_the_call(
+    engine: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: nobody waits for its machine."""
+    take = MachineLaunch._take
+
+    def take_and_kill(launch: MachineLaunch, record: object, fds: Sequence[int]) -> None:
+        if isinstance(record, AgentStarted) and launch._spec.rank_start > 0:
+            signal.pidfd_send_signal(fds[0], signal.SIGKILL)
+        take(launch, record, fds)
+
+    monkeypatch.setattr(MachineLaunch, "_take", take_and_kill)
+    with pytest.raises(LaunchError, match=r"^the agent on host m1 of rank\(\) was killed by SIGKILL\n"):
+        launcher(rank, 2, engine=engine, grace_period=0.1)()
 
 
 def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
@@ -661,6 +677,13 @@ def test_a_program_that_does_not_start_all(command: str, words: str) -> None:
     engine = Command(["sh", "-c", command], python=sys.executable)
     with pytest.raises(LaunchTimeout, match=rf"^the machines have not come within join_timeout=0.3 s: {words}\. Is"):
         launcher(rank, 1, engine=engine, machines=2, join_timeout=0.3)()
+
+
+def test_a_member_that_is_killed_behind_ssh() -> None:
+    """ssh says no word of that, and exits as if it had not reached the host."""
+    words = r"^mlaunch did not start on machine 0: ssh to a exited with code 255\nmlaunch was probably killed on a, "
+    with pytest.raises(LaunchError, match=words):
+        launcher(rank, 1, engine=Hosts(["a"], ssh=["sh", "-c", "exit 255"]))()
 
 
 def test_a_machine_without_mlaunch(tmp_path: Path) -> None:

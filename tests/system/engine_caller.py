@@ -296,6 +296,24 @@ def whole(engine: Any) -> Any:
         return launcher(dist.get_rank, engine=held, join_timeout=60)()
 
 
+def repeated(engine: Any) -> Any:
+    """Makes many calls; tells what this process, members and fork servers have open after some and after all."""
+
+    def census(pid: int) -> tuple[int, int]:
+        return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+    def work() -> list[tuple[int, int]]:
+        server = parent(parent(os.getpid()))
+        return [census(server), census(parent(server))]
+
+    call = launcher(work, engine=engine, progress=False)
+    found = []
+    for _ in range(int(os.environ["SCENE_CALLS"])):
+        values = call()
+        found.append([census(os.getpid()), *(row for value in values for row in value)])
+    return found[9], found[-1]
+
+
 class Straight(io.StringIO):
     """Passes on what is printed from a mark on, or words instead of that."""
 
@@ -315,7 +333,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
-        unheard, scene, whole, queued, waiting, inside, nowhere, cut, preempted,
+        unheard, scene, whole, repeated, queued, waiting, inside, nowhere, cut, preempted,
     )
 }  # fmt: skip
 

@@ -181,6 +181,17 @@ def slurm_here(folder: Path) -> Iterator[Rig]:
         rig.close()
 
 
+def jobs(rig: Rig) -> str:
+    return subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout
+
+
+def wait_for_jobs(rig: Rig, most: int) -> None:
+    """Waits until Slurm has no more than that many."""
+    until = time.monotonic() + _TIMEOUT
+    while len((left := jobs(rig)).splitlines()) > most:
+        assert time.monotonic() < until, left
+
+
 @contextlib.contextmanager
 def mpirun(_folder: Path) -> Iterator[Rig]:
     if shutil.which("mpirun") is None:

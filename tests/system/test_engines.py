@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,17 @@ from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Hosts
 from mlaunch.protocol.visitors import STATUS
 from tests.processes import descendants, wait_gone
-from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh, ssh_between, ssh_server
+from tests.system.engine_rigs import (
+    Rig,
+    jobs,
+    mpirun,
+    ray,
+    slurm_here,
+    ssh,
+    ssh_between,
+    ssh_server,
+    wait_for_jobs,
+)
 from tests.system.network import Namespaces, why_no_namespaces
 
 pytestmark = pytest.mark.slow
@@ -122,17 +131,6 @@ def test_a_member_that_is_killed(held: Rig) -> None:
     found = held.ask("member_killed")
     assert found["error"] == "LaunchError"
     assert re.match(r"host \S+ of member_killed.<locals>.work\(\) was lost", found["text"]), found["text"]
-
-
-def jobs(rig: Rig) -> str:
-    return subprocess.run(["squeue", "-h"], env=rig.environ, capture_output=True, text=True, check=True).stdout
-
-
-def wait_for_jobs(rig: Rig, most: int) -> None:
-    """Waits until Slurm has no more than that many."""
-    until = time.monotonic() + LIMIT
-    while len((left := jobs(rig)).splitlines()) > most:
-        assert time.monotonic() < until, left
 
 
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)

@@ -342,7 +342,7 @@ def test_who_carries_for_all_outlives_what_mpirun_passes_on() -> None:
     assert carrier.wait(60) == 0
 
 
-@pytest.mark.parametrize(("module", "code"), [("member", 0), ("started_together", 1)])
+@pytest.mark.parametrize(("module", "code"), [("main", 0), ("started_together", 1)])
 def test_a_member_whose_caller_stops_before_its_first_word_leaves(module: str, code: int) -> None:
     command = [*command_of(sys.executable, 0.1)[:-1], f"mlaunch.member.{module}"]
     pipe = subprocess.PIPE

@@ -181,8 +181,9 @@ INSIDE = {
     "mlaunch.run": "test_the_modules_that_are_commands",
     "mlaunch.cli.warm_command": "test_wrong_command_lines",
 }
-# A fork server that outlives its caller is a fresh interpreter: test_warm.py runs these.
-FRESH = {"mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
+# A member that is a process is a fresh interpreter, as is a fork server that outlives its caller: test_engine_parts.py
+# and test_warm.py run these.
+FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
 FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
 

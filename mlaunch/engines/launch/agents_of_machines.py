@@ -219,6 +219,7 @@ class MergedAgent:
             if record.exitcode != 0:
                 who = f"the agent on host {machine.host}"
                 self._fail(RankFailure(None, 0, describe_exit(record.exitcode), host=machine.host, subject=who))
+                self._send(Cancel(), but=machine)  # those that join would wait for it
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
         elif isinstance(record, RanksFrozen | AskToStop):

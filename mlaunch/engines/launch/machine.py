@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from mlaunch import _version
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.text import printable
@@ -142,6 +144,19 @@ class Machine:
         stderr, self.stderr = self.stderr, -1
         if stderr >= 0:
             os.close(stderr)
+
+
+def advice(python: str, fate: str, words: str) -> list[str]:
+    """Says what to do about how a member ended that had not started, and what was written then; [] if nobody knows."""
+    if "No module named" in words and "mlaunch" in words:
+        install = shlex.join([python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
+        return [f"mlaunch must be installed there: {install}"]
+    if fate.startswith("ssh to ") and fate.endswith("code 255"):  # which is ssh's own
+        host = fate.split()[2]
+        if not words:  # where ssh itself fails, it says why
+            return [f"mlaunch was probably killed on {host}, by somebody or for want of memory"]
+        return [f"ssh must reach {host} without a question: try `ssh -o BatchMode=yes {host} true` here"]
+    return []
 
 
 def last_lines(words: str) -> list[str]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import atexit
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlaunch import _version
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
-from mlaunch.engines.launch.machine import Machine, last_lines
+from mlaunch.engines.launch.machine import Machine, advice, last_lines
 from mlaunch.engines.lease import Renewal
 from mlaunch.engines.placement import Placement
 from mlaunch.protocol.machines.frame_codes import NoiseError
@@ -123,17 +121,7 @@ class Machines:
         name = machine.host or f"machine {machine.number}"
         lines = [f"mlaunch did not start on {name}" + (f": {fate}" if fate else "")]
         lines += [f"  {line}" for line in words.splitlines()]
-        return "\n".join([*lines, *self._advice(fate, words)])
-
-    def _advice(self, fate: str, words: str) -> list[str]:
-        """Says what to do about what a program of the engine's, or an interpreter there, wrote as it ended."""
-        if "No module named" in words and "mlaunch" in words:
-            install = shlex.join([self._python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
-            return [f"mlaunch must be installed there: {install}"]
-        if fate.startswith("ssh to ") and fate.endswith("code 255"):  # which is ssh's own
-            host = fate.split()[2]
-            return [f"ssh must reach {host} without a question: try `ssh -o BatchMode=yes {host} true` here"]
-        return []
+        return "\n".join([*lines, *advice(self._python, fate, words)])
 
     def end_of(self, machine: Machine) -> tuple[str, str]:
         """Returns what the engine says of a member that has ended, and what that wrote last."""

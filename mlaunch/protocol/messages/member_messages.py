@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.stop_messages import AskToStop
 
 MARK = b"mlaunch-member "
-MODULE = "mlaunch.member.member"
+MODULE = "mlaunch.member.main"
 # ``python -m`` and ``-c`` look for modules in the current directory first, which mpirun, srun and flux carry over from
 # the caller's shell: there others may have left one. Older interpreters have no option against that.
 _BOOTSTRAP = "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
