@@ -141,3 +141,10 @@ def token_of(file: str | None, environ: Mapping[str, str]) -> str | None:
     if readable:
         log.warning("--token-file %s: other users can read the token there; chmod go= %s", file, shlex.quote(file))
     return token
+
+
+def preemptions_of(most: int, engine: str | None) -> int:
+    """Reads ``--max-preemptions``."""
+    if most and engine is None:
+        raise UsageError(f"--max-preemptions {most} without --engine: nobody would place the ranks anew")
+    return at_least(0, "--max-preemptions", most)

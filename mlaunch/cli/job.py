@@ -22,6 +22,7 @@ from mlaunch.cli.checks import (
     is_here,
     numbers,
     optional,
+    preemptions_of,
     role_of,
     seconds_of,
     signals_of,
@@ -130,7 +131,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         grace_period=grace_period_of(args.shutdown_timeout, environ),
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
-        max_preemptions=_preemptions(args.max_preemptions, args.engine),
+        max_preemptions=preemptions_of(args.max_preemptions, args.engine),
         stop_on=stop_signals_of(args.stop_on),
         stop_grace=seconds_of("--stop-grace", args.stop_grace),
         stall=stall_of(args.stall),
@@ -144,22 +145,15 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     )
 
 
-def _preemptions(most: int, engine: str | None) -> int:
-    if most and engine is None:
-        raise UsageError(f"--max-preemptions {most} without --engine: nobody would place the ranks anew")
-    return at_least(0, "--max-preemptions", most)
-
-
 # What is run
 
 
 def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
     """Returns kind, target, and the ranks' sys.path, whose first entry is what a fresh interpreter would put there."""
     target: str = args.training_script
-    here = working_directory()
     base = tuple(sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:])
     safe = len(base) == len(sys.path)
-    first = () if safe else (here,)
+    first = () if safe else (working_directory(),)
     if args.module and args.no_python:
         raise UsageError("--module and --no-python: a module is Python; give one of the two")
     if args.no_python and not args.run_path:

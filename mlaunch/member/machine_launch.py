@@ -126,11 +126,8 @@ class MachineLaunch:
         if self._alone or self._stream.unsent < _FULL:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
-        due = [
-            self._look_at - time.monotonic(),
-            *([] if self._alone else [self._term.left]),
-            *([left] if (left := self._limits.timeout()) is not None else []),
-        ]
+        due = [self._look_at - time.monotonic(), *([] if self._alone else [self._term.left])]
+        due += [left] if (left := self._limits.timeout()) is not None else []
         return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
 
     def _hear_caller(self) -> None:
@@ -169,9 +166,8 @@ class MachineLaunch:
             os.close(content)
 
     def _hear_agent(self) -> bool:
-        try:
-            record, fds = self._agent.receive()
-        except EOFError:
+        record, fds = self._agent.hear()
+        if record is None:
             self._stream.send(ServerEnded(self._server.describe_exit()))
             remove_names(self._spec, self._agreed)
             return False

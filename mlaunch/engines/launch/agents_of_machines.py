@@ -51,8 +51,6 @@ from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentSays, LaunchersEnd
 
-_STREAMS = (1, 2)
-
 
 class MergedAgent:
     """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
@@ -141,10 +139,9 @@ class MergedAgent:
 
     def _hear_handle(self) -> bool:
         """Passes on what it wants: that the launch ends. False: it is gone."""
-        try:
-            record, fds = self._theirs.receive()
-        except EOFError:
-            record, fds, self._hopeless = Cancel(force=True), [], True
+        record, fds = self._theirs.hear()
+        if record is None:
+            record, self._hopeless = Cancel(force=True), True
         if isinstance(record, AskToStop):
             self._stop.ask(record.reason, record.call)
         elif not self._lookout.obey(record, list(self._open.values()), self._theirs):
@@ -210,7 +207,7 @@ class MergedAgent:
         if isinstance(record, RanksStarting):
             self._begin(record)
         elif isinstance(record, RankStarted):
-            readers = self._backlog.open(record.rank, _STREAMS)
+            readers = self._backlog.open(record.rank, (1, 2))
             self._tell(machine.shifted(record), readers)
             close_all(readers)
         elif isinstance(record, RankGone):
