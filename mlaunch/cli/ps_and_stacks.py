@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import name_some_ranks
-from mlaunch.caller.report.failure_text import in_words
+from mlaunch.caller.report.stacks_of_ranks import grouped
 from mlaunch.caller.running_launches import ask
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.watch_rows import ID_SHOWN, place_of_rank, title_of
@@ -109,7 +109,7 @@ def _watch(every: float) -> int:
 
 def _why(args: argparse.Namespace) -> int:
     told = [
-        f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{_grouped(launch['ranks'])}"
+        f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{grouped(launch['ranks'])}"
         for launch in _asked(WHY, args.id)
     ]
     print("\n\n".join(told))
@@ -128,7 +128,7 @@ def _asked(word: bytes, start: str) -> list[dict[str, Any]]:
 
 def _stacks(args: argparse.Namespace) -> int:
     launches = _asked(ALL_STACKS if args.all_threads else STACKS, args.id)
-    show = _every_thread if args.all_threads else _grouped
+    show = _every_thread if args.all_threads else grouped
     print("\n\n".join(f"{title_of(launch)}\n{show(launch['ranks'])}" for launch in launches))
     return 0
 
@@ -194,19 +194,6 @@ def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]
             numbers = name_some_ranks([rank["rank"] for rank in members]).partition(" ")[2]
             rows.append((numbers, f"{len(members)} pids", kind, state))
     return rows
-
-
-def _grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for rank in ranks:
-        frames = tuple(tuple(frame) for frame in rank["frames"])
-        groups.setdefault((rank["state"], frames), []).append(rank["rank"])
-    blocks = []
-    for (state, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
-        where = f", {in_words(frames)}" if frames else ""
-        stack = [f'    File "{file}", line {line}, in {name}' for file, line, name in reversed(frames)]
-        blocks.append("\n".join([f"  {name_some_ranks(members)}: {state}{where}", *stack]))
-    return "\n".join(blocks)
 
 
 def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:

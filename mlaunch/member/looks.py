@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from mlaunch.protocol import registry
+from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import RanksStarting
-from mlaunch.protocol.messages.member_messages import Look, Seen
+from mlaunch.protocol.messages.member_messages import Look, Reports, Rows, Seen
 
 
 class Looks:
@@ -57,3 +58,23 @@ class Looks:
         for connection, _ in self._asked.values():
             connection.close()
         self._asked.clear()
+
+
+class BoardNews:
+    """Knows what was told. ``size``: how many ranks are here."""
+
+    def __init__(self, size: int) -> None:
+        self._rows: tuple[bytes, ...] = ()
+        self._reported = [0] * size  # by each rank, and told
+
+    def of(self, board: Board) -> Iterator[Rows | Reports]:
+        """Yields what is new since the last time."""
+        rows = tuple(map(board.row, range(len(self._reported))))
+        if rows != self._rows:
+            self._rows = rows
+            yield Rows(rows)
+        found = [board.ring(rank).read(seen) for rank, seen in enumerate(self._reported)]
+        self._reported = [count for _, count in found]
+        # Ranks report seldom, and a record says nothing of a machine whose ranks have not.
+        if any(new for new, _ in found):
+            yield Reports(tuple(tuple(new) for new, _ in found))

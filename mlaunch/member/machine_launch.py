@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.member.looks import Looks
+from mlaunch.member.looks import BoardNews, Looks
 from mlaunch.member.term import SignalsHere, Term
 from mlaunch.member.trace_parts import pieces
 from mlaunch.protocol.board import Board
@@ -44,7 +44,6 @@ from mlaunch.protocol.messages.member_messages import (
     Look,
     MachineDone,
     Printed,
-    Rows,
     ServerEnded,
 )
 from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, StopRanks, ThawRanks
@@ -74,7 +73,7 @@ class MachineLaunch:
         self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
         self._board: Board | None = None
         self._early: list[tuple[_CallRecord, int]] = []  # what comes before there are ranks
-        self._rows: tuple[bytes, ...] = ()
+        self._news = BoardNews(spec.local_world_size)
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
         self._looks = Looks(stream, spec.context.environ)
@@ -229,12 +228,8 @@ class MachineLaunch:
 
     def _tell_rows(self) -> None:
         self._look_at = time.monotonic() + _LOOK_DELAY
-        if self._board is None:
-            return
-        rows = tuple(map(self._board.row, range(self._spec.local_world_size)))
-        if rows != self._rows:
-            self._rows = rows
-            self._stream.send(Rows(rows))
+        for record in self._news.of(self._board) if self._board is not None else ():
+            self._stream.send(record)
 
     def _end_output(self) -> None:
         """Passes on what ranks left in their pipes; somebody who outlived them may still hold the other end."""

@@ -26,7 +26,7 @@ class ReportRing:
 
     def add(self, data: bytes) -> None:
         """Adds an entry of ``LIMIT`` bytes at most."""
-        count = self._count()
+        count = self.count()
         place = self._place(count)
         _NUMBER.pack_into(self._memory, place, 0)
         begin = place + _NUMBER.size + _LENGTH.size
@@ -37,7 +37,7 @@ class ReportRing:
 
     def read(self, since: int) -> tuple[list[bytes], int]:
         """Returns the entries that are left of those after the first ``since``, and how many there have been."""
-        count = self._count()
+        count = self.count()
         found = (self._entry(number) for number in range(max(since, count - ENTRIES), count))
         return [data for data in found if data is not None], count
 
@@ -50,7 +50,8 @@ class ReportRing:
         (written,) = _NUMBER.unpack_from(self._memory, place)
         return data if written == number + 1 else None
 
-    def _count(self) -> int:
+    def count(self) -> int:
+        """Returns how many entries were written."""
         count: int = _HEAD.unpack_from(self._memory, self._start)[0]
         return count
 

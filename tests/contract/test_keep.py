@@ -310,5 +310,38 @@ def test_a_trial_on_ranks_that_stay_is_asked_to_stop(tmp_path: Path) -> None:
         launcher(fail, n_gpus=2, keep=600, concurrent=1).submit().result(120)
 
 
+def tell(count: int, folder: Path) -> int:
+    for step in range(count):
+        mlaunch.report(step, loss=count / (step + 1))
+    (folder / f"{count}-{dist.get_rank()}").touch()
+    while (folder / f"{count}-goes-on").exists():
+        signal.sigtimedwait([], 0.01)
+    return count
+
+
+def test_a_run_on_ranks_that_stay_is_looked_at(tmp_path: Path) -> None:
+    """What it has reported is its own, though the ranks have reported before."""
+    call = launcher(tell, n_gpus=2, keep=600, concurrent=1)
+    told: list[float] = []
+    (tmp_path / "3-goes-on").touch()
+    runs = call.map([2, 3, 1], [tmp_path] * 3)
+    runs[1].on_report(lambda report: told.append(float(report["loss"] or 0)))
+    assert runs[0].result(120) == [2, 2]
+    wait_until(lambda: (tmp_path / "3-0").exists() and (tmp_path / "3-1").exists())
+    assert sorted(report["loss"] for report in runs[0].reports) == [1, 1, 2, 2]
+    assert sorted(report["loss"] for report in runs[1].reports) == [1, 1, 1.5, 1.5, 3, 3]
+    stacks = runs[1].stacks()
+    assert sorted(stacks) == [0, 1]
+    assert all(stack.endswith(" in tell") for stack in stacks.values()), stacks
+    assert stacks.frames[0][0][2] == "tell"
+    assert str(stacks).startswith("  ranks 0-1: running the function, in tell"), str(stacks)
+    assert runs[1].why()
+    (tmp_path / "3-goes-on").unlink()
+    assert runs.results(120) == [[2, 2], [3, 3], [1, 1]]
+    assert [len(run.reports) for run in runs] == [4, 6, 2]
+    assert sorted(told) == [1, 1, 1.5, 1.5, 3, 3]
+    assert runs[1].stacks() == {}
+
+
 def fail() -> None:
     raise ValueError("no such luck")

@@ -222,6 +222,22 @@ def large(engine: Any) -> Any:
     return [bool(torch.equal(value, tensor + rank)) for rank, value in enumerate(found)]
 
 
+def sweeping(engine: Any) -> Any:
+    """Trials on a machine each, with ranks of their own and on those that stay, and on both machines."""
+
+    def work(x: int) -> tuple[int, int, str]:
+        total = torch.tensor(x)
+        dist.all_reduce(total)
+        return int(total), os.getpid(), os.environ["GROUP_RANK"]
+
+    alone = launcher(work, engine=engine, machines=1)
+    found = [[value[0] for value in values] for values in alone.map([1, 2, 3, 4]).results(60)]
+    wide = alone.options(machines=2).submit(1).result(60)
+    kept = alone.options(keep=60).map([1, 1, 1, 1]).results(60)
+    sets = {tuple(pid for _, pid, _ in values) for values in kept}
+    return found, [place for _, _, place in wide], len(sets)
+
+
 def staying(engine: Any) -> Any:
     """Ranks that stay: what they hold is there after a call that fails on one machine, and after one on all is cut."""
 
@@ -332,8 +348,8 @@ class Straight(io.StringIO):
 SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
-        values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying, processes,
-        unheard, scene, whole, repeated, queued, waiting, inside, nowhere, cut, preempted,
+        values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying,
+        sweeping, processes, unheard, scene, whole, repeated, queued, waiting, inside, nowhere, cut, preempted,
     )
 }  # fmt: skip
 

@@ -125,6 +125,15 @@ def test_ranks_that_stay(held: Rig, size: int) -> None:
     assert found["value"] == [True, [[rank, rank] for rank in range(size)]]
 
 
+def test_a_sweep(held: Rig, size: int) -> None:
+    found = held.ask("sweeping held")
+    assert "value" in found, found["trace"]
+    values, places, sets = found["value"]
+    assert all(one in ([x * 2] * 2, [x * (size - 2)] * (size - 2)) for x, one in enumerate(values, 1)), values
+    assert places == ["0"] * 2 + ["1"] * (size - 2)
+    assert sets == 2
+
+
 def test_a_member_that_is_killed(held: Rig) -> None:
     """The next call gets other machines."""
     held.ask("close")

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
@@ -18,7 +18,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.stall_watch import StallWatch
 from mlaunch.caller.launch.status import status_lines, words_on
-from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
+from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -34,16 +34,6 @@ from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays, LaunchersEnd
-
-
-class Backing(Protocol):
-    """What is behind a launch's agent."""
-
-    def kill(self) -> None:
-        """Ends it at once, and the launch with it."""
-
-    def describe_end(self) -> str:
-        """Says how it came to its end."""
 
 
 @dataclass
@@ -64,6 +54,7 @@ class LaunchHandle:
     ending: bool = False  # it is being cancelled
     prepared: bool = False  # before the call
     stop_reason: str = ""  # why the ranks are to stop
+    seen_as: str = ""  # its ID for those who look at it; "": that of the launch
     never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or the agent
 
     def __post_init__(self) -> None:

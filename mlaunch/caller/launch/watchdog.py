@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
@@ -21,6 +22,16 @@ from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
 _REACTION_TIMEOUT = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
 _STEP_DELAY = 2.0  # seconds between steps
+
+
+class Backing(Protocol):
+    """What is behind a launch's agent."""
+
+    def kill(self) -> None:
+        """Ends it at once, and the launch with it."""
+
+    def describe_end(self) -> str:
+        """Says how it came to its end."""
 
 
 class Killed(enum.Enum):

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import again, may_be_repeated
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import Grant, request_of, wants_lease
-from mlaunch.caller.many.run_future import RunCourse
+from mlaunch.caller.many.run_future import RunCourse, found_as
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_options import new_directory, output_plan, place_of
 from mlaunch.caller.output.output_plan import OutputPlan
@@ -45,30 +45,32 @@ class Need:
 
 
 Steps = Generator[Need, None, Ended]
+Attempts = Callable[[Options, Call, str, Attempt, RunCourse], Steps]
 
 # Who waits for which devices: the first of each row has a ticket in the queue of all processes. So a sweep has one
 # place in it at a time, and lets others in between, and a thousand trials need no thousand tickets.
 _rows: dict[tuple[str, ...], deque[RunCourse]] = {}
 
 
-def steps_of(options: Options, call: Call, name: str, course: RunCourse) -> Steps:
+def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts) -> Steps:
     """Runs a call to its end, restarts included. CancelledError: it was cancelled before it began."""
-    _go_on(course)
+    go_on(course)
     course.log_dir = new_directory(options.log_dir, name)
     if course.log_dir is not None:
         options = options.replaced({"log_dir": course.log_dir})
     flush_streams()
     begun, left = time.monotonic(), options.deadline
     for restart_count in range(options.max_restarts):
-        ended = yield from _attempt(options, call, name, Attempt(restart_count, left), course)
+        ended = yield from attempt(options, call, name, Attempt(restart_count, left), course)
         if course.cancelling or course.stop_reason or not may_be_repeated(ended.error):
             return ended
         log.warning(again(name, restart_count, options.max_restarts, ended.error))
         left = None if options.deadline is None else max(0.0, options.deadline - (time.monotonic() - begun))
-    return (yield from _attempt(options, call, name, Attempt(options.max_restarts, left), course))
+    return (yield from attempt(options, call, name, Attempt(options.max_restarts, left), course))
 
 
-def _attempt(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+def attempt_here(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+    """Makes one attempt on this machine."""
     for _ in range(TRIES - 1):
         try:
             return (yield from _try(options, call, name, number, course))
@@ -84,19 +86,17 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
     course.starting = True
     while server.waits_for:
         yield Need(server.waits_for)
-        _go_on(course)
+        go_on(course)
     ready = server.ready()
     lease = None
     try:
         grant = Grant(options, environ)
         if wants_lease(options):
             lease, grant = yield from _leased(options, server, grant, name, course)
-        _go_on(course)
+        go_on(course)
         course.begins()
         if options.keep is not None:
-            return (
-                yield from _on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course)
-            )
+            return (yield from on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course))
         spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
         history.ready = time.monotonic()
         handle = start(
@@ -104,21 +104,21 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
             server,
             spec,
             sent_as(options, call),
-            _output_plan(options, spec, course),
+            output_of(options, spec, course),
             history,
         )
     finally:
         if lease is not None:
             lease.close()
-    return (yield from _driven(handle, course))
+    return (yield from driven(handle, course))
 
 
-def _output_plan(options: Options, spec: LaunchSpec, course: RunCourse) -> OutputPlan:
+def output_of(options: Options, spec: LaunchSpec, course: RunCourse) -> OutputPlan:
     place = course.place() or place_of(options, blocks=False)
     return output_plan(options if place else options.replaced({"progress": False}), spec, place, course.trial)
 
 
-def _go_on(course: RunCourse) -> None:
+def go_on(course: RunCourse) -> None:
     if course.cancelling:
         course.cancelled = True
         raise CancelledError
@@ -134,12 +134,12 @@ def _leased(
     try:
         while row[0] is not course:
             yield Need()
-            _go_on(course)
+            go_on(course)
         acquisition = request.begin()
         try:
             while (lease := request.look(acquisition)) is None:
                 yield Need(tuple(acquisition.fds()), later=True)
-                _go_on(course)
+                go_on(course)
         finally:
             acquisition.close()
         course.starting = True
@@ -150,26 +150,30 @@ def _leased(
             row[0].notify()
 
 
-def _on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
+def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
     from mlaunch.caller.many.kept_trial import KeptTrial  # not needed by most
 
     trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), course.notify)
-    course.on_kept_ranks = True
+    course.runs, course.seen_as = True, trial.seen_as
     try:
         while not trial.done():
+            trial.attach(course.reports)
+            course.reports.pass_on()
             if course.stop_reason:
                 trial.ask_to_stop(course.stop_reason)
             if course.cancelling:
                 trial.end()
-            yield Need()
+            yield Need((), course.reports.period(None))
+        trial.attach(course.reports)
+        course.reports.pass_on()
         course.cancelled = trial.cancelled() or isinstance(trial.exception(), CancelledError)
         return trial.ended()
     finally:
-        course.on_kept_ranks = False
+        course.leaves_ranks()
 
 
-def _driven(handle: LaunchHandle, course: RunCourse) -> Steps:
-    course.handle, asked = handle, False
+def driven(handle: LaunchHandle, course: RunCourse) -> Steps:
+    asked, course.runs, course.seen_as = False, True, lambda: found_as(handle)
     try:
         while handle.step():
             course.reports.attach(handle.history.board, handle.outcome.spec)
@@ -184,6 +188,5 @@ def _driven(handle: LaunchHandle, course: RunCourse) -> Steps:
         course.cancelled = asked and not handle.answered
         return handle.end()
     finally:
-        course.handle = None
-        course.reports.detach()
+        course.leaves_ranks()
         handle.close()

@@ -12,10 +12,13 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.many.reported import ReportLog
+from mlaunch.caller.many.run_future import found_as
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.keep import on_shared
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
 from mlaunch.caller.ranks.stop_call import ask_to_stop
+from mlaunch.protocol.board import Board
 from mlaunch.protocol.calls import Call
 
 if TYPE_CHECKING:
@@ -28,7 +31,8 @@ class KeptTrial(RanksFuture):
     def __init__(self, options: Options, call: Call, notify: Callable[[], None]) -> None:
         super().__init__()
         self._call: KeptCall | None = None
-        self._asked_to_end = self._asked_to_stop = False
+        self._asked_to_end = self._asked_to_stop = self._has_begun = False
+        self._before: tuple[Board | None, list[int]] = None, []  # what had been reported there
         self._notify = notify
         self.add_done_callback(lambda _: notify())
         threading.Thread(target=self._begin, args=(options, call), daemon=True).start()
@@ -44,6 +48,31 @@ class KeptTrial(RanksFuture):
         except BaseException as error:
             self.set_exception(error)
 
+    def set_running_or_notify_cancel(self) -> bool:
+        handle = self._session.handle
+        board = handle.history.board  # of the ranks, which have made other calls
+        ranks = range(handle.idle_spec.local_world_size if board is not None else 0)
+        self._before = board, [board.ring(rank).count() for rank in ranks]  # type: ignore[union-attr]
+        self._has_begun = True
+        return super().set_running_or_notify_cancel()
+
+    def seen_as(self) -> tuple[str, int] | None:
+        """Returns by which ID, and first rank, those find the ranks who look at them; None: there is no call yet."""
+        return None if self._call is None else found_as(self._session.handle)
+
+    def attach(self, reports: ReportLog) -> None:
+        """Has its reports read where its ranks leave them, as soon as there is a call."""
+        if self._has_begun:
+            handle, (board, before) = self._session.handle, self._before
+            now = handle.history.board
+            reports.attach(now, handle.idle_spec, before if now is board else [])
+
+    @property
+    def _session(self) -> RanksLaunch:
+        if self._call is None:
+            raise RuntimeError("there is no call yet")
+        return cast("RanksLaunch", self._call.session)
+
     def end(self) -> None:
         """Ends the call, once there is one; its ranks stay if they are in step."""
         if self._call is not None and not self._asked_to_end:
@@ -54,7 +83,7 @@ class KeptTrial(RanksFuture):
         """Asks the ranks to stop at a step that they agree on, once there is a call."""
         if self._call is not None and not self._asked_to_stop:
             self._asked_to_stop = True
-            ask_to_stop(cast("RanksLaunch", self._call.session), reason, self._call)
+            ask_to_stop(self._session, reason, self._call)
 
     def ended(self) -> Ended:
         """Says how it has ended. What it could not begin for is raised."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.log import log
@@ -42,11 +42,12 @@ class ReportLog:
         self._first_rank = 0
         self._seen: list[int] = []  # how many of each rank
 
-    def attach(self, board: Board | None, spec: LaunchSpec) -> None:
-        """Reads from there from now on."""
+    def attach(self, board: Board | None, spec: LaunchSpec, before: Sequence[int] = ()) -> None:
+        """Reads from there from now on. ``before``: how much each rank has reported that is not this launch's."""
         with self._lock:
             if board is not self._board:
-                self._board, self._first_rank, self._seen = board, spec.rank_start, [0] * spec.local_world_size
+                self._board, self._first_rank = board, spec.rank_start
+                self._seen = [*before] or [0] * spec.local_world_size
 
     def detach(self) -> None:
         """Reads what is left, and no more: the memory goes."""
@@ -97,7 +98,10 @@ class ReportLog:
 
     def _look(self) -> None:
         for local_rank, seen in enumerate(self._seen if self._board is not None else ()):
-            found, self._seen[local_rank] = self._board.ring(local_rank).read(seen)  # type: ignore[union-attr]
+            try:
+                found, self._seen[local_rank] = self._board.ring(local_rank).read(seen)  # type: ignore[union-attr]
+            except ValueError:  # ranks that stayed have ended, and their memory is gone
+                return
             rank = self._first_rank + local_rank
             self._kept += ((rank, data) for data in found)
             if self._told:

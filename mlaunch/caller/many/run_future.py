@@ -17,6 +17,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.reported import Reported, ReportLog
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
 from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import STACKS, ask
@@ -84,42 +85,38 @@ class Run(Future[list[Any]]):
 
     def running(self) -> bool:
         """Tells whether ranks were started for it and it is not over."""
-        return (self._course.handle is not None or self._course.on_kept_ranks) and not self.done()
+        return self._course.runs and not self.done()
 
     def cancel(self) -> bool:
         """Ends it, and returns when its processes are gone; one that waits starts none. Can be interrupted.
 
         True only if it ended by that: not if it was over, or all ranks had returned, or one had failed.
         """
-        self._course.cancelling = True
-        self._course.notify()
+        self._course.ask_to_cancel()
         if threading.current_thread().name != self._course.driver:  # in a callback there, nobody would end it
             with interrupts.allowed():
                 self._course.over.wait()
         return self.cancelled()
 
-    def stacks(self) -> dict[int, str]:
+    def stacks(self) -> StacksOfRanks:
         """Returns the Python stacks of its ranks as they are now, by rank; none of one that has not begun or is over.
 
-        The ranks go on meanwhile.
+        The ranks go on meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
         """
-        handle = self._course.handle
-        if handle is None or self.done():
-            return {}
-        spec = handle.outcome.spec
-        connection = registry.connect(os.environ, registry.name_of(spec.launch_id, spec.rank_start))
+        found = self._course.seen_as()
+        connection = None if found is None or self.done() else registry.connect(os.environ, registry.name_of(*found))
         if connection is None:
-            return {}
+            return StacksOfRanks()
         with connection:
             status = ask(connection, STACKS, _STACKS_TIMEOUT)
-        return {rank["rank"]: rank["stacks"] for rank in (status or {}).get("ranks", ())}
+        return StacksOfRanks((status or {}).get("ranks", ()))
 
     def why(self) -> str:
         """Says which rank the others wait for, and what it does instead; "" if no ranks run."""
         from mlaunch.caller.running_launches import why_launch
 
-        handle = self._course.handle
-        return "" if handle is None or self.done() else why_launch(handle.outcome.spec.launch_id)
+        found = self._course.seen_as()
+        return "" if found is None or self.done() else why_launch(found[0])
 
     def stop(self, reason: str = "asked") -> bool:
         """Asks the ranks to stop at a step that they agree on, where ``mlaunch.stopping`` returns the reason.
@@ -155,6 +152,15 @@ class Run(Future[list[Any]]):
             self._done_callbacks: list[Callable[[Future[list[Any]]], object]] = []  # which Future would keep
 
 
+def _nowhere() -> None: ...
+
+
+def found_as(handle: LaunchHandle) -> tuple[str, int]:
+    """Returns by which ID, and first rank, a launch is found by those who look at it."""
+    spec = handle.outcome.spec
+    return handle.seen_as or spec.launch_id, spec.rank_start
+
+
 @dataclass(eq=False)
 class RunCourse:
     """What is known of a run while it is driven."""
@@ -164,9 +170,9 @@ class RunCourse:
     cancelling: bool = False  # somebody wants it to end
     cancelled: bool = False  # it ended by that
     stop_reason: str = ""  # why its ranks are to stop; "": they are not
-    handle: LaunchHandle | None = None
     starting: bool = False  # it has what it waits for: the fork server imports torch, or forks the agent
-    on_kept_ranks: bool = False  # which have no handle of its own
+    runs: bool = False  # on ranks of its own, or that stay
+    seen_as: Callable[[], tuple[str, int] | None] = _nowhere  # by which ID, and first rank, those find it who look
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None
     reports: ReportLog = field(default_factory=ReportLog)
@@ -175,6 +181,16 @@ class RunCourse:
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
     place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
+
+    def leaves_ranks(self) -> None:
+        """Lets go of what its ranks were known by, which may be another run's next."""
+        self.runs, self.seen_as = False, _nowhere
+        self.reports.detach()
+
+    def ask_to_cancel(self) -> None:
+        """Begins what ``Run.cancel`` does, without waiting for it."""
+        self.cancelling = True
+        self.notify()
 
     def finish(self) -> None:
         """Wakes who waits for its end, and drops what only a run needs that goes on: a run may be kept."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, nesting
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import wants_lease
-from mlaunch.caller.many.course import steps_of
+from mlaunch.caller.many.course import attempt_here, steps_of
 from mlaunch.caller.many.loop import THREAD, loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
 
-_ELSEWHERE = {"engine": None, "ranks": None, "profile": None, "start_method": "forkserver"}
+if TYPE_CHECKING:
+    from mlaunch.caller.many.held_machines import HoldsMachines
+
+_ELSEWHERE = {"max_preemptions": 0, "ranks": None, "profile": None, "start_method": "forkserver"}
 
 
 def submit(options: Options, call: Call, name: str, keep_report: Callable[[LaunchReport], None]) -> Run:
@@ -55,6 +58,13 @@ def check(options: Options, name: str, method: str) -> None:
         if getattr(options, option) != usual:
             raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "
                                     f"blocking call in a thread"))  # fmt: skip
+    if options.engine is not None:
+        if not hasattr(options.engine, "claim"):
+            raise misuse(ValueError(
+                f"engine={options.engine!r} with {method}(): nobody says how many launches its machines are for; "
+                f"allowed: machines that it holds: `with engine.hold(...) as held:`, and engine=held"
+            ))  # fmt: skip
+        cast("HoldsMachines", options.engine).check_trial(options.machines)
 
 
 def options_of_trials(
@@ -69,7 +79,8 @@ def options_of_trials(
         if retries is not None:
             about("max_restarts").allowed.check("retries", retries)
         changed = options.replaced(changes)
-        return changed if wants_lease(changed) else changed.replaced({"lease": True})
+        of_its_own = wants_lease(changed) or options.engine is not None  # which gives each launch its machines
+        return changed if of_its_own else changed.replaced({"lease": True})
     except (TypeError, ValueError) as error:
         raise misuse(error) from None
 
@@ -87,7 +98,11 @@ def drive(
         finally:
             course.finish()
 
-    loop.add(steps_of(options, call, run.name, course), tell)
+    if options.engine is None:
+        attempt = attempt_here
+    else:
+        from mlaunch.caller.many.machines_trial import attempt_on_machines as attempt  # not needed by most
+    loop.add(steps_of(options, call, run.name, course, attempt), tell)
 
 
 def named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from mlaunch.caller.launch.handle import Backing
+from mlaunch.caller.launch.watchdog import Backing
 
 
 class Awaited(Protocol):

@@ -41,6 +41,7 @@ from mlaunch.protocol.messages.member_messages import (
     FromAgent,
     MachineDone,
     Printed,
+    Reports,
     Rows,
     Seen,
     ServerEnded,
@@ -62,7 +63,7 @@ class MergedAgent:
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
-        self._end_of, self._times, self._lookout = end_of, times, lookout
+        self._end_of, self._times, self.lookout = end_of, times, lookout
         self._open = {machine.stream.fileno(): machine for machine in machines}
         self.parts = PartsOfMachines(None)  # of a profile
         self._stop = MachinesStop(self._open, self._tell, lookout)
@@ -85,7 +86,7 @@ class MergedAgent:
 
     def _run(self) -> None:
         try:
-            self._lookout.open()
+            self.lookout.open()
             while self._open and not self._hopeless:
                 self._step()
         except Exception as error:  # of ours: the handle must not wait for ever
@@ -93,7 +94,7 @@ class MergedAgent:
         finally:
             for machine in self._open.values():
                 machine.lost = True
-            self._lookout.close()
+            self.lookout.close()
             if self._hearsay is not None and not self._lost:
                 self._tell(self._hearsay)
             self._tell(Finished())
@@ -119,7 +120,7 @@ class MergedAgent:
                 machine.stream.flush()
         for fd in events & self._open.keys():
             self._hear(fd, self._open[fd])
-        self._lookout.serve(events, list(self._open.values()))
+        self.lookout.serve(events, list(self._open.values()))
         if (ended_by := self._stop.serve()) is not None and not self._lost:
             self._fail(failures.from_stop(ended_by))
             self._cancel()
@@ -127,11 +128,11 @@ class MergedAgent:
             self._hear_handle()
 
     def _wait(self) -> set[int]:
-        readers = [self._theirs.fileno(), *self._lookout.fds(), *(() if self._backlog.full else self._open)]
+        readers = [self._theirs.fileno(), *self.lookout.fds(), *(() if self._backlog.full else self._open)]
         readers += [machine.stderr for machine in self._machines if machine.stderr >= 0]
         writers = [machine.stream.outgoing for machine in self._machines if machine.stream.unsent]
         writers += self._backlog.blocked()
-        return ready(readers, writers, self._times.milliseconds(min(self._lookout.due, self._stop.due)))
+        return ready(readers, writers, self._times.milliseconds(min(self.lookout.due, self._stop.due)))
 
     def _cancel(self) -> None:
         """Asks all machines to end the launch."""
@@ -144,7 +145,7 @@ class MergedAgent:
             record, self._hopeless = Cancel(force=True), True
         if isinstance(record, AskToStop):
             self._stop.ask(record.reason, record.call)
-        elif not self._lookout.obey(record, list(self._open.values()), self._theirs):
+        elif not self.lookout.obey(record, list(self._open.values()), self._theirs):
             self._obey(record, fds)
         close_all(fds)
         return not self._hopeless
@@ -188,15 +189,14 @@ class MergedAgent:
     def _take(self, machine: Machine, record: object, content: int) -> None:
         if isinstance(record, Printed):
             self._backlog.add(record.rank, record.stream, record.data)
-        elif isinstance(record, Rows):
-            for rank, row in zip(machine.ranks, record.rows, strict=True):
-                self._board.take_row(rank, row, machine.shift)
+        elif isinstance(record, Rows | Reports):
+            machine.note_on(self._board, record)
         elif isinstance(record, FromAgent):
             self._take_from_agent(machine, record.record, content)
         elif isinstance(record, TracePart):
             self.parts.add(record.rank, record.data, record.written)
         elif isinstance(record, Seen):
-            self._lookout.take(machine, record.number, content)
+            self.lookout.take(machine, record.number, content)
         elif isinstance(record, ServerEnded):
             self._fail(RankFailure(None, 0, record.what, host=machine.host, subject="the fork server"))
             self._send(Cancel(), but=machine)
@@ -223,7 +223,7 @@ class MergedAgent:
             self._stop.take(machine, record)
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
-        elif not isinstance(record, Value) and (machine.number == 0 or not isinstance(record, Waiting)):
+        elif not isinstance(record, Value) and (machine.place == 0 or not isinstance(record, Waiting)):
             self._tell(machine.shifted(record), [content] if content >= 0 else [])
 
     def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:

@@ -13,14 +13,14 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.engines.launch.engine_launch import MachinesLaunch, MakesPlan, Work
-from mlaunch.engines.launch.machines import Machines
+from mlaunch.engines.launch.placed_machines import PlacedMachines
 
 
 class Attempts:
     """Those that fail are counted apart from those whose machines were taken. ``tell``: gets why there is another."""
 
     def __init__(
-        self, machines: Machines, options: Options, work: Work, output: MakesPlan, tell: Callable[[str], None]
+        self, machines: PlacedMachines, options: Options, work: Work, output: MakesPlan, tell: Callable[[str], None]
     ) -> None:
         self._machines, self._options, self._work, self._output = machines, options, work, output
         self._tell = tell

@@ -16,14 +16,18 @@ from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.engines.launch.attempts import Attempts
 from mlaunch.engines.launch.engine_launch import Work, with_hosts
-from mlaunch.engines.launch.machines import Machines
+from mlaunch.engines.launch.placed_machines import PlacedMachines
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 
 
 def call_on_machines(
-    machines: Machines, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    machines: PlacedMachines,
+    options: Options,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Ended:
     """Runs the function on every machine's ranks; returns how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"

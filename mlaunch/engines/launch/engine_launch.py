@@ -27,9 +27,10 @@ from mlaunch.caller.server.in_memfds import in_memfds
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
-from mlaunch.engines.launch.machines import Machines, say
+from mlaunch.engines.launch.machines import say
 from mlaunch.engines.launch.meeting_address import address_for_all
 from mlaunch.engines.launch.patience import Patience
+from mlaunch.engines.launch.placed_machines import PlacedMachines
 from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
@@ -57,7 +58,7 @@ def _source(work: Work) -> str:
 class AllServers:
     """What is behind the agents, for a handle."""
 
-    def __init__(self, machines: Machines, merged: MergedAgent) -> None:
+    def __init__(self, machines: PlacedMachines, merged: MergedAgent) -> None:
         self._machines = machines
         self._merged = merged
 
@@ -83,6 +84,14 @@ class _MachinesHandle(LaunchHandle):
 
 
 @dataclass(frozen=True)
+class StartedLaunch:
+    """``close``: waits for the last words of its machines, seconds at most."""
+
+    handle: LaunchHandle
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Work:
     """What ranks run. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` behind the machine's own."""
 
@@ -97,7 +106,7 @@ class Work:
 class MachinesLaunch:
     """``output``: plans what becomes of what ranks print, for their hosts by rank."""
 
-    placed: Machines
+    placed: PlacedMachines
     options: Options
     work: Work
     output: MakesPlan
@@ -105,6 +114,16 @@ class MachinesLaunch:
 
     def run(self, order: StopOrder) -> Ended:
         """Runs it to its end; see ``call_on_machines``. ``order``: asks it to stop."""
+        started = self.start_it()
+        try:
+            order.attach(started.handle.ask_to_stop)
+            return started.handle.wait()
+        finally:
+            started.handle.close()
+            started.close()
+
+    def start_it(self) -> StartedLaunch:
+        """Has the machines start it. Whoever drives the handle to its end closes that, and then what this returns."""
         spec, history = self._begin()
         merged = self._merged(
             MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds, self.placed.lease)
@@ -112,14 +131,9 @@ class MachinesLaunch:
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.number.restart_count, ends_come=True)
         servers = AllServers(self.placed, merged)
         handle = _MachinesHandle(spec, servers, merged.channel, relay, history)
-        handle.outcome.hosts = history.hosts
+        handle.outcome.hosts, handle.seen_as = history.hosts, merged.lookout.launch.launch_id
         merged.start()
-        try:
-            order.attach(handle.ask_to_stop)
-            return handle.wait()
-        finally:
-            handle.close()
-            servers.close()
+        return StartedLaunch(handle, servers.close)
 
     def _begin(self) -> tuple[LaunchSpec, History]:
         """Has the machines start it."""
@@ -166,7 +180,7 @@ class MachinesLaunch:
             restart_count=self.number.restart_count,
             details=details_of(spec),
             command=self.work.command,
-            node_rank=machine.number,
+            node_rank=machine.place,
             num_nodes=len(self.placed.machines),
             profile=self.number.profile,
             stays=spec.launch_id if spec.stays else "",
@@ -218,7 +232,7 @@ class MachinesLaunch:
 
 def with_hosts(plan: OutputPlan, hosts: dict[int, str]) -> OutputPlan:
     """Returns a plan in which lines tell their ranks' hosts, if there are several."""
-    return replace(plan, prefix=HostPrefix(hosts)) if len(set(hosts.values())) > 1 else plan
+    return replace(plan, prefix=HostPrefix(hosts, plan.trial)) if len(set(hosts.values())) > 1 else plan
 
 
 @dataclass
@@ -226,13 +240,14 @@ class HostPrefix:
     """Names ranks with their hosts: "[n1:0-3,n2:4] "."""
 
     hosts: dict[int, str]
+    trial: str = ""  # of a sweep
 
     def __call__(self, ranks: Sequence[int]) -> str:
         found: dict[str, list[int]] = {}
         for rank in sorted(ranks):
             found.setdefault(self.hosts[rank], []).append(rank)
         named = [f"{host}:{ranges(there, ',')}" for host, there in found.items()]
-        return f"[{','.join(named)}] "
+        return f"[{self.trial}{' ' * bool(self.trial)}{','.join(named)}] "
 
 
 def _devices(prepared: Sequence[Offer]) -> str:

@@ -17,15 +17,15 @@ from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.engine_launch import END_TIMEOUT, AllServers, MachinesLaunch, Work, with_hosts
 from mlaunch.engines.launch.kept_agents import KeptAgents
 from mlaunch.engines.launch.machine import Machine
-from mlaunch.engines.launch.machines import Machines
 from mlaunch.engines.launch.patience import Patience
+from mlaunch.engines.launch.placed_machines import PlacedMachines
 from mlaunch.protocol.spec import LaunchSpec
 
 
 class _Servers(AllServers):
     """What is behind ranks that stay. ``after``: called when they have ended."""
 
-    def __init__(self, machines: Machines, merged: MergedAgent, after: Callable[[], None]) -> None:
+    def __init__(self, machines: PlacedMachines, merged: MergedAgent, after: Callable[[], None]) -> None:
         super().__init__(machines, merged)
         self._after = after
 
@@ -72,6 +72,7 @@ class _RanksLaunch(MachinesLaunch):
         handle = _KeptMachinesHandle(
             spec, servers, merged.channel, Relay(plan, spec.world_size, 0, ends_come=True), history
         )
+        handle.seen_as = merged.lookout.launch.launch_id
         merged.start()
         return handle
 
@@ -81,7 +82,7 @@ class _RanksLaunch(MachinesLaunch):
 
 
 def open_on_machines(
-    machines: Machines, options: Options, idle_timeout: float | None, after: Callable[[], None]
+    machines: PlacedMachines, options: Options, idle_timeout: float | None, after: Callable[[], None]
 ) -> RanksLaunch:
     """Starts ranks that stay there; does not wait for them. ``after``: called when they have ended.
 

@@ -16,10 +16,11 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.text import printable
 from mlaunch.engines.placement import Ends
+from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import RankAnswered, RankGone, RankStarted
 from mlaunch.protocol.messages.machine_messages import ClockCompared
-from mlaunch.protocol.messages.member_messages import MARK, Offer, versions
+from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, Offer, Reach, Reports, Rows, versions
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -32,7 +33,8 @@ _NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
 
 
 class Machine:
-    """Owns the descriptors. ``rank_start`` and ``prepared`` are set for each launch."""
+    """Owns the descriptors. ``number``: among those of the engine. ``place``, ``rank_start`` and ``prepared`` are set
+    for each launch."""
 
     def __init__(self, number: int, ends: Ends) -> None:
         self.number = number
@@ -41,7 +43,9 @@ class Machine:
         self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
         self.host, self.pid = "", 0  # of its member
         self.prepared: Offer | None = None
+        self.asked = 0  # how often
         self.answer: Any = None  # to what it was asked last
+        self.place = 0  # among the machines of the launch
         self.rank_start = 0
         self.shift = 0.0  # seconds by which its clock is behind ours
         self.lost = False
@@ -61,6 +65,11 @@ class Machine:
     def ranks(self) -> range:
         """Its global ranks."""
         return range(self.rank_start, self.rank_start + self.given.local_world_size)
+
+    def ask(self, question: AskOffer | Listen | Reach) -> None:
+        """Sends a question, whose answer bears its number."""
+        self.asked, self.answer = self.asked + 1, None
+        self.stream.send(dataclasses.replace(question, number=self.asked))
 
     def greet(self) -> bool:
         """Takes in the member's first word, if it is there.
@@ -127,6 +136,16 @@ class Machine:
         given = self.given
         now = given.clock + given.epoch
         return ClockCompared(self.rank_start, given.local_world_size, now, 0.0, 0.0, now, given.epoch - self.shift)
+
+    def note_on(self, board: Board, record: Rows | Reports) -> None:
+        """Puts what its board says on that of all ranks."""
+        if isinstance(record, Rows):
+            for rank, row in zip(self.ranks, record.rows, strict=True):
+                board.take_row(rank, row, self.shift)
+        else:
+            for rank, found in zip(self.ranks, record.found, strict=True):
+                for data in found:
+                    board.ring(rank).add(data)
 
     def last_words(self) -> str:
         """Returns the end of what it wrote to standard error."""

@@ -7,23 +7,20 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
-from mlaunch.engines.launch.machine import Machine, advice, last_lines
+from mlaunch.engines.launch.machine import Machine, advice
+from mlaunch.engines.launch.placed_machines import PlacedMachines, strange
 from mlaunch.engines.lease import Renewal
 from mlaunch.engines.placement import Placement
 from mlaunch.protocol.machines.frame_codes import NoiseError
-from mlaunch.protocol.messages.member_messages import AskOffer, Lease, Listen, NotPrepared, Offer, Reach, command_of
+from mlaunch.protocol.messages.member_messages import Lease, command_of
 
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
-Question = AskOffer | Listen | Reach
-_LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
 
 
-class Machines:
+class Machines(PlacedMachines):
     """``place``: an engine's; ``python``: the interpreter there; ``wanted``: how many, None: as the engine has it;
     ``n_gpus``: ranks on each, where a call does not say it; ``lease``: the engine's."""
 
@@ -35,19 +32,10 @@ class Machines:
         n_gpus: int | None,
         lease: float | None,
     ) -> None:
-        self._place, self._python = place, python
-        self._wanted, self._n_gpus = wanted, n_gpus
-        self.lease = lease
+        super().__init__(n_gpus, lease)
+        self._place, self._python, self._wanted = place, python, wanted
         self._renewal: Renewal | None = None
-        self._placement: Placement | None = None
-        self._leaving, self._asked = False, 0  # they are being given back; calls for which machines were asked
-        self.meets_at = ""  # the address of the first that all others reach, once they have tried
-        self.machines: list[Machine] = []
-
-    @property
-    def hosts(self) -> list[str]:
-        """Their names, in the order of their ranks; [] before they are there, and after."""
-        return [machine.host for machine in self.machines]
+        self._leaving = False  # they are being given back
 
     def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
         """Waits until the machines are there, unless they are, however long a queue takes.
@@ -70,7 +58,7 @@ class Machines:
 
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
         patience = None if self.lease is None else self.lease + timeout  # it hears of the lease when all are there
-        self._placement = placement = self._place(self._wanted, command_of(self._python, patience))
+        self.placement = placement = self._place(self._wanted, command_of(self._python, patience))
         _wait_for(placement, timeout, tell)
         self._start_members(placement, timeout)
 
@@ -82,30 +70,11 @@ class Machines:
                 number = len(self.machines)
                 self.machines.append(Machine(number, placement.start(number)))
                 waiting.append(self.machines[-1])
-            self._wait(waiting, until, timeout)
+            self.wait(waiting, until, timeout)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
         if self.lease is not None:
             record = Lease(self.lease, tuple(placement.farewell))
             self._renewal = Renewal([machine.stream for machine in self.machines], record)
-
-    def _wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
-        """Waits until one has said something, by then; ``timeout``: seconds of all. Keeps their standard error."""
-        errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
-        fds = [*(machine.stream.fileno() for machine in machines), *errors]
-        left = until - time.monotonic()  # of one that prints without end something can always be read
-        ready = interrupts.wait_readable(fds, left) if left > 0 else []
-        if not ready:
-            for machine in machines:
-                machine.lost = True  # for a call later on, too
-            names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
-            words = "\n".join(word for machine in machines if (word := machine.last_words()))
-            raise LaunchTimeout(
-                f"mlaunch has not answered on {names} within join_timeout={timeout:g} s; is it slow to start there, or "
-                f"does something ask for input?" + (words and f" It wrote:\n{words}")
-            )
-        for fd in ready:
-            if fd in errors:
-                errors[fd].hear_stderr()
 
     def _greeted(self, machine: Machine) -> bool:
         try:
@@ -113,7 +82,7 @@ class Machines:
         except EOFError:
             raise LaunchError(self._why_not(machine)) from None
         except NoiseError as error:
-            raise _strange(machine, error) from None
+            raise strange(machine, error) from None
 
     def _why_not(self, machine: Machine) -> str:
         """Says why a member did not start."""
@@ -123,72 +92,6 @@ class Machines:
         lines += [f"  {line}" for line in words.splitlines()]
         return "\n".join([*lines, *advice(self._python, fate, words)])
 
-    def end_of(self, machine: Machine) -> tuple[str, str]:
-        """Returns what the engine says of a member that has ended, and what that wrote last."""
-        until = time.monotonic() + _LAST_WORDS_TIMEOUT
-        fate = self._placement.fate(machine.number) if self._placement is not None else ""
-        writer = next((one for one in (machine, *self.machines) if one.writes_here), machine)
-        while writer.stderr >= 0 and time.monotonic() < until:
-            interrupts.wait_readable([writer.stderr], until - time.monotonic())
-            writer.hear_stderr()
-        return fate, writer.last_words()
-
-    def prepare(self, order: AskOffer, timeout: float) -> None:
-        """Asks all machines what they can give to a launch, which they must say within ``timeout`` seconds.
-
-        Raises:
-            LaunchError: A machine cannot give it, or has ended.
-        """
-        for machine in self.machines:
-            machine.prepared = None
-        self.ask(self.machines, order, timeout)
-        start = 0
-        for machine in self.machines:
-            machine.rank_start = start
-            start += len(machine.ranks)
-
-    def ask(self, machines: Sequence[Machine], question: Question, timeout: float) -> list[Any]:
-        """Returns what these answer, which they must do within ``timeout`` seconds; LaunchError as for ``prepare``."""
-        self._asked += 1
-        for machine in machines:
-            machine.answer = None
-            asked = self._for(machine, question) if isinstance(question, AskOffer) else question
-            machine.stream.send(replace(asked, number=self._asked))
-        waiting, until = list(machines), time.monotonic() + timeout
-        while waiting:
-            for machine in waiting:
-                self._hear(machine)  # also what came with its first word, which is none of its own
-            waiting = [machine for machine in waiting if machine.answer is None]
-            if waiting:
-                self._wait(waiting, until, timeout)
-        return [machine.answer for machine in machines]
-
-    def _for(self, machine: Machine, order: AskOffer) -> AskOffer:
-        size = self._placement.sizes[machine.number] if self._placement is not None else None
-        given = size or order.options.get("n_gpus") or self._n_gpus
-        return replace(order, options={**order.options, "n_gpus": given})
-
-    def _hear(self, machine: Machine) -> None:
-        try:
-            found = machine.stream.receive()
-        except NoiseError as error:
-            machine.lost = True
-            raise _strange(machine, error) from None
-        except EOFError:
-            machine.lost = True
-            fate, words = self.end_of(machine)
-            wrote = "".join(f"\n  it wrote: {line}" for line in last_lines(words))
-            raise LaunchError(f"host {machine.host} was lost: {fate or 'its member has ended'}{wrote}") from None
-        for record, _ in found:
-            if getattr(record, "number", 0) != self._asked:  # an answer for a call that was given up before it came
-                continue
-            if isinstance(record, NotPrepared):
-                raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
-            if isinstance(record, Offer):
-                machine.prepared = record
-                machine.shift = time.monotonic() - record.clock
-            machine.answer = record
-
     def renew(self) -> None:
         """Gives the machines back if one of them is lost, so that ``open`` gets others."""
         if self._leaving or any(machine.lost for machine in self.machines):
@@ -196,13 +99,13 @@ class Machines:
 
     def preempted(self) -> bool:
         """Tells whether the engine has taken them for somebody else, or is about to, and would give others."""
-        return self._placement is not None and self._placement.preempted()
+        return self.placement is not None and self.placement.preempted()
 
     def kill(self) -> None:
         """Ends all that runs on them."""
-        if self._placement is not None:
-            self._placement.cancel()
-        self._placement = None
+        if self.placement is not None:
+            self.placement.cancel()
+        self.placement = None
 
     def close(self) -> None:
         """Gives them back. May be called again, also after it was interrupted; ``open`` gets others."""
@@ -215,16 +118,11 @@ class Machines:
             self._renewal.close()
         for machine in self.machines:
             machine.close()
-        if self._placement is not None:
-            self._placement.cancel()
-        self.machines, self._placement, self._renewal, self.meets_at = [], None, None, ""
+        if self.placement is not None:
+            self.placement.cancel()
+        self.machines, self.placement, self._renewal, self.meets_at = [], None, None, ""
         self._leaving = False
         atexit.unregister(self.close)
-
-
-def _strange(machine: Machine, error: NoiseError) -> LaunchError:
-    who = f"host {machine.host}" if machine.host else f"machine {machine.number}"
-    return LaunchError(f"{who} {error}{error.hint}")
 
 
 def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:

@@ -7,13 +7,13 @@ Each machine's own part is in ``mlaunch/member/reach.py``.
 from __future__ import annotations
 
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.engines.launch.machines import Machines
+from mlaunch.engines.launch.placed_machines import PlacedMachines
 from mlaunch.protocol.messages.member_messages import Listen, Reach
 
 _ANSWER_TIMEOUT = 60.0  # seconds for machines to tell, some of which may be busy
 
 
-def address_for_all(placed: Machines, port: int) -> str:
+def address_for_all(placed: PlacedMachines, port: int) -> str:
     """Returns the first one that all others have reached at that port, where the first machine listens meanwhile.
 
     Raises:
@@ -24,7 +24,7 @@ def address_for_all(placed: Machines, port: int) -> str:
     return placed.meets_at
 
 
-def _tried(placed: Machines, port: int) -> str:
+def _tried(placed: PlacedMachines, port: int) -> str:
     first, *others = placed.machines
     offered = first.given.addresses
     if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # as its agent will say, too

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import socket
 import struct
 import threading
 import time
@@ -204,6 +205,14 @@ class FrameStream:
         self._content = Content(bytes(self._came[_HEAD.size : end]), content, self._theirs.of_content())
         del self._came[: end + self._theirs.size]
         return True
+
+    def hang_up(self) -> None:
+        """Has the other end find that nobody is here any more. What comes from there can still be read."""
+        with self._sending, open(os.devnull, "wb") as nothing:
+            self.forget()
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.outgoing)) as connection:
+                connection.shutdown(socket.SHUT_WR)  # others have duplicates of it
+            os.dup2(nothing.fileno(), self.outgoing, inheritable=False)
 
     def close(self) -> None:
         """Closes both descriptors. May be called again: by then their numbers may be somebody else's."""

@@ -183,6 +183,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Reports:
+    """What ranks have reported since the last, by local rank."""
+
+    found: tuple[tuple[bytes, ...], ...]
+
+
+@dataclass(frozen=True)
 class Look:
     """Asks what the launch is doing there. ``word``: as ``mlaunch ps`` and ``stacks`` ask."""
 

@@ -1,0 +1,57 @@
+"""Where the ranks of a running launch are, as people read it: ``run.stacks()``, ``mlaunch stacks``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mlaunch.base.text import name_some_ranks
+from mlaunch.caller.report.failure_text import in_words
+
+
+class StacksOfRanks(dict[int, str]):
+    """By rank, the Python stack of its main thread, its innermost call last; its state where none is known.
+
+    Printed, and in a notebook, ranks at the same place stand together, as ``mlaunch stacks`` shows them.
+
+    Attributes:
+        states: What each rank does: "running", "joining the process group", "its machine is lost".
+        frames: (file, line, function) of each rank's calls, the innermost first.
+    """
+
+    def __init__(self, ranks: Iterable[Mapping[str, Any]] = ()) -> None:
+        found = list(ranks)
+        super().__init__({rank["rank"]: _stack(rank) for rank in found})
+        self.states: dict[int, str] = {rank["rank"]: rank["state"] for rank in found}
+        self.frames: dict[int, list[tuple[str, int, str]]] = {
+            rank["rank"]: [(file, int(line) if str(line).isdigit() else 0, name) for file, line, name in rank["frames"]]
+            for rank in found
+        }
+        self._text = grouped(found)
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
+
+
+def _stack(rank: Mapping[str, Any]) -> str:
+    return "\n".join(_lines(rank["frames"])) or rank["state"]
+
+
+def _lines(frames: Iterable[tuple[str, str, str]]) -> list[str]:
+    return [f'File "{file}", line {line}, in {name}' for file, line, name in reversed([*frames])]
+
+
+def grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
+    """Says it of ranks that have told their stacks, once for those at the same place."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for rank in ranks:
+        frames = tuple(tuple(frame) for frame in rank["frames"])
+        groups.setdefault((rank["state"], frames), []).append(rank["rank"])
+    blocks = []
+    for (state, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
+        where = f", {in_words(frames)}" if frames else ""
+        stack = [f"    {line}" for line in _lines(frames)]
+        blocks.append("\n".join([f"  {name_some_ranks(members)}: {state}{where}", *stack]))
+    return "\n".join(blocks)
