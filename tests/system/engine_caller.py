@@ -235,6 +235,7 @@ def sweeping(engine: Any) -> Any:
     wide = alone.options(machines=2).submit(1).result(60)
     kept = alone.options(keep=60).map([1, 1, 1, 1]).results(60)
     sets = {tuple(pid for _, pid, _ in values) for values in kept}
+    launcher(work, engine=engine)(1)  # those that stay make room
     return found, [place for _, _, place in wide], len(sets)
 
 

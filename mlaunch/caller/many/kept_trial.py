@@ -69,9 +69,8 @@ class KeptTrial(RanksFuture):
 
     @property
     def _session(self) -> RanksLaunch:
-        if self._call is None:
-            raise RuntimeError("there is no call yet")
-        return cast("RanksLaunch", self._call.session)
+        """Of the call that there is."""
+        return cast("RanksLaunch", cast("KeptCall", self._call).session)
 
     def end(self) -> None:
         """Ends the call, once there is one; its ranks stay if they are in step."""

@@ -27,7 +27,9 @@ T = TypeVar("T")
 def attempt_on_machines(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
     """Makes one attempt. If machines turn out to be lost before anything has run there, others are taken."""
     engine = cast("HoldsMachines", options.engine)
-    for left in reversed(range(TRIES)):
+    left = TRIES
+    while True:
+        left -= 1
         claim = engine.claim(options.machines, course.notify, course.ask_to_cancel)
         try:
             while not claim.take():
@@ -40,7 +42,6 @@ def attempt_on_machines(options: Options, call: Call, name: str, number: Attempt
                 raise
         finally:
             claim.close()
-    raise AssertionError("the last try raises or returns")
 
 
 def _on_claimed(
