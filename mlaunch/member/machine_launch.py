@@ -76,6 +76,7 @@ class MachineLaunch:
         self._news = BoardNews(spec.local_world_size)
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
+        self._pressed = False  # the fork server was killed here, since nobody behind it answered
         self._looks = Looks(stream, spec.context.environ)
         self._signals = SignalsHere(spec.stop_on)
         self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
@@ -111,7 +112,9 @@ class MachineLaunch:
             self._tell_rows()
         if reason := self._signals.take():
             self._stream.send(FromAgent(AskToStop(0, reason)))
-        if self._limits.kill_if_overdue() is Killed.NOTHING_LEFT:
+        killed = self._limits.kill_if_overdue()
+        self._pressed = self._pressed or killed is Killed.SERVER
+        if killed is Killed.NOTHING_LEFT:
             return False
         return self._agent.fileno() not in ready or self._hear_agent()
 
@@ -167,7 +170,8 @@ class MachineLaunch:
     def _hear_agent(self) -> bool:
         record, fds = self._agent.hear()
         if record is None:
-            self._stream.send(ServerEnded(self._server.describe_exit()))
+            silence = "did not answer (was it stopped?) and was killed"
+            self._stream.send(ServerEnded(silence if self._pressed else self._server.describe_exit()))
             remove_names(self._spec, self._agreed)
             return False
         if isinstance(record, RankGone):

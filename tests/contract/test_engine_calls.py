@@ -794,6 +794,21 @@ def test_a_fork_server_that_is_killed_over_there() -> None:
     assert "sys.exit" not in str(caught.value)
 
 
+@pytest.mark.slow
+def test_a_fork_server_that_is_stopped_over_there() -> None:
+    """As its ranks return: their values are there, but nobody can say that all is over."""
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            os.kill(parent(os.getppid()), signal.SIGSTOP)
+
+    there = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
+    by_member = r"the fork server of \S+work\(\) did not answer \(was it stopped\?\) and was killed\n  host "
+    by_caller = r"\S+work\(\) did not finish within its deadline of 1 s; one of its machines did not answer \(was some"
+    with pytest.raises(LaunchError, match=f"^({by_member}|{by_caller})"):
+        launcher(work, 1, engine=there, grace_period=0.1, deadline=1)()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -26,6 +26,7 @@ from mlaunch import Ranks, engines, launcher
 from mlaunch.base.exceptions import report_of
 from mlaunch.engines import Cluster, slurm_allocation
 
+IMPATIENT: dict[str, Any] = {"heartbeat_timeout": 2, "grace_period": 0.5}
 SIZE = 2  # ranks on a machine that says nothing else
 
 
@@ -239,6 +240,27 @@ def sweeping(engine: Any) -> Any:
     return found, [place for _, _, place in wide], len(sets)
 
 
+def giant_argument(engine: Any) -> Any:
+    return launcher(len, engine=engine, **IMPATIENT)(bytes(1 << 30))
+
+
+def giant_value(engine: Any) -> Any:
+    def work() -> bytes:
+        return bytes(1 << 30 if dist.get_rank() == dist.get_world_size() - 1 else 1)
+
+    return [len(value) for value in launcher(work, engine=engine, **IMPATIENT)()]
+
+
+def memory(engine: Any) -> Any:
+    """The last rank needs more than there is."""
+
+    def fill() -> int:
+        dist.barrier()
+        return len(b"x" * (4 << 30 if dist.get_rank() == dist.get_world_size() - 1 else 1))
+
+    return launcher(fill, engine=engine)()
+
+
 def staying(engine: Any) -> Any:
     """Ranks that stay: what they hold is there after a call that fails on one machine, and after one on all is cut."""
 
@@ -350,7 +372,8 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     run.__name__: run
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying,
-        sweeping, processes, unheard, scene, whole, repeated, queued, waiting, inside, nowhere, cut, preempted,
+        sweeping, processes, unheard, scene, whole, queued, waiting, inside, nowhere, cut, preempted, repeated,
+        giant_argument, giant_value, memory,
     )
 }  # fmt: skip
 

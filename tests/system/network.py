@@ -159,6 +159,10 @@ class Namespaces(Network):
         names, values = (row.split() for row in rows if row.startswith("Tcp:"))
         return int(dict(zip(names, values, strict=True))["RetransSegs"])
 
+    def received(self, index: int) -> int:
+        """How many bytes have come to a host so far."""
+        return int(self._in(self._names[index], "cat", "/sys/class/net/eth0/statistics/rx_bytes"))
+
     def rule(self, index: int, hook: str, rule: str) -> None:
         """A rule of nft on a host, in a table of our own."""
         chain = f"add chain inet mlt c {{ type filter hook {hook} priority 0; }}"

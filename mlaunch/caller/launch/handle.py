@@ -230,11 +230,10 @@ class LaunchHandle:
         return isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
 
     def _press(self) -> bool:
-        """Kills what does not answer although it should have; False if nobody is left to hear."""
-        # The agent bounds ranks, but somebody may have stopped the agent (SIGSTOP, a debugger, a frozen cgroup).
+        """Kills what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""
         killed = self._limits.kill_if_overdue()
         if killed is not Killed.NONE and not self.outcome.broken:
-            self.outcome.broken = "its agent or its fork server did not answer (was one stopped?) and was killed"
+            self.outcome.broken = self.server.silence
             self.outcome.late = self.outcome.interrupt is None and self.spec.deadline is not None
         return killed is not Killed.NOTHING_LEFT
 

@@ -27,11 +27,13 @@ _STEP_DELAY = 2.0  # seconds between steps
 class Backing(Protocol):
     """What is behind a launch's agent."""
 
+    silence: str  # says that it was killed, as it did not answer in time
+
     def kill(self) -> None:
         """Ends it at once, and the launch with it."""
 
     def describe_end(self) -> str:
-        """Says how it came to its end."""
+        """Says how it ended."""
 
 
 class Killed(enum.Enum):

@@ -44,6 +44,8 @@ class ForkServer:
     ``kill``: for one that is no child of this process.
     """
 
+    silence = "its agent or its fork server did not answer (was one stopped?) and was killed"
+
     def __init__(
         self,
         control: Channel[ServerSays, ServerHears],

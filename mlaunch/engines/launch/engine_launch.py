@@ -58,6 +58,8 @@ def _source(work: Work) -> str:
 class AllServers:
     """What is behind the agents, for a handle."""
 
+    silence = "one of its machines did not answer (was something stopped there?), and all were given back"
+
     def __init__(self, machines: PlacedMachines, merged: MergedAgent) -> None:
         self._machines = machines
         self._merged = merged
