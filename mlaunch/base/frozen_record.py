@@ -104,7 +104,7 @@ def _refusal(cls: type, given: tuple[Any, ...], named: dict[str, Any]) -> TypeEr
         _signature_of(cls).bind(*given, **named)
     except TypeError as error:
         return TypeError(f"{cls.__name__}: {error}")
-    raise AssertionError(f"{cls.__name__} takes {given}, {named}")
+    raise AssertionError(cls)
 
 
 def _signature_of(cls: type) -> Signature:

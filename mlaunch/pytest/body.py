@@ -23,7 +23,7 @@ from mlaunch.pytest import cases, group_names, isolation, rank_coverage, twins
 from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
 from mlaunch.pytest.explanation import Explanation
 from mlaunch.pytest.station import Station
-from mlaunch.rank import in_step
+from mlaunch.rank import breakpoints, in_step
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (pytest.skip.Exception, "skipped"),
@@ -92,6 +92,7 @@ def _verdict(test: RankTest, station: Station, explanation: Explanation, baselin
             rank_coverage.save()
             raise
         except BaseException as error:
+            _examined(error)
             station.leave(test.number)
             found = _of_error(error, test, explanation)
     station.leave(test.number)
@@ -111,16 +112,45 @@ def _bound(function: Callable[..., Any], test: RankTest) -> Callable[..., Any]:
     return bound
 
 
+class DebuggedTest:
+    """A test that is a launch of its own, whose caller debugs. ``traced``: from its first line on."""
+
+    def __init__(self, beginning: Beginning, test: RankTest, *, traced: bool) -> None:
+        self.__dict__["__qualname__"] = test.name  # by which the launch is known
+        self._beginning, self._test, self._traced = beginning, test, traced
+
+    def __call__(self) -> Verdict:
+        """Runs it on this rank."""
+        begin(self._beginning)
+        _traced[:] = [self._traced]
+        return run_test(self._test)
+
+
+_traced: list[bool] = [False]
+
+
+def _examined(error: BaseException) -> None:
+    """Opens a prompt where a test has failed, if somebody debugs."""
+    debugger = breakpoints.debugger_here()
+    if debugger is not None and isinstance(error, Exception | pytest.fail.Exception) and _kind_of(error) == "failed":
+        debugger.examine(error)
+
+
 def _call(function: Callable[..., Any], values: dict[str, Any]) -> None:
-    result = function(**values)
+    debugger = breakpoints.debugger_here()
+    result = debugger.step_into(function, **values) if debugger is not None and _traced[0] else function(**values)
     if inspect.iscoroutine(result):
         import asyncio  # for this alone
 
         asyncio.run(result)
 
 
+def _kind_of(error: BaseException) -> str:
+    return next((word for exception, word in _KINDS if isinstance(error, exception)), "failed")
+
+
 def _of_error(error: BaseException, test: RankTest, explanation: Explanation) -> Verdict:
-    kind = next((word for exception, word in _KINDS if isinstance(error, exception)), "failed")
+    kind = _kind_of(error)
     reason = str(getattr(error, "msg", None) or error)
     longrepr, crash = explanation.of_error(error, test.definition)
     pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -125,3 +126,30 @@ def _parts(findings: Findings) -> Iterable[str]:
     missing = sorted(set(range(findings.size)) - findings.verdicts.keys())
     if missing and not findings.told:
         yield f"{name_ranks(missing)} did not answer"
+
+
+def pass_on(item: pytest.Function, findings: Findings) -> None:
+    """Records properties, and warns of what ranks have warned of, and of what a test has left behind there."""
+    verdicts = findings.verdicts
+    if verdicts:
+        item.user_properties.extend(verdicts[min(verdicts)].properties)
+    told = dict.fromkeys(warning for verdict in verdicts.values() for warning in verdict.warnings)
+    for kind, text, file, line in told:
+        warnings.warn_explicit(text, _category(kind), file, line)
+    left: dict[str, list[int]] = {}
+    for rank, verdict in sorted(verdicts.items()):
+        for what in verdict.left:
+            left.setdefault(what.rstrip("0123456789"), []).append(rank)
+    for what, ranks in left.items():
+        warnings.warn(pytest.PytestWarning(f"the test left a {what.strip()} on {name_ranks(ranks)}"), stacklevel=1)
+
+
+def _category(name: str) -> type[Warning]:
+    module, _, qualname = name.partition(":")
+    try:
+        found: Any = __import__(module, fromlist=["_"])
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return UserWarning
+    return cast("type[Warning]", found)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import sys
-import textwrap
 from collections import deque
 from typing import Any, Protocol, runtime_checkable
 
 import pytest
 
-from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RanksLost, report_of
-from mlaunch.base.frames import mentions_bottom
+from mlaunch.base.exceptions import LaunchError, RanksLost, report_of
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, early, explanation, isolation, rank_coverage, station, travel, workers
-from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Surroundings, Verdict, light
+from mlaunch.pytest import body, early, isolation, station, workers
+from mlaunch.pytest.briefing import beginning_of, findings_of
+from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, light
 from mlaunch.pytest.mark import Shape
 
 _SETS_ON_CPUS = 4
@@ -59,7 +57,7 @@ class SharedRanks:
             raise
         self._board, self._log = station.new_files(shape.size)
         try:
-            self.ranks.run(body.begin, self._beginning(config))
+            self.ranks.run(body.begin, beginning_of(config, shape.size, self._board, self._log))
         except BaseException:
             self.close()
             raise
@@ -75,22 +73,6 @@ class SharedRanks:
             grace_period=_GRACE,
             progress=False,
             env={**workers.share_of_cores(self.shape.size), **self._place.environ},
-        )
-
-    def _beginning(self, config: pytest.Config) -> Beginning:
-        ini = None if config.inipath is None else str(config.inipath)
-        here = f"/proc/{os.getpid()}/fd"
-        return Beginning(
-            str(config.invocation_params.dir),
-            str(config.rootpath),
-            ini,
-            travel.plain_options(config),
-            travel.explaining(config),
-            f"{here}/{self._board}",
-            f"{here}/{self._log}",
-            self.shape.size,
-            rank_coverage.plan(config),
-            explanation.is_colored(config),
         )
 
     @property
@@ -127,15 +109,8 @@ class SharedRanks:
         return Findings(self.shape.size, dict(enumerate(values)))
 
     def _findings(self, error: Exception, report: LaunchError, test: RankTest) -> Findings:
-        found = {rank: value for rank, value in report.results.items() if isinstance(value, Verdict)}
-        text = str(report).replace("run_test()", test.name)
-        apart = isinstance(error, body.EndedAloneError)
-        told = text.partition("\nmeanwhile:\n")[2] if apart else text
         after = "the next test gets new ranks" if self.gone else "the ranks are in step, and the next test runs on them"
-        stacks = {rank: _of_the_test(text) for rank, text in report.stacks.items()}
-        stacks = stacks if isinstance(error, LaunchTimeout) else {}
-        verdicts = {**found, **station.take(self._log)}
-        return Findings(self.shape.size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), apart, stacks)
+        return findings_of(error, report, test, self.shape.size, self._log, after)
 
     def given(self, value: Any) -> Any:
         """Returns what travels for a value: the handle of what these ranks have of it, or the value."""
@@ -235,12 +210,6 @@ class RankPool:
         most = _SETS_ON_CPUS if shape.device_type == "cpu" else 1
         for other in alike[: max(0, len(alike) - most + 1)]:
             self.drop(other)
-
-
-def _of_the_test(stack: str) -> str:
-    """Returns a stack without what is below the test."""
-    lines = stack.splitlines()
-    return "\n".join(itertools.takewhile(lambda line: not mentions_bottom(line), lines))
 
 
 POOL = pytest.StashKey[RankPool]()  # of this session

@@ -10,18 +10,18 @@ import itertools
 import sys
 import warnings
 from collections.abc import Generator, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import is_misuse
-from mlaunch.base.text import name_ranks
 from mlaunch.pytest import body, cases, travel
-from mlaunch.pytest.crossing import Findings, RankTest
-from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge
+from mlaunch.pytest.crossing import Findings, RankTest, Surroundings
+from mlaunch.pytest.debugged import Debugging
+from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge, pass_on
 from mlaunch.pytest.mark import WANTED, Wanted
-from mlaunch.pytest.pool import POOL, RankPool, SharedRanks, only_devices_lack
+from mlaunch.pytest.pool import POOL, Placed, RankPool, SharedRanks, only_devices_lack
 
 _PLUGIN = "pytest_timeout"
 
@@ -40,6 +40,7 @@ class Runner:
         self._config = config
         self.pool = config.stash[POOL] = RankPool(config)
         self._numbers = itertools.count(1)
+        self._debugging = Debugging(config)
 
     def take_in(self, item: pytest.Item) -> None:
         """Has a method of a TestCase run by this, which no hook would be asked for."""
@@ -62,7 +63,7 @@ class Runner:
         with _timeouts_suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
         pyfuncitem.stash[_JUDGED] = judgement = judge(findings)
-        _pass_on(pyfuncitem, findings)
+        pass_on(pyfuncitem, findings)
         if judgement.error is not None:
             raise judgement.error
 
@@ -116,13 +117,18 @@ class Runner:
             return self._run(item, wanted)
 
     def _run(self, item: pytest.Function, wanted: Wanted) -> Findings:
+        values, made = travel.split(item)
+        if self._debugging.wanted and not any(isinstance(value, Placed) for value in values.values()):
+            return self._debugged(item, wanted, values, made)
         shared = self._ranks(wanted)
         try:
             if wanted.fresh == "group":
                 shared.ranks.run(body.regroup)
             ran = list(shared.ran)
-            values, made = travel.split(item)
-            findings = self._sent(shared, self._test(item, shared, values, made), values, self._deadline(item, wanted))
+            sent = {name: shared.given(value) for name, value in values.items()}
+            findings = self._sent(
+                shared, self._test(item, shared.surroundings(), sent, made), values, self._deadline(item, wanted)
+            )
             if not all(verdict.outcome == "passed" for verdict in findings.verdicts.values()) or findings.told:
                 item.add_report_section("call", "ranks", _history(ran)) if ran else None
             self._look_after(shared, findings)
@@ -131,11 +137,23 @@ class Runner:
             if self._is_fresh(wanted):
                 self.pool.drop(wanted.shape)
 
+    def _debugged(
+        self, item: pytest.Function, wanted: Wanted, values: dict[str, Any], made: tuple[str, ...]
+    ) -> Findings:
+        test = self._test(item, Surroundings({}, None, None), values, made)
+        with self._devices_or_skip(wanted):
+            return self._debugging.run(item, wanted.shape, test, self._deadline(item, wanted))
+
     def _ranks(self, wanted: Wanted) -> SharedRanks:
         if self._is_fresh(wanted):
             self.pool.drop(wanted.shape)
-        try:
+        with self._devices_or_skip(wanted):
             return self.pool.of(wanted.shape)
+
+    @contextlib.contextmanager
+    def _devices_or_skip(self, wanted: Wanted) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
             if not only_devices_lack(error, wanted.shape) or self._config.getoption("ranks_require"):
                 raise
@@ -154,7 +172,7 @@ class Runner:
             raise pytest.fail.Exception(told, pytrace=False) from None
 
     def _test(
-        self, item: pytest.Function, shared: SharedRanks, values: dict[str, Any], made: tuple[str, ...]
+        self, item: pytest.Function, surroundings: Surroundings, values: dict[str, Any], made: tuple[str, ...]
     ) -> RankTest:
         callspec = getattr(item, "callspec", None)
         return RankTest(
@@ -163,9 +181,9 @@ class Runner:
             item.name,
             travel.definition_of(item),
             cases.state_of(item),
-            {name: shared.given(value) for name, value in values.items()},
+            values,
             made,
-            shared.surroundings(),
+            surroundings,
             travel.marks_of(item, every="request" in made),
             dict(callspec.params) if callspec is not None and "request" in made else None,
         )
@@ -198,33 +216,6 @@ def _nothing(request: pytest.FixtureRequest) -> None:
 def _history(ran: list[str]) -> str:
     quoted = " ".join(f"'{test}'" if "[" in test else test for test in ran)
     return f"these ranks had run {len(ran)} tests before; to run just these and this one after them:\npytest {quoted}"
-
-
-def _pass_on(item: pytest.Function, findings: Findings) -> None:
-    """Records properties, and warns of what ranks have warned of, and of what a test has left behind there."""
-    verdicts = findings.verdicts
-    if verdicts:
-        item.user_properties.extend(verdicts[min(verdicts)].properties)
-    told = dict.fromkeys(warning for verdict in verdicts.values() for warning in verdict.warnings)
-    for kind, text, file, line in told:
-        warnings.warn_explicit(text, _category(kind), file, line)
-    left: dict[str, list[int]] = {}
-    for rank, verdict in sorted(verdicts.items()):
-        for what in verdict.left:
-            left.setdefault(what.rstrip("0123456789"), []).append(rank)
-    for what, ranks in left.items():
-        warnings.warn(pytest.PytestWarning(f"the test left a {what.strip()} on {name_ranks(ranks)}"), stacklevel=1)
-
-
-def _category(name: str) -> type[Warning]:
-    module, _, qualname = name.partition(":")
-    try:
-        found: Any = __import__(module, fromlist=["_"])
-        for part in qualname.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return UserWarning
-    return cast("type[Warning]", found)
 
 
 def _timeout_of(item: pytest.Item) -> float:

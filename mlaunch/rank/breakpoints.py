@@ -41,7 +41,7 @@ class BreakpointHook:
 
     def __init__(self, who: Callable[[], str], debugger: Debugger | None) -> None:
         self._who = who
-        self._debugger = debugger
+        self.debugger = debugger
         self._pid = os.getpid()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,10 +57,17 @@ class BreakpointHook:
                 f"breakpoint() in process {os.getpid()}, a child of {self._who()}: only the rank itself has a prompt. "
                 f"If this is a worker of a DataLoader, num_workers=0 runs its code in the rank"
             )
-        if self._debugger is None:
+        if self.debugger is None:
             raise RuntimeError(
                 f"breakpoint() in {self._who()}, which has no terminal: debug=True, an option of launcher, opens a "
-                f"prompt where the call was made; PYTHONBREAKPOINT=0 skips all breakpoints"
+                f"prompt where the call was made, and --pdb one for tests on ranks; PYTHONBREAKPOINT=0 skips all "
+                f"breakpoints"
             )
-        self._debugger.stop_at(sys._getframe(1))
+        self.debugger.stop_at(sys._getframe(1))
         return None
+
+
+def debugger_here() -> Debugger | None:
+    """Returns the debugger of this rank, if its caller debugs."""
+    hook = sys.breakpointhook
+    return hook.debugger if isinstance(hook, BreakpointHook) else None

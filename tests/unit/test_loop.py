@@ -154,6 +154,7 @@ INSIDE = {
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # Tests with the mark run by these.
     "mlaunch.pytest.body": "test_who_am_i",
+    "mlaunch.pytest.briefing": "test_who_am_i",
     "mlaunch.pytest.group_names": "test_who_am_i",
     "mlaunch.pytest.explanation": "test_who_am_i",
     "mlaunch.pytest.isolation": "test_who_am_i",

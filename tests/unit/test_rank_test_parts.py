@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.acquisition import Wish
 from mlaunch.pytest import cases, early, rank_coverage, rank_fixtures, runner, station, workers
 from mlaunch.pytest.crossing import Findings, Verdict
+from mlaunch.pytest.debugged import Debugging
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from mlaunch.pytest.mark import Shape
 from tests.conftest import TORCH
@@ -158,3 +160,14 @@ def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monke
     waiting.close()
     assert lease is not None
     lease.close()
+
+
+def test_a_prompt_for_ranks_wants_somebody_to_ask(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pytestconfig.option, "usepdb", True)
+    prompt = pytestconfig.pluginmanager.get_plugin("pdbinvoke")
+    with capsys.disabled():
+        monkeypatch.setattr(sys, "stdin", io.StringIO())
+        assert not Debugging(pytestconfig).wanted
+    assert pytestconfig.pluginmanager.get_plugin("pdbinvoke") is prompt

@@ -37,6 +37,8 @@ INTERNAL = (
     "was not asked what it can give",
     "module 'mlaunch' has no attribute",
     "__signature__",
+    "cannot assign to field",  # dataclasses' own
+    "cannot delete field",
     "a rehearsal",
     "cannot pickle an open file",
     "it ends too early",

@@ -29,7 +29,7 @@ class Debugger:
         self._who = who
         self._pid = os.getpid()
         self._of_threads: dict[int, RankPdb] = {}
-        self._detached = False
+        self._has_examined = False
 
     def install(self) -> None:
         """Makes ``input`` ask the caller, and ``pdb.set_trace`` stop as ``breakpoint`` does; no collective hurries."""
@@ -51,14 +51,21 @@ class Debugger:
             return function(*args, **kwargs)
         except Exception as error:
             sys.settrace(None)
-            if os.getpid() == self._pid and not self._is_detached() and not remote_error.is_of_another(str(error)):
-                self._examine(error)
+            if not self._has_examined:
+                self.examine(error)
             raise
         finally:
             sys.settrace(None)
 
-    def _examine(self, error: Exception) -> None:
-        """Opens a prompt where an exception was raised; returns when it is to go its way."""
+    def step_into(self, function: Callable[..., Any], **values: Any) -> Any:
+        """Runs it, from a prompt at its first line on."""
+        return self._of_threads.setdefault(threading.get_ident(), RankPdb(self._talk)).runcall(function, **values)
+
+    def examine(self, error: BaseException) -> None:
+        """Opens a prompt where an exception was raised, if it was in this rank; returns when it is to go its way."""
+        if os.getpid() != self._pid or self._is_detached() or remote_error.is_of_another(str(error)):
+            return
+        self._has_examined = True
         debugger = RankPdb(self._talk, failed=True)
         with self._talk.turn(""):
             said = str(error).partition("\n")[0]

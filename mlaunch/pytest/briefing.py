@@ -1,0 +1,53 @@
+"""What the ranks of tests are told as they begin, and what is heard of a test that has ended their call."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import textwrap
+
+import pytest
+
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.base.frames import mentions_bottom
+from mlaunch.pytest import body, explanation, rank_coverage, station, travel
+from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Verdict
+
+
+def beginning_of(config: pytest.Config, size: int, board: int, log: int) -> Beginning:
+    """Returns what new ranks are told. ``board``, ``log``: descriptors of this process."""
+    ini = None if config.inipath is None else str(config.inipath)
+    here = f"/proc/{os.getpid()}/fd"
+    return Beginning(
+        str(config.invocation_params.dir),
+        str(config.rootpath),
+        ini,
+        travel.plain_options(config),
+        travel.explaining(config),
+        f"{here}/{board}",
+        f"{here}/{log}",
+        size,
+        rank_coverage.plan(config),
+        explanation.is_colored(config),
+    )
+
+
+def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int, log: int, after: str) -> Findings:
+    """Returns what is known of a test whose call has failed.
+
+    ``report``: of the launch; ``after``: what happens next, for the report of the test.
+    """
+    found = {rank: value for rank, value in report.results.items() if isinstance(value, Verdict)}
+    text = str(report).replace("run_test()", test.name)
+    apart = isinstance(error, body.EndedAloneError)
+    told = text.partition("\nmeanwhile:\n")[2] if apart else text
+    stacks = {rank: _of_the_test(text) for rank, text in report.stacks.items()}
+    stacks = stacks if isinstance(error, LaunchTimeout) else {}
+    verdicts = {**found, **station.take(log)}
+    return Findings(size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), apart, stacks)
+
+
+def _of_the_test(stack: str) -> str:
+    """Returns a stack without what is below the test."""
+    lines = stack.splitlines()
+    return "\n".join(itertools.takewhile(lambda line: not mentions_bottom(line), lines))
