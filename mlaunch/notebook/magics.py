@@ -127,7 +127,7 @@ class CellRanks:
                                 f"ends these first, and what they hold is lost then")  # fmt: skip
         else:
             self._ranks, self._options = Ranks(**words.options), words.options
-            self._ranks.run(names_of_cells.prepare)
+            self._ranks.run(names_of_cells.get_ready_for_cells)
         self._print_table(words)
 
     def _restart(self, words: LineWords) -> None:

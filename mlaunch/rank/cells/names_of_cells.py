@@ -16,7 +16,7 @@ _HIDDEN = (types.ModuleType, types.FunctionType, type)
 _THEIRS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})  # IPython's
 
 
-def prepare() -> None:
+def get_ready_for_cells() -> None:
     """Opens the shell, so that the first cell need not."""
     with main_of_cells():
         shell()
