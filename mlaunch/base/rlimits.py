@@ -43,6 +43,8 @@ def too_few_files(ranks: int) -> str:
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return ""
     most = "" if hard == resource.RLIM_INFINITY else f", up to {hard}"
+    if most and needed > hard:
+        most = f", beyond its hard limit of {hard}, which root can raise"
     return f"{ranks} ranks need about {needed} open files, and this process may have {soft}: raise ulimit -n{most}"
 
 
