@@ -1,4 +1,4 @@
-"""Engines under load and in mishap: much output, many calls, logins of all kinds, ends by Slurm."""
+"""Engines under load and in mishap: much output, many calls, logins of all kinds, ends by Slurm, a cut network."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from mlaunch import launcher
 from mlaunch.engines import Hosts
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
-from tests.processes import descendants, wait_until
-from tests.system.engine_rigs import Rig, slurm_here, ssh_server, wait_for_jobs
+from tests.processes import descendants, wait_gone, wait_until
+from tests.system.engine_rigs import Rig, slurm_here, ssh_between, ssh_server, wait_for_jobs
+from tests.system.network import Namespaces, why_no_namespaces
 
 pytestmark = pytest.mark.slow
 LIMIT = 120.0
+GIANT = 1 << 30  # bytes
 CALLS = 50  # on Slurm, where one takes half a second beside other tests; 200 of them left nothing, either
 LINES, WIDTH = 150_000, 1000  # of each of two ranks: 300 MB
 
@@ -177,3 +179,34 @@ def test_a_connection_that_several_calls_share(tmp_path: Path) -> None:
             assert len(set(call())) == 2
         finally:
             subprocess.run([*ssh, "-O", "exit", "a"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("way", ["argument", "value"])
+def test_a_network_that_is_cut_in_the_middle_of_a_large_value(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host is named, and nothing stays on either side."""
+    if why := why_no_namespaces():
+        pytest.skip(why)
+    monkeypatch.setenv("SCENE_LEASE", "10")
+    network = Namespaces(3)
+    receiver = 2 if way == "argument" else 0
+    try:
+        with ssh_between(network.hosts, tmp_path) as rig:
+            conf = tmp_path / "ssh.conf"
+            conf.write_text(f"{conf.read_text()}  ServerAliveInterval 2\n  ServerAliveCountMax 5\n")  # as ours has it
+            before_it = descendants(os.getpid())
+            assert rig.ask("hold") == ["h2", "h3"]
+            before = network.received(receiver)
+            rig.say(f"giant_{way} held")
+            wait_until(lambda: network.received(receiver) - before > GIANT // 4)
+            network.cable(2, "down")
+            found = rig.hear()
+            assert found["error"] == "LaunchError", found
+            assert "host h3" in found["text"].splitlines()[0], found["text"]
+            new = set(descendants(os.getpid())) - set(before_it)
+            there = [pid for pid in new if Path(f"/proc/{pid}/comm").read_text() != "sshd\n"]
+            rig.ask("close")
+            wait_gone(there, LIMIT)  # sshd of the host that is cut off waits for who does not answer any more
+    finally:
+        network.close()
