@@ -6,7 +6,8 @@ from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.report.failure_text import FailureText, summarise
-from mlaunch.cli.ps_and_stacks import _entry, _grouped
+from mlaunch.caller.report.stacks_of_ranks import grouped
+from mlaunch.cli.ps_and_stacks import _entry
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
 
 MANY = 512
@@ -58,6 +59,6 @@ def test_ps_shows_each_of_few_ranks_and_groups_of_many() -> None:
 
 
 def test_stacks_of_scattered_ranks_are_named_in_short() -> None:
-    shown = _grouped(launch([("a", "b")[rank % 2] for rank in range(MANY)])["ranks"]).splitlines()
+    shown = grouped(launch([("a", "b")[rank % 2] for rank in range(MANY)])["ranks"]).splitlines()
     assert len(shown) == 2
     assert max(map(len, shown)) < 150

@@ -36,8 +36,8 @@ def test_a_limit_that_cannot_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     told = "2 ranks need about 34 open files, and this process may have 32: raise ulimit -n, up to 4096"
     assert rlimits.too_few_files(2) == told
     limits[0] = (32, 32)
-    told = "2 ranks need about 34 open files, and this process may have 32: raise ulimit -n, beyond its hard limit of 32"
-    assert rlimits.too_few_files(2) == f"{told}, which root can raise"
+    told = "2 ranks need about 34 open files, and this process may have 32: raise ulimit -n, "
+    assert rlimits.too_few_files(2) == f"{told}beyond its hard limit of 32, which root can raise"
     limits[0] = (36, resource.RLIM_INFINITY)
     assert rlimits.too_few_files(2) == ""
     limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
