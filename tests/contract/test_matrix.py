@@ -157,7 +157,7 @@ def test_the_caller_dies(where: str, start_method: str) -> None:
     wait_gone([pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if marked(pid, mark)])
 
 
-SOAK = int(os.environ.get("MLAUNCH_SOAK", "120"))
+SOAK = int(os.environ.get("MLAUNCH_SOAK", "60"))
 
 
 @pytest.mark.slow
