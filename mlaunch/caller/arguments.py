@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from inspect import Parameter
 from types import FunctionType
 from typing import Any
 
 from mlaunch.base.misuse import misuse
+from mlaunch.caller.options.launch_options import Options
 
 _HINTS = {
     "rank": "torch.distributed.get_rank()",
@@ -66,10 +68,18 @@ def _of_missing(missing: Sequence[Parameter]) -> str:
     return f"missing {len(names)} required {kind} argument{many}: {', '.join(names[:-1])}, and {names[-1]}"
 
 
+def _of_option(said: str) -> str:
+    """Says where an option of the launcher is given, if that is the argument which the function does not take."""
+    name = said.rpartition("keyword argument ")[2].strip("'")
+    if name not in (one.name for one in fields(Options)):
+        return ""
+    return f"; it is an option of launcher: @launcher({name}=...), or .options({name}=...) before the call"
+
+
 def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
     """Says what ``inspect`` says of arguments that do not fit, as Python would."""
     if said != "too many positional arguments":
-        return f"got {said}" if said.startswith("multiple") else said
+        return f"got {said}" if said.startswith("multiple") else f"{said}{_of_option(said)}"
     takes = [one for one in signature.parameters.values() if one.kind in _POSITIONAL]
     least = sum(one.default is Parameter.empty for one in takes)
     number = str(least) if least == len(takes) else f"from {least} to {len(takes)}"

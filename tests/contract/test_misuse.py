@@ -128,6 +128,16 @@ def test_a_function_written_for_mp_spawn() -> None:
     assert str(error) == f"{third.__qualname__}() missing 1 required positional argument: 'lr'" + words
 
 
+def test_an_option_among_the_arguments() -> None:
+    told = (
+        r"unexpected keyword argument 'deadline'; it is an option of launcher: @launcher\(deadline=...\), or \.options"
+    )
+    with pytest.raises(TypeError, match=told):
+        launcher(lambda lr: lr, 2)(0.1, deadline=5)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'dead_line'$"):
+        launcher(lambda lr: lr, 2)(0.1, dead_line=5)
+
+
 def test_arguments_of_a_method() -> None:
     error = told(lambda: Model().fit(), TypeError)  # type: ignore[call-arg]
     assert str(error) == "Model.fit() missing 1 required positional argument: 'steps'"
