@@ -19,7 +19,18 @@ from mlaunch.protocol import token as tokens
 from tests.another_user import greet, said_by_another_user
 from tests.conftest import ROOT
 from tests.stores import store_of_a_launch, store_of_one_machine
+from tests.system.commands import run, write
 
+SCRIPT = """
+import os
+import torch.distributed as dist
+from tests.another_user import greet, said_by_another_user
+
+dist.init_process_group("gloo")
+port = int(os.environ["MASTER_PORT"])
+print(said_by_another_user(lambda: greet(port)), greet(port))
+dist.destroy_process_group()
+"""
 Stores = Callable[[], contextlib.AbstractContextManager[int]]
 
 
@@ -86,6 +97,38 @@ def test_no_secret_of_an_engine_is_where_others_look(monkeypatch: pytest.MonkeyP
     engine = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
     ours = launcher(look, 1, engine=engine, machines=2, device_type="cpu")
     assert ours(secret[:20], secret[20:], str(tmp_path)) == [[], []]
+
+
+def test_each_line_of_the_security_page_names_who_plays_it() -> None:
+    """Each row of the table, and, in their order, the lines on what is not checked."""
+    page = (ROOT / "SECURITY.rst").read_text()
+    played = dict(
+        re.findall(r"^- ([a-z][^:]+):(.*?)(?=^-|^$)", page.partition("The tests play each of them:")[2], re.M | re.S)
+    )
+    rows = {
+        "Another user of the node": "another user of the node",
+        "Who reaches the port, token": "who reaches the port",
+        "Who reaches the port, no": "without a token",
+        "Who listens there first,": "who listens there first",
+        "Who reads the wire": "who reads the wire",
+        "Who changes the wire": "who changes it",
+    }
+    table = page.partition("\nWho can do what\n")[2].partition("The tests play")[0]
+    first = [line[:28].strip() for line in table.splitlines() if re.match(r"(Who|Another) .*  \(", line)]
+    assert first == list(rows)
+    assert all(words in page.partition("The tests play")[2] for words in rows.values())
+    unchecked = page.partition("\nWhat is not\n")[2].partition("\nWho can do what\n")[0]
+    tests = played["what is not checked, line by line"].split(";")
+    assert len(tests) == len(re.findall("^- ", unchecked, re.M))
+    assert all("``test_" in test for test in tests)
+
+
+def test_the_store_of_a_script_is_closed_to_others(tmp_path: Path) -> None:
+    """Its ranks share no secret, and their store answers this user alone."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become another user")
+    done = run(tmp_path, "--nproc-per-node", "1", write(tmp_path, SCRIPT))
+    assert done.stdout == "turned away served\n", done.stderr
 
 
 def test_the_tests_that_the_security_page_names_are_there() -> None:
