@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import Parameter
-from types import FunctionType
+from types import FunctionType, GeneratorType
 from typing import Any
 
 from mlaunch.base.misuse import misuse
@@ -26,6 +26,11 @@ def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
     Only a plain function is asked, and only for its own parameters: what a decorator claims to take may be otherwise.
     """
+    if isinstance(function, FunctionType) and function.__code__.co_flags & inspect.CO_GENERATOR:
+        raise misuse(TypeError(
+            f"{function.__qualname__}() is a generator function: each rank would return a generator, which cannot be "
+            f"pickled; return a list of its items, or call it in a function that does"
+        ))  # fmt: skip
     if (
         not isinstance(function, FunctionType)
         or hasattr(function, "__signature__")
@@ -37,6 +42,17 @@ def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         signature.bind(*args, **kwargs)
     except TypeError:
         raise misuse(TypeError(f"{function.__qualname__}() {_wrong(signature, args, kwargs)}")) from None
+
+
+def check_values(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError for a generator, which no other process can have; one within another value is found later."""
+    for which, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, GeneratorType):
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            raise misuse(TypeError(
+                f"argument {which!r} of {name}() is a generator, which cannot be pickled: pass a list of its items, or "
+                f"make it in the function, which each rank runs"
+            ))  # fmt: skip
 
 
 def _clearly_fit(function: FunctionType, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -144,6 +144,8 @@ class launcher(Submitting[P, R]):
             return run_inline(self._options, self._name, self._function, args, kwargs)
         if place is not None:
             return nesting.run_joined(self._options, place, self._function, args, kwargs)
+        if self._options.start_method != "fork":
+            arguments.check_values(self._function, args, kwargs)
         self._calls.begin()
         try:
             ended = self._ended(args, kwargs)

@@ -18,7 +18,6 @@ from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell
-from mlaunch.rank.cells import names_of_cells
 
 _MAGIC = re.compile(r"\s*(\w+\s*=\s*)?%{1,2}ranks\b")
 _HERE = re.compile(r"\s*%%ranks\s+--local\s*$")
@@ -117,7 +116,7 @@ class CellRanks:
     def _print_table(self, _: LineWords) -> None:
         ranks = self._open
         is_idle = ranks.idle
-        told = ranks.run(names_of_cells.describe_names) if is_idle else []
+        told = ranks.cell_names() if is_idle else []
         print(table(ranks.devices, "idle" if is_idle else "running", told))
 
     def _open_ranks(self, words: LineWords) -> None:
@@ -127,7 +126,7 @@ class CellRanks:
                                 f"ends these first, and what they hold is lost then")  # fmt: skip
         else:
             self._ranks, self._options = Ranks(**words.options), words.options
-            self._ranks.run(names_of_cells.get_ready_for_cells)
+            self._ranks.open_shells()
         self._print_table(words)
 
     def _restart(self, words: LineWords) -> None:

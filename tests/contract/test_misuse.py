@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,6 +50,22 @@ def test_an_argument_that_cannot_be_pickled() -> None:
     error = told(lambda: launcher(takes, 1)(threading.Lock()), TypeError)
     assert str(error).startswith("argument 0 of takes() is a _thread.lock, which cannot be pickled")
     assert error.__cause__ is None
+
+
+def counted(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+def test_generators_are_refused_before_anything_starts() -> None:
+    told(lambda: launcher(takes, 1)(x for x in ()), TypeError)
+    told(lambda: launcher(counted, 1)(2), TypeError)
+    for call in (launcher(takes, 1), launcher(takes, 1).submit, lambda value: launcher(takes, 1).map([value])):
+        with pytest.raises(TypeError, match=r"argument 0 of takes\(\) is a generator, which cannot be pickled: pass a"):
+            call(x for x in ())
+    for call in (launcher(counted, 1), launcher(counted, 1).submit, lambda value: launcher(counted, 1).grid(n=[value])):
+        with pytest.raises(TypeError, match=r"counted\(\) is a generator function: each rank would return a generator"):
+            call(2)
+    assert launcher(takes, 1, start_method="fork")(x for x in ()) == [1]  # in memory
 
 
 def test_the_frame_of_a_users_reduce_is_kept() -> None:

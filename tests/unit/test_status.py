@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.launch.status import status_lines
+from mlaunch.caller.output import bars
 from mlaunch.caller.report.history import History
 from mlaunch.cli import ps_and_stacks
-from mlaunch.protocol.board import Board
+from mlaunch.protocol.board import Board, Loop
 from mlaunch.protocol.messages.launch_messages import Phase
+
+
+def test_the_speed_of_a_loop_is_that_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two of them the clock goes on, and the speed does not fall."""
+    loops = [Loop(1, 2, 104.0, 10, 100.0, "train"), Loop(1, 2, 103.0, 10, 100.0, "train")]
+    for now in (104.0, 106.0, 109.0):
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        assert "2.00s/it" in bars.line(loops, 1, 0)
+    assert "00:09<00:16" in bars.line(loops, 1, 0)
+    assert "?" in bars.line([Loop(1, 0, 100.0, 10, 100.0, "train")], 1, 0)
 
 
 @pytest.mark.parametrize(

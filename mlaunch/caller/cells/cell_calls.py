@@ -12,6 +12,7 @@ from mlaunch.caller.cells.cell_result import CellResult, result_of
 from mlaunch.caller.cells.cell_source import CellSource, cell_source
 from mlaunch.caller.ranks.rank_set import RankSet
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.messages.cell_messages import NamesOfRank
 from mlaunch.rank.cells import names_of_cells
 from mlaunch.rank.cells.run_cell import run_cell
 
@@ -75,6 +76,14 @@ class RunsCells:
             if not hides_our_frames(error):
                 raise
             raise error.with_traceback(None) from error.__cause__
+
+    def open_shells(self) -> None:
+        """Opens the shells in which cells run, so that the first cell need not."""
+        self._ask(Call(names_of_cells.get_ready_for_cells, (), {}, name="%ranks"))
+
+    def cell_names(self) -> list[NamesOfRank]:
+        """Returns what cells have left on each rank."""
+        return list(self._ask(Call(names_of_cells.describe_names, (), {}, name="%ranks")).values())
 
     def run_cell(
         self, cell: CellSource, targets: Sequence[int] | None, deadline: float | None, rich: str

@@ -228,6 +228,7 @@ class SweepPlan:
         """Begins a launch for each (arguments, keyword arguments). TypeError for what the function does not take."""
         for args, kwargs in calls:
             arguments.check(self.function, (*self.bound, *args), kwargs)
+            arguments.check_values(self.function, (*self.bound, *args), kwargs)
         sweep = Sweep(self, [Call(self.function, (*self.bound, *args), dict(kwargs)) for args, kwargs in calls])
         sweep.begin()
         return sweep

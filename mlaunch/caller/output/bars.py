@@ -32,17 +32,24 @@ def line(found: list[Loop], number: int, rank_start: int) -> str:
     behind = f"rank {rank_start + slowest} is {spread} behind" if spread else ""
     through = all(loop.done == loop.total for loop in found)
     now = max(loop.at for loop in there) if through else time.monotonic()
-    elapsed = max(now - min(loop.start for loop in there), 1e-6)
-    return meter(done[slowest], total, elapsed, there[0].description, behind)
+    start = min(loop.start for loop in there)
+    # Up to the turn that was counted last: with the time since then, the speed would fall until the next, and jump.
+    turning = max((loop.at for loop in there if loop.done == done[slowest]), default=now) - start
+    rate = done[slowest] / turning if done[slowest] and turning > 0 else None
+    return meter(done[slowest], total, (max(now - start, 1e-6), rate), there[0].description, behind)
 
 
-def meter(done: int, total: int, elapsed: float, description: str, note: str) -> str:
-    """Draws it as tqdm does; without tqdm the bare numbers. ``total`` -1: not known."""
+def meter(done: int, total: int, pace: tuple[float, float | None], description: str, note: str) -> str:
+    """Draws it as tqdm does; without tqdm the bare numbers.
+
+    ``total`` -1: not known. ``pace``: seconds until now, and turns per second; None: not known.
+    """
     try:
         from tqdm import tqdm
     except ImportError:
         text = f"{description}: " * bool(description) + (f"{done}/{total}" if total >= 0 else f"{done}")
         return f"{text}, {note}" if note else text
     width = min(_WIDEST, shutil.get_terminal_size().columns - 1)
+    elapsed, rate = pace
     known: Any = total if total >= 0 else None  # None is what tqdm takes for an unknown one
-    return str(tqdm.format_meter(done, known, elapsed, ncols=width, prefix=description, postfix=note))
+    return str(tqdm.format_meter(done, known, elapsed, ncols=width, prefix=description, postfix=note, rate=rate))
