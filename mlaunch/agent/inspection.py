@@ -12,18 +12,31 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.activity import activity, resident
+from mlaunch.agent.debug_visit import DebugVisit
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import StackRequests, held_children, state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
-from mlaunch.protocol.visitors import ALL_STACKS, PULSE, STATUS, WATCH, WHY, Reception, answer, tell_launcher
+from mlaunch.protocol.visitors import (
+    ALL_STACKS,
+    ATTACH,
+    DEBUG,
+    PULSE,
+    STATUS,
+    WATCH,
+    WHY,
+    Reception,
+    answer,
+    tell_launcher,
+)
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
@@ -44,6 +57,7 @@ class Inspection:
         self._clock = clock
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
+        self._visit = DebugVisit(lambda: self._spec)
         self._curious: list[tuple[_Tell, bytes]] = []  # those who wait for what ranks tell, with their word
         self._entered: EnteredRequests | None = None  # once somebody has asked why
         self._answer_at: float | None = None  # when they get what there is
@@ -64,6 +78,16 @@ class Inspection:
         asked_by = self._reception.asked_by if cluster is not None and cluster.by_engine else None
         return asked_by if self._reception.stopped_by is None else self._reception.stopped_by
 
+    @property
+    def stopped_with(self) -> str:
+        """The command of who has asked the launch to end."""
+        return "mlaunch debug" if self._visit.pid == self._reception.stopped_by else "mlaunch stop"
+
+    @property
+    def hold(self) -> HoldDeadline | None:
+        """What who debugs makes of the call's deadline; None: nobody has."""
+        return self._visit.hold
+
     def take_request(self) -> int | None:
         """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
         asked_by, self._reception.asked_by = self._reception.asked_by, None
@@ -74,11 +98,17 @@ class Inspection:
         self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
-        return self._reception.fds()
+        return [*self._reception.fds(), *self._visit.fds()]
 
-    def serve(self, ready: Collection[int], requests: StackRequests, questions: Questions) -> None:
+    def serve(self, ready: Collection[int], requests: StackRequests, questions: Questions, launcher: AgentsEnd) -> None:
+        self._visit.serve(ready, questions, launcher)
         for visitor, word in self._reception.take(ready):
-            self._hear(functools.partial(answer, visitor), word, requests, questions)
+            tell: _Tell | None = functools.partial(answer, visitor)
+            if word == DEBUG or word.startswith(ATTACH):
+                tell = self._visit.take(visitor, word, questions)
+            if tell is not None:
+                self._hear(tell, word, requests, questions)
+        self._visit.serve(set(), questions, launcher)
         waits = requests or (self._entered is not None and self._entered.pending)
         if self._answer_at is not None and (not waits or self._clock() >= self._answer_at):
             for tell, word in self._curious:
@@ -93,6 +123,7 @@ class Inspection:
         self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:
+        self._visit.close()
         self._reception.close()
 
     def obey(
@@ -107,7 +138,7 @@ class Inspection:
         if word == STATUS:
             tell(self._status(word))
             return
-        if word in {WHY, PULSE, WATCH}:
+        if word in {WHY, PULSE, WATCH, DEBUG}:
             self._entered = self._entered or EnteredRequests(questions)
             self._entered.ask(place=word == WATCH)
         for rank in self._ranks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import About, Question, StopAtLook, ThawLooks
+from mlaunch.protocol.messages.control_messages import About, Attach, HoldLimits, Question, StopAtLook, ThawLooks
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ControlHears, ControlSays
@@ -45,10 +45,10 @@ class Questions:
         self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number
 
-    def tell(self, rank: int, record: ThawLooks | StopAtLook) -> None:
+    def tell(self, rank: int, record: ThawLooks | StopAtLook | HoldLimits | Attach, fds: Sequence[int] = ()) -> None:
         """Tells a rank something that it does not answer."""
         if rank in self._channels:
-            self._channels[rank].try_send(record)
+            self._channels[rank].try_send(record, fds)
 
     def drop(self, number: int) -> None:
         """Waits no more for the answer to a question: it will be ignored."""

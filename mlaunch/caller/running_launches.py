@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 from mlaunch.caller.why_text import sentence
@@ -18,11 +19,24 @@ def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str
 
     ``patient``: waits for each as long as it takes.
     """
+    return [answer for _, answer in ask_by_name(word, start, patient=patient)]
+
+
+def ask_by_name(word: bytes, start: str = "", *, patient: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """Says it with the name of each in the registry, which parts of one launch have of their own."""
     answers, timeout = [], None if patient else _ANSWER_TIMEOUT
-    for launch_id, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
+    for name, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
         with connection:
-            answers.append(visitors.ask(connection, word, timeout) if launch_id.startswith(start) else None)
-    return [answer for answer in answers if answer is not None]
+            answers.append((name, visitors.ask(connection, word, timeout) if name.startswith(start) else None))
+    return [(name, answer) for name, answer in answers if answer is not None]
+
+
+def connect(name: str) -> socket.socket:
+    """Returns a connection to the launch of this name. LookupError: it is over."""
+    connection = registry.reach(os.environ, name, _QUEUE_TIMEOUT)
+    if connection is None:
+        raise LookupError(f"the launch {name} is over, or does not answer")
+    return connection
 
 
 def why_launch(launch_id: str) -> str:

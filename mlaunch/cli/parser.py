@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import doctor, ps_and_stacks, warm_command
+from mlaunch.cli import debug_command, doctor, ps_and_stacks, warm_command
 from mlaunch.cli.checks import PRINT_COMPLETION
 
 _EXAMPLES = """\
@@ -18,6 +18,7 @@ examples:
   mlaunch stacks 3f2a      where the ranks of the launch 3f2a... are in their code
   mlaunch why 3f2a         which rank the others wait for
   mlaunch stop 3f2a        ends that launch
+  mlaunch debug 3f2a 1     a debugger's prompt in its rank 1
   mlaunch warm             keeps torch imported, so that commands start at once
   mlaunch doctor           what this machine offers, and what would go wrong
   mlaunch doctor --report  the same with versions and limits, for a bug report
@@ -41,6 +42,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     parents = [] if run is None else [run]
     commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
     ps_and_stacks.add_commands(commands)
+    debug_command.add_command(commands)
     doctor.add_command(commands)
     warm_command.add_command(commands)
     return parser

@@ -137,7 +137,7 @@ def _stop(args: argparse.Namespace) -> int:
     found = ask(STATUS, args.id)
     ids = {launch["id"] for launch in found}  # the parts of one launch that are on this machine have the same
     if len(ids) != 1:
-        raise LookupError(_which(args.id, found))
+        raise LookupError(which(args.id, found, "stop"))
     for launch in found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
     ask(END if args.now else STOP, *ids, patient=True)
@@ -145,15 +145,15 @@ def _stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _which(start: str, found: Sequence[Mapping[str, Any]]) -> str:
-    """Says that one of those that run has to be named."""
+def which(start: str, found: Sequence[Mapping[str, Any]], command: str) -> str:
+    """Says that one of those that run has to be named to this command."""
     running = found or ask(STATUS)
     if not running:
         return _nothing()
     rows = "".join(f"\n  {title_of(launch)}" for launch in running)
     if not found:
         return f"no running launch has an ID that starts with {start!r}; running:{rows}"
-    return f"{len(running)} launches run; say which, such as mlaunch stop {running[0]['id'][:ID_SHOWN]}:{rows}"
+    return f"{len(running)} launches run; say which, such as mlaunch {command} {running[0]['id'][:ID_SHOWN]}:{rows}"
 
 
 def _nothing() -> str:

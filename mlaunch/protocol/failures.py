@@ -64,9 +64,9 @@ def from_deadline(seconds: float | None) -> RankFailure:
     return replace(_of_host("the call", f"passed its deadline of {seconds:g} s", final=True), late=True)
 
 
-def from_stop(pid: int) -> RankFailure:
-    """Describes that somebody ended the launch from elsewhere; ``pid``: whose ``mlaunch stop`` it was."""
-    return RankFailure(None, 0, f"was ended by mlaunch stop (pid {pid})", host=_host(), subject="the run", final=True)
+def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
+    """Describes that somebody ended the launch from elsewhere; ``pid``: whose ``command`` it was."""
+    return RankFailure(None, 0, f"was ended by {command} (pid {pid})", host=_host(), subject="the run", final=True)
 
 
 def from_overdue_stop(what: str) -> RankFailure:

@@ -77,6 +77,18 @@ def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
     return None
 
 
+def reach(environ: Mapping[str, str], name: str, patience: int) -> socket.socket | None:
+    """Returns a socket that is connected to the launch of this name, wherever it has chosen; None as ``connect``.
+
+    ``patience``: seconds that a queue of others may take.
+    """
+    for directory in candidates(environ):
+        with contextlib.suppress(OSError), opened(directory) as place:
+            if (connection := _connect(_path(place, name, _SUFFIX), patience)) is not None:
+                return connection
+    return None
+
+
 def _path(place: str, launch_id: str, suffix: str) -> str:
     """Returns the path of a launch's socket. OSError for an id that leads to another place."""
     if os.path.basename(launch_id) != launch_id:

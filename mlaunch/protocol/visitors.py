@@ -20,7 +20,9 @@ STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
 PULSE = b"pulse"  # how far the ranks are
 WATCH = b"watch"  # the same, with where they are and what they use
 STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
-_WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, STOP, END}
+DEBUG = b"debug"  # keeps the connection: ranks may be debugged as long as it is there
+ATTACH = b"attach "  # with a rank's number, who talks on this connection from then on
+_WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, STOP, END, DEBUG}
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
 
@@ -79,9 +81,9 @@ class Reception:
     def _take_stopper(self, visitor: socket.socket, word: bytes) -> None:
         self._stoppers.append(visitor)
         if word == END:
-            self.stopped_by = _pid_of(visitor)
+            self.stopped_by = pid_of(visitor)
         else:
-            self.asked_by = _pid_of(visitor)
+            self.asked_by = pid_of(visitor)
 
     def let_stoppers_go(self) -> None:
         """Tells those who wait for the end that it has come, as far as they asked for it."""
@@ -112,11 +114,12 @@ class Reception:
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        return word if word in _WORDS else b""
+        attaches = word.startswith(ATTACH) and word.removeprefix(ATTACH).isdigit()
+        return word if word in _WORDS or attaches else b""
     return b""
 
 
-def _pid_of(visitor: socket.socket) -> int:
+def pid_of(visitor: socket.socket) -> int:
     """Returns the process that has connected; 0 if it is of another namespace."""
     pid, _, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(pid)
@@ -125,11 +128,16 @@ def _pid_of(visitor: socket.socket) -> int:
 def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
     """Gives a visitor what was asked for, and says farewell."""
     with contextlib.suppress(OSError), visitor:
-        memfd = in_memory(status)
-        try:
-            socket.send_fds(visitor, [b"."], [memfd])
-        finally:
-            os.close(memfd)
+        send(visitor, status)
+
+
+def send(visitor: socket.socket, status: Mapping[str, Any]) -> None:
+    """Gives a visitor what was asked for. OSError: it is gone."""
+    memfd = in_memory(status)
+    try:
+        socket.send_fds(visitor, [b"."], [memfd])
+    finally:
+        os.close(memfd)
 
 
 def tell_launcher(launcher: AgentsEnd, number: int, status: Mapping[str, Any]) -> None:

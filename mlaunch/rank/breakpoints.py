@@ -7,32 +7,37 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.rank.base import RankArgs
+from mlaunch.protocol.channel import Channel
 from mlaunch.rank.setup import group
 
 if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
     from mlaunch.rank.debugging.debugger import Debugger
     from mlaunch.rank.debugging.ide import IdeSession
 
 _USUAL = {"", "pdb.set_trace"}  # of PYTHONBREAKPOINT
 
 
-def install(args: RankArgs, who: Callable[[], str]) -> Debugger | IdeSession | None:
-    """Installs it; returns what runs the function, if somebody debugs. ``who`` says "rank 1 of train()"."""
-    rank = args.spec.rank(args.local_rank)
+def install(
+    word: str, channel: Channel[DebuggerHears, DebuggerSays] | None, rank: int, who: Callable[[], str]
+) -> Debugger | IdeSession | None:
+    """Installs it; returns what runs the function, if somebody debugs.
+
+    ``word``: the launch's for its debugger. ``channel``: to the caller, which debugs. ``who`` says "rank 1 of train()".
+    """
     sys.breakpointhook = BreakpointHook(who, None)
-    if args.debug is not None:
+    if channel is not None:
         from mlaunch.rank.debugging.debugger import Debugger  # imports pdb
 
-        debugger = Debugger(args.debug, rank, who())
+        debugger = Debugger(channel, rank, who())
         sys.breakpointhook = BreakpointHook(who, debugger)
         debugger.install()
         return debugger
-    if args.spec.debug:
+    if word:
         from mlaunch.rank.debugging import ide
 
         group.lift_limits()
-        return ide.IdeSession(who) if ide.is_awaited(args.spec.debug, rank) else None
+        return ide.IdeSession(who) if ide.is_awaited(word, rank) else None
     return None
 
 

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
-from mlaunch.protocol.channel import Channel, assert_never
+from mlaunch.protocol.channel import TEXT_LIMIT, Channel, assert_never
 from mlaunch.protocol.messages.control_messages import (
+    Attach,
     FreezeLooks,
+    HoldLimits,
     Question,
     StopAtLook,
     TellEntered,
@@ -32,16 +34,19 @@ from mlaunch.protocol.messages.control_messages import (
     ThawLooks,
     Told,
 )
+from mlaunch.protocol.messages.debug_messages import PromptSays
 from mlaunch.rank import in_step, stop_point
+from mlaunch.rank.setup.group import HeldLimits
 from mlaunch.rank.stop_point import StopPoint
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ControlHears, ControlSays
+    from mlaunch.protocol.messages.channels import ControlHears, ControlSays, DebuggerHears, DebuggerSays
 
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NOT_FAULTS = signal.valid_signals() - _FAULTS
 _DEEPEST = 100  # frames, as faulthandler shows
+_limits = HeldLimits()
 
 
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
@@ -71,8 +76,36 @@ def _answer_all(channel: Channel[ControlHears, ControlSays], point: StopPoint) -
                     point.thaw(call)
                 case StopAtLook(call, look, reason):
                     point.stop_at(call, look, reason)
+                case HoldLimits(held):
+                    _hold_limits(held)
+                case Attach():
+                    _let_attach(record, fds[0])
                 case _:
                     assert_never(record)
+
+
+def _let_attach(record: Attach, fd: int) -> None:
+    """Lets who has come debug this rank."""
+    try:
+        from mlaunch.rank.debugging import visit  # imports pdb
+
+        visit.begin(os.dup(fd), record.rank, record.who)
+    except Exception as error:  # a module of the user's in place of Python's, or no descriptor is left
+        told = f"{record.who} cannot be debugged: {type(error).__name__}: {error}"[:TEXT_LIMIT]
+        visitor: Channel[DebuggerHears, DebuggerSays] = Channel.adopt(os.dup(fd))
+        visitor.try_send(PromptSays(f"{told}\n"))
+    finally:
+        os.close(fd)
+
+
+def _hold_limits(held: bool) -> None:
+    """Lifts limits for who debugs, or gives them back once nobody does, nor talks with this rank."""
+    if held:
+        _limits.hold()
+    else:
+        _limits.give_back()
+        if (visit := sys.modules.get("mlaunch.rank.debugging.visit")) is not None:
+            visit.end()
 
 
 def _place() -> list[tuple[str, str, str]]:

@@ -99,7 +99,7 @@ class FunctionRank(Rank):
             rich_display.install(args.display_fd)
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         self._say_who()
-        self._debugger = breakpoints.install(args, lambda: self._who)
+        self._debugger = breakpoints.install(spec.debug, args.debug, spec.rank(args.local_rank), lambda: self._who)
         late_imports.begin()
         slow_imports.begin(args.results.board, args.local_rank)
         if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice

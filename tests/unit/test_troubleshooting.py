@@ -21,6 +21,7 @@ FOREIGN = {"Gloo connectFullMesh failed", "Connection closed by peer"}  # torch 
 INTERNAL = (
     "no receiver takes this record",
     "what came is no ",
+    "nobody is left to ask",
     "the connection was closed",
     "its connection was closed",
     "the other end of the ",

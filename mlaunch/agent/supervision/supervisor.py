@@ -1,8 +1,7 @@
 """The supervisor of one machine's ranks: sends them calls, passes on their answers, stops all at the first failure.
 
 One loop waits on everything at once: the result queue, each rank's pidfd, the rendezvous server's, the launcher's
-channel, the fork server's pidfd, the next deadline. Single-threaded; nothing polls. How ranks are ended is in
-``stopping.py``.
+channel, the fork server's pidfd, the next deadline. Nothing polls. How ranks are ended is in ``stopping.py``.
 """
 
 from __future__ import annotations
@@ -118,9 +117,10 @@ class Supervisor:
         """Answers those who have come to look, or to end the launch."""
         if self._inspection is None:
             return
-        self._inspection.serve(ready, self._stopping.asked, self._questions)
+        self._inspection.serve(ready, self._stopping.asked, self._questions, self._launcher)
+        self._call.obey(self._inspection.hold, self._clock())
         if self._inspection.stopped_by is not None and not self._stopping.begun:
-            self._end_by(failures.from_stop(self._inspection.stopped_by), whole=True)
+            self._end_by(failures.from_stop(self._inspection.stopped_by, self._inspection.stopped_with), whole=True)
         elif (asked_by := self._inspection.take_request()) is not None:
             self._stop.ask("asked", self._call.number, asked_by)
 

@@ -67,7 +67,8 @@ class Prompts:
             self._current = None
 
     def forget(self, rank: int) -> None:
-        """Takes in that a rank is gone."""
+        """Takes in that a rank is gone; what it has said last is shown."""
+        self._tell(rank)
         self._asking.pop(rank, None)
         self._busy.discard(rank)
         self._expected.discard(rank)

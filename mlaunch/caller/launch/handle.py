@@ -25,6 +25,7 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.caller.stop_order import StopSignal
 from mlaunch.protocol import visitors
+from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.prepared_messages import CallBegun
@@ -65,12 +66,10 @@ class LaunchHandle:
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
         self.relay.watch(self.agent.fileno())
-        self._stall = StallWatch(self.spec.stall, self.spec.stall_ends, self.agent.try_send, self._say)
+        way, say = (self.spec.stall, self.spec.stall_ends), self.relay.output.say
+        self._stall = StallWatch(*way, self.agent.try_send, lambda what: say(f"{self.spec.name} {what}"))
         if not self.spec.stays:
             self._stall.begin(time.monotonic())
-
-    def _say(self, what: str) -> None:
-        self.relay.output.say(f"{self.spec.name} {what}")
 
     def fileno(self) -> int:
         """Returns a descriptor that can be read when ``step`` has something to do."""
@@ -129,8 +128,7 @@ class LaunchHandle:
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
             if self.outcome.stacks:
-                doing = "; ".join(self.outcome.doing())
-                add_note(interrupt, f"{self.spec.name} was ended by this; {doing}")
+                add_note(interrupt, f"{self.spec.name} was ended by this; {'; '.join(self.outcome.doing())}")
             self.outcome.interrupt = interrupt
         return self.end()
 
@@ -246,5 +244,8 @@ class LaunchHandle:
                 self.end_stalled(failure)
         elif isinstance(record, Waiting):
             self.waiting = record.text
+        elif isinstance(record, Visited):
+            self._limits.hold(record.held)
+            self._stall.hold(held=record.held)
         if words := words_on(self.spec.name, record):
             self.relay.output.say(words)

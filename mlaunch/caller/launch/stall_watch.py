@@ -42,6 +42,7 @@ class StallWatch:
     _first: Ranks | None = None  # the first of two looks
     _looks_twice: bool = False
     _stalled: bool = False
+    held: bool = False  # somebody debugs
 
     def begin(self, now: float) -> None:
         """Begins to watch a call."""
@@ -56,13 +57,19 @@ class StallWatch:
         self._due = _NEVER
         self._number += 1
 
+    def hold(self, *, held: bool) -> None:
+        """Ceases to watch while somebody debugs, or begins anew."""
+        self.held = held
+        if not held and self._due < _NEVER:
+            self.begin(self.clock())
+
     def timeout(self) -> float | None:
         """Returns the seconds until ``take_step`` has something to do; None: it has not."""
-        return None if self._due == _NEVER else max(0.0, self._due - self.clock())
+        return None if self._due == _NEVER or self.held else max(0.0, self._due - self.clock())
 
     def take_step(self) -> None:
         """Asks, if that is due."""
-        if self._due < _NEVER and self.clock() >= self._due:
+        if self._due < _NEVER and self.clock() >= self._due and not self.held:
             self._due = _NEVER  # until the answer is there
             self._number += 1
             self.ask(TellStatus(self._number, WHY if self._looks_twice else PULSE))
@@ -72,6 +79,9 @@ class StallWatch:
         if number != self._number or self.limit is None:
             return None
         now, found = self.clock(), None
+        if self.held:
+            self._due = now
+            return None
         if not stall_signs.run(ranks) or stall_signs.moved(self._known, ranks):
             self._note_progress(now)
         self._moves = self._moves or stall_signs.counted(self._known, ranks)

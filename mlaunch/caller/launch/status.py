@@ -11,6 +11,7 @@ from mlaunch.caller.output.bars import loops
 from mlaunch.caller.report.history import History
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import NamesLeft, Phase
 from mlaunch.protocol.messages.machine_messages import MachineSilent, Waiting
 from mlaunch.protocol.messages.stop_messages import StopOverdue
@@ -64,6 +65,8 @@ def words_on(name: str, record: AgentSays) -> str:
         return _overdue_stop(name, record)
     if isinstance(record, NamesLeft):
         return _names_left(name, record)
+    if isinstance(record, Visited):
+        return f"{name} is debugged {'by' if record.held else 'no more: it was by'} mlaunch debug (pid {record.pid})"
     if isinstance(record, MachineSilent):
         return f"{name}: {record.text}"
     return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""

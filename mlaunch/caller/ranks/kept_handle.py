@@ -193,6 +193,7 @@ class KeptHandle(LaunchHandle):
         self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the last one's is read
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
         self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
+        self._limits.hold(self._stall.held)
         self.outcome = Outcome(spec, plan.directory)
         self.relay.turn_to(plan, spec.local_world_size, self.history.board)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over)

@@ -19,11 +19,12 @@ from mlaunch.protocol import registry
 from mlaunch.protocol.messages.member_messages import Look
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import Reception, answer, tell_launcher
+from mlaunch.protocol.visitors import ATTACH, DEBUG, Reception, answer, tell_launcher
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
+_ID_SHOWN = 8
 _PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
 
 
@@ -87,9 +88,20 @@ class Lookout:
     def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
         """Asks the machines that are ``there`` what visitors want to know; answers what has waited too long."""
         for visitor, word in self._reception.take(ready):
-            self.ask(word, there, functools.partial(answer, visitor))
+            if word == DEBUG or word.startswith(ATTACH):
+                answer(visitor, {"refused": self._no_debugger()})
+            else:
+                self.ask(word, there, functools.partial(answer, visitor))
         for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
             self._finish(number)
+
+    def _no_debugger(self) -> str:
+        """Says why nobody debugs ranks from here."""
+        hosts = ", ".join(sorted({machine.host for machine in self._machines}))
+        return (
+            f"the ranks of {self._spec.name} were started by an engine on {hosts}, which mlaunch debug does not reach "
+            f"from here. Run it on the rank's machine: mlaunch debug {self._spec.launch_id[:_ID_SHOWN]} RANK"
+        )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
         """Has the launch's handle told what it asks for; False if the record is about something else."""

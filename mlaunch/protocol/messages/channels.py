@@ -11,8 +11,15 @@ from typing import NoReturn, TypeAlias
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import Question, StopAtLook, ThawLooks, Told
-from mlaunch.protocol.messages.debug_messages import HoldDeadline, PromptAsks, PromptLeft, PromptLine, PromptSays
+from mlaunch.protocol.messages.control_messages import Attach, HoldLimits, Question, StopAtLook, ThawLooks, Told
+from mlaunch.protocol.messages.debug_messages import (
+    HoldDeadline,
+    PromptAsks,
+    PromptLeft,
+    PromptLine,
+    PromptSays,
+    Visited,
+)
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
     DirectCall,
@@ -91,7 +98,7 @@ AgentHears = (
 )
 AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
-    | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold)
+    | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold | Visited)
     | (CallOver | RanksStand | RanksBack | StopAgreed | StopOverdue | RanksFrozen)
     | (Waiting | MachineSilent | Refused | RankFailure | Value | ClockCompared)
 )
@@ -103,7 +110,7 @@ RestingAgentSays = Free
 # An agent and one of its ranks, which answers on the result queue; and this rank's control thread.
 RankHears = RunCall | AnswerFile | Release | DirectCall
 RankSays = NoReturn
-ControlHears = Question | ThawLooks | StopAtLook
+ControlHears = Question | ThawLooks | StopAtLook | HoldLimits | Attach
 ControlSays = Told
 # The caller and the debugger in a rank.
 DebuggerHears = PromptLine

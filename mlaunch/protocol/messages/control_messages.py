@@ -2,6 +2,8 @@
 
 agent -> rank   Question                        (attached: the memfd for the answer)
 agent -> rank   ThawLooks, StopAtLook
+agent -> rank   HoldLimits
+agent -> rank   Attach                          (attached: the socket of who debugs, see debug_messages.py)
 rank -> agent   Told                            (the answer is in that memfd)
 """
 
@@ -45,6 +47,21 @@ class StopAtLook:
     call: int
     look: int
     reason: str
+
+
+@frozen_record
+class HoldLimits:
+    """Lifts the limits of operations that begin from now on, since somebody debugs; False sets them as they were."""
+
+    held: bool
+
+
+@frozen_record
+class Attach:
+    """Asks the rank to stop at its next line, and to talk there. ``who``: "rank 1 of train()"."""
+
+    rank: int
+    who: str
 
 
 @frozen_record

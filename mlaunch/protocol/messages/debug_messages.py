@@ -1,8 +1,9 @@
-"""The records between a rank whose caller debugs and this caller, on a channel of the rank's own.
+"""The records between a rank and who debugs it, on a channel of the rank's own: its caller, or ``mlaunch debug``.
 
-rank -> caller   PromptSays, PromptAsks, PromptLeft
-caller -> rank   PromptLine                              (the answer to PromptAsks)
-caller -> agent  HoldDeadline                            (on the launch's own channel)
+rank -> caller    PromptSays, PromptAsks, PromptLeft
+caller -> rank    PromptLine                              (the answer to PromptAsks)
+caller -> agent   HoldDeadline                            (on the launch's own channel)
+agent -> caller   Visited                                 (on the launch's own channel)
 """
 
 from __future__ import annotations
@@ -59,3 +60,11 @@ class HoldDeadline:
     """Says that a user is at a prompt: the call's deadline comes no nearer, until the same is said with False."""
 
     held: bool
+
+
+@frozen_record
+class Visited:
+    """Says that somebody debugs the launch by ``mlaunch debug``, or, with ``held`` False, no more. ``pid``: who."""
+
+    held: bool
+    pid: int

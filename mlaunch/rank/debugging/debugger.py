@@ -43,7 +43,13 @@ class Debugger:
         """Opens a prompt at the next line of this frame, in this thread."""
         if not self._is_detached():
             thread = threading.get_ident()
-            self._of_threads.setdefault(thread, RankPdb(self._talk)).set_trace(frame)
+            if thread not in self._of_threads:
+                self._of_threads[thread] = self.make_debugger()
+            self._of_threads[thread].set_trace(frame)
+
+    def make_debugger(self) -> RankPdb:
+        """Returns one for this thread."""
+        return RankPdb(self._talk)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs it, and opens a prompt where it fails."""

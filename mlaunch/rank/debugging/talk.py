@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptSays
+from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
@@ -95,8 +95,12 @@ class Talk(io.TextIOBase):
     def _receive(self) -> DebuggerHears:
         try:
             return self._channel.receive()[0]
-        except EOFError:  # the caller is gone, or has no more use for us, and the agent is about to end this process
-            os._exit(1)
+        except EOFError:
+            return self._lose()
+
+    def _lose(self) -> PromptLine:
+        """Takes in that the caller is gone, or has no more use for us: the agent is about to end this process."""
+        os._exit(1)
 
     def _wait_for_end(self) -> NoReturn:
         """Does nothing any more: no code of the user's runs until the agent ends this process."""

@@ -1,0 +1,177 @@
+"""A debugger at ranks of a launch that this process has not made (``mlaunch debug``), over the launch's own socket."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base import linux
+from mlaunch.base.text import in_two_units, name_ranks
+from mlaunch.caller import running_launches
+from mlaunch.caller.debugging import asking
+from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
+from mlaunch.caller.why_text import view_of
+from mlaunch.protocol import visitors
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.visitors import ATTACH, DEBUG, END, WHY
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+
+_ANSWER_TIMEOUT = 5.0  # seconds for an agent to take who comes
+_MOMENT = 1.0  # seconds in which a rank that runs Python has stopped
+
+
+class LaunchParts:
+    """The parts of a launch that are on this machine, each with an agent; mostly one.
+
+    ``names``: theirs in the registry. As long as this is open, their limits are lifted.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._open: list[socket.socket] = []
+        self._of_rank: dict[int, str] = {}
+        self.told: list[Mapping[str, Any]] = []  # by each
+        try:
+            for name in names:
+                self._enter(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self, name: str) -> None:
+        connection = running_launches.connect(name)
+        self._open.append(connection)
+        told = visitors.ask(connection, DEBUG, _ANSWER_TIMEOUT)
+        if told is None:
+            raise LookupError(f"the launch {name} is over, or does not answer")
+        if "refused" in told:
+            raise LookupError(told["refused"])
+        self._of_rank |= {rank["rank"]: name for rank in told["ranks"]}
+        self.told.append(told)
+
+    def attach(self, rank: int) -> Channel[DebuggerSays, DebuggerHears]:
+        """Returns a channel to a rank, which stops at its next line."""
+        connection = running_launches.connect(self._of_rank[rank])
+        connection.send(ATTACH + str(rank).encode())
+        return Channel.adopt(connection.detach())
+
+    def close(self) -> None:
+        """Leaves: all is as before."""
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+
+
+class AttachedRanks:
+    """Talks with ranks until there are none, or the user leaves. ``write`` shows a text."""
+
+    def __init__(self, launch_id: str, name: str, parts: LaunchParts, write: Callable[[str], None]) -> None:
+        self._launch_id = launch_id
+        self._name = name
+        self._parts = parts
+        self._write = write
+        self._stopped = StoppedRanks(name, write, self._tell_who)
+        self._prompts = self._stopped.prompts
+        self._begun = time.monotonic()
+        self._late_at: float | None = None  # when the user is told of ranks that have not stopped
+        self._awaited: set[int] = set()  # ranks that have not stopped yet
+
+    def attach(self, ranks: Sequence[int]) -> None:
+        """Asks these to stop."""
+        for rank in ranks:
+            self._stopped.channels[rank] = self._parts.attach(rank)
+        self._awaited = set(ranks)
+        self._late_at = self._begun + _MOMENT
+        told = [rank for part in self._parts.told for rank in part["ranks"]]
+        limit = self._parts.told[0]["timeout"]
+        self._write(f"{name_ranks(list(ranks))} of {self._name} to stop at the next line of Python; {_HOW}\n")
+        self._write("".join(_waits(rank, limit) for rank in told))
+        if not self._parts.told[0]["alone"]:
+            self._write(_ELSEWHERE)
+
+    def run(self) -> None:
+        """Talks. KeyboardInterrupt: the user leaves, and ranks go on."""
+        while self._stopped.channels:
+            self._take(linux.wait_readable(self._fds(), self._timeout()))
+            if self._prompts.quit is not None:
+                self._end()
+                return
+            if self._late_at is not None and time.monotonic() >= self._late_at:
+                self._late_at = None
+                self._tell_late()
+            while (found := self._prompts.next()) is not None:
+                self._ask(*found)
+
+    def close(self) -> None:
+        """Lets ranks go on."""
+        self._stopped.close()
+
+    def _fds(self) -> list[int]:
+        return [channel.fileno() for channel in self._stopped.channels.values()]
+
+    def _timeout(self) -> float | None:
+        late = None if self._late_at is None else max(0.0, self._late_at - time.monotonic())
+        return min((due for due in (late, self._prompts.timeout()) if due is not None), default=None)
+
+    def _take(self, ready: Sequence[int]) -> None:
+        for rank, channel in list(self._stopped.channels.items()):
+            if channel.fileno() in ready and not self._stopped.hear(rank):
+                self._stopped.channels.pop(rank).close()
+        self._awaited -= self._prompts.stopped().keys()
+        self._awaited &= self._stopped.channels.keys()
+
+    def _ask(self, rank: int, prompt: str) -> None:
+        with contextlib.suppress(asking.WithdrawnError):
+            self._stopped.obey(asking.ask(prompt, functools.partial(self._drive, rank)), rank)
+
+    def _drive(self, rank: int, over: int) -> bool:
+        """Hears ranks until ``over`` can be read; False if the rank waits for no answer any more."""
+        while over not in (ready := linux.wait_readable([*self._fds(), over], None)):
+            self._take(ready)
+            if rank not in self._prompts.stopped():
+                return False
+        return True
+
+    def _end(self) -> None:
+        running_launches.ask(END, self._launch_id, patient=True)
+        self._write("ended\n")
+
+    def _look(self) -> list[Mapping[str, Any]]:
+        """Asks what all ranks do."""
+        return [rank for launch in running_launches.ask(WHY, self._launch_id) for rank in launch["ranks"]]
+
+    def _tell_who(self) -> None:
+        self._stopped.tell_who(self._look())
+
+    def _tell_late(self) -> None:
+        """Says what ranks do that have not stopped, since they run no Python."""
+        for rank in self._look() if self._awaited else []:
+            if rank["rank"] in self._awaited:
+                since = in_two_units(time.monotonic() - self._begun)
+                doing = view_of(rank).doing
+                self._write(f"rank {rank['rank']} has run no line of yours for {since}: {doing}. {_ARMED}\n")
+
+
+_ARMED = "It stops at the next one; Ctrl-C leaves it"
+_HOW = (
+    "limits of collectives that begin from now on do not count meanwhile, nor does the deadline. Ctrl-C and detach "
+    "leave, and ranks go on; q ends the launch"
+)
+_ELSEWHERE = "there are ranks on other machines, which this does not reach: their limits and the deadline count there\n"
+
+
+def _waits(rank: Mapping[str, Any], limit: float | None) -> str:
+    """Says of a rank that waits in a collective until when it does; "" of others."""
+    view = view_of(rank)
+    if not view.operation or limit is None:
+        return ""
+    at = time.strftime("%H:%M:%S", time.localtime(time.time() + limit))
+    return (
+        f"rank {view.rank} waits already, {view.doing}: nothing can lengthen that, and it fails {limit:g} s after "
+        f"it began to, at {at} at the latest\n"
+    )

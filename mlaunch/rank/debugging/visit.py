@@ -1,0 +1,213 @@
+"""A debugger that comes to a running rank from another terminal (``mlaunch debug``), and goes again.
+
+    control thread --asks the interpreter--> main thread, between two instructions: traces from here on
+    --next line of the user's--> a prompt, as at breakpoint()  --detach, or the visitor is gone--> as before
+
+A main thread inside C is not disturbed: it stops once that has returned.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextlib
+import ctypes
+import itertools
+import os
+import pdb
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base.frames import is_bottom, is_library, is_ours
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.debug_messages import Onward, PromptLine
+from mlaunch.rank.breakpoints import BreakpointHook
+from mlaunch.rank.debugging.debugger import Debugger
+from mlaunch.rank.debugging.rank_pdb import RankPdb
+from mlaunch.rank.debugging.talk import Talk
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+
+_GENERATED = "<string>"
+_Task = Callable[[FrameType | None], None]
+_tasks: collections.deque[_Task] = collections.deque()  # for the main thread
+_present: list[Visit] = []  # at most one
+
+
+def begin(fd: int, rank: int, who: str) -> None:
+    """Lets this rank stop at its next line, and talk with who has the other end of this socket.
+
+    ``who``: "rank 1 of train()". Called by the control thread.
+    """
+    channel: Channel[DebuggerHears, DebuggerSays] = Channel.adopt(fd)
+    if _present:  # its visitor has gone a moment ago
+        _present[0].end()
+    visit = Visit(channel, rank, who)
+    _present.append(visit)
+    visit.arm()
+
+
+def end() -> None:
+    """Lets the rank go on as before, whatever it does. Called by the control thread."""
+    if _present:
+        visit = _present[0]
+        _in_main_thread(lambda _frame: visit.leave())
+
+
+class Visit(Debugger):
+    """Made by the control thread; all else happens in the rank's others."""
+
+    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int, who: str) -> None:
+        super().__init__(channel, rank, who)
+        self._channel = channel
+        self._talk = VisitorsTalk(channel, rank)
+        self._hooks: tuple[Any, Any] | None = None  # those of before
+
+    def arm(self) -> None:
+        """Asks the main thread to stop."""
+        _in_main_thread(self._stop)
+
+    def make_debugger(self) -> RankPdb:
+        return VisitorsPdb(self._talk, self)
+
+    def leave(self) -> None:
+        """Ends it, in the main thread, also where that still has places to stop at."""
+        sys.settrace(None)
+        for debugger in self._of_threads.values():
+            debugger.clear_all_breaks()
+            debugger.detached = True
+        self.end()
+
+    def end(self) -> None:
+        """Leaves everything as it was before."""
+        if self in _present:
+            _present.remove(self)
+        if self._hooks is not None and os.getpid() == self._pid:
+            sys.breakpointhook, pdb.set_trace = self._hooks
+            self._hooks = None
+        self._channel.close()
+
+    def _stop(self, frame: FrameType | None) -> None:
+        if self not in _present or frame is None:
+            return
+        self._hooks = sys.breakpointhook, pdb.set_trace
+        sys.breakpointhook = BreakpointHook(lambda: self._who, self)
+        pdb.set_trace = sys.breakpointhook
+        self.stop_at(frame)
+
+
+class VisitorsTalk(Talk):
+    """Knows no caller who would end the launch: where the visitor is gone, the rank goes on."""
+
+    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int) -> None:
+        super().__init__(channel, rank)
+        # What leads out of all that a debugger may be doing: a list of commands, or an unfinished statement.
+        self._ways_out = itertools.cycle(["end", None])
+        self.is_alone = False
+
+    def _lose(self) -> PromptLine:
+        if self.how is Onward.QUITS:
+            os._exit(1)  # the launch was to end
+        self.is_alone = True
+        return PromptLine(next(self._ways_out))
+
+    def ask(self, prompt: object = "", /) -> str:
+        line = super().ask(prompt)
+        if self.is_alone:
+            raise EOFError("nobody is left to ask")
+        return line
+
+
+class VisitorsPdb(RankPdb):
+    """Stops in code of the user's, or in what that has called; in no other that a rank runs."""
+
+    def __init__(self, talk: Talk, visit: Visit) -> None:
+        super().__init__(talk)
+        self._visit = visit
+        self._arrives = threading.current_thread() is threading.main_thread()  # it has not stopped yet
+
+    def stop_here(self, frame: FrameType) -> bool:
+        return bool(super().stop_here(frame)) and _is_users(frame)
+
+    def user_call(self, frame: FrameType, argument_list: Any) -> None:
+        if not self._arrives:
+            super().user_call(frame, argument_list)
+
+    def user_return(self, frame: FrameType, return_value: Any) -> None:
+        if not self._arrives:
+            super().user_return(frame, return_value)
+
+    def user_exception(self, frame: FrameType, exc_info: Any) -> None:
+        if not self._arrives:
+            super().user_exception(frame, exc_info)
+
+    def interaction(self, frame: FrameType | None, *trace: Any) -> None:
+        super().interaction(frame, *trace)
+        self._arrives = False
+        if self.detached:
+            self._visit.end()
+
+    def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
+        """Returns the frames; the present one is the user's, also where the rank was found inside a library."""
+        stack, index = super().get_stack(f, t)
+        files = [frame.f_code.co_filename for frame, _ in stack]
+        users = [i for i, file in enumerate(files) if not is_library(file) and file != _GENERATED]
+        return stack, users[-1] if self._arrives and users else index
+
+    def default(self, line: str) -> None:
+        """Runs a statement. What it has given local variables counts in frames below the innermost one, too."""
+        super().default(line)
+        if sys.version_info < (3, 13):  # where these are a copy
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
+
+    def do_interact(self, arg: str) -> None:
+        with self._answering():
+            super().do_interact(arg)
+
+    def do_EOF(self, arg: str) -> bool:
+        """EOF
+
+        Handles the end of input as detach: who has not begun the launch does not end it by an oversight.
+        """
+        self.message("")
+        return self.do_detach(arg)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Lets ``input`` ask the visitor."""
+        before, builtins.input = builtins.input, self._talk.ask
+        try:
+            yield
+        finally:
+            builtins.input = before
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Tells whether it is above the launcher's frames, and some frame there is of the user's, or of what he has run."""
+    while frame is not None and not is_bottom(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        generated = file == _GENERATED  # such as a named tuple's, in our own code
+        if not (is_library(file) or generated) or (frame.f_globals.get("__name__") == "__main__" and not is_ours(file)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_main_thread(task: _Task) -> None:
+    """Has the main thread call it between two instructions, with the frame that it is in; it may take its time."""
+    _tasks.append(task)
+    while ctypes.pythonapi.Py_AddPendingCall(_CALLBACK, None) != 0:  # others have filled the queue, of 32
+        os.sched_yield()
+
+
+def _run_task(_argument: object) -> int:
+    if _tasks:
+        _tasks.popleft()(sys._getframe(1))
+    return 0
+
+
+_CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run_task)
