@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import random
@@ -26,6 +27,7 @@ from mlaunch.base.linux import wait_readable
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
 
 DEVICES = [f"gpu{number}" for number in range(8)]
+_ABOVE = 500  # the number of a descriptor that is above those of a lease
 
 
 @dataclass
@@ -73,7 +75,8 @@ def storm(folder: Path, acquisitions: int, processes: int, seed: int = 1) -> Fou
         os.waitpid(pid, 0)
     os.close(log)
     lines = (folder / "log").read_text(encoding="utf-8").splitlines()
-    taken = [(int(number), {*names}) for word, number, *names in map(str.split, lines) if word == "took"]
+    words = [line.split() for line in lines if line.startswith("took ")]
+    taken = [(int(number), {*names}) for _, number, *names in words]
     # Who wants none of the same is in nobody's way, and may be first.
     late = sum(
         one > other and bool(of_one & of_other) for (one, of_one), (other, of_other) in itertools.combinations(taken, 2)
@@ -113,15 +116,16 @@ def _live(directory: Path, log: int, chance: random.Random) -> None:
 
 
 def _bind(directory: Path, name: str, log: int) -> socket.socket:
-    """Binds what one process can. A killed process loses it before its lease: the last descriptors go first."""
-    one = socket.socket(socket.AF_UNIX)
+    """Binds what one process can. A killed process loses it before its lease: the highest descriptors go first."""
+    with socket.socket(socket.AF_UNIX) as one:
+        high = socket.socket(fileno=fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
     try:
-        one.bind(f"\0{directory}/{name}")
+        high.bind(f"\0{directory}/{name}")
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         os.write(log, b"double\n")
-    return one
+    return high
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 VARIABLE = "MLAUNCH_LEASE_DIR"
 _LOCK = "lock"
+_BLOCK = 512  # bytes: what is shorter is filled up
 
 
 def place(environ: Mapping[str, str]) -> Path:
@@ -83,8 +84,7 @@ class LeaseSite:
         fd = os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with open(name + ".json", "w", encoding="utf-8", opener=self._open) as file:
-                json.dump(said, file)
+            self._say(name + ".json", said)
         except BaseException:
             os.close(fd)
             raise
@@ -110,6 +110,18 @@ class LeaseSite:
                 found = json.load(file)
             return found if isinstance(found, dict) else {}
         return {}
+
+    def _say(self, name: str, said: Mapping[str, Any]) -> None:
+        """Writes over what stands there: to empty a file on ext4 first would take ten times as long as all the rest."""
+        data = json.dumps(said).encode()
+        data += b" " * (-len(data) % _BLOCK)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        try:
+            os.pwrite(fd, data, 0)
+            if os.fstat(fd).st_size > len(data):
+                os.ftruncate(fd, len(data))
+        finally:
+            os.close(fd)
 
     def remove(self, name: str) -> None:
         for path in (name, name + ".json"):
