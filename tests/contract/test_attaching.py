@@ -32,6 +32,12 @@ COMMAND = "import sys\nfrom mlaunch.cli import main\nsys.exit(main(['debug', *sy
 VISITOR = "is debugged by mlaunch debug (pid "
 
 
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks show places without colours."""
+    monkeypatch.setenv("TERM", "dumb")
+
+
 def count(go: Path, *, apart: bool = False) -> int:
     """Runs Python, with a collective in each turn unless ``apart``, until there is a file."""
     turns, done = 0, False

@@ -106,6 +106,7 @@ def test_whoever_is_asked_may_be_a_program(
         asked.append(prompt)
         return next(answers)
 
+    monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(asking, "check_place", lambda _name: None)
     monkeypatch.setattr("builtins.input", answer)
     assert launcher(train, 2, device_type="cpu", debug=True, start_method=start_method)() == [15.0, 15.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +13,12 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 from mlaunch.rank.debugging.rank_pdb import RankPdb
 from mlaunch.rank.debugging.talk import Talk
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks show places without colours."""
+    monkeypatch.setenv("TERM", "dumb")
 
 
 def debugged(run: Callable[[Talk], object], *lines: str | None) -> tuple[str, list[PromptLeft]]:
@@ -135,3 +142,20 @@ def test_input_asks_with_the_rank_in_front() -> None:
 def test_a_long_text_comes_whole() -> None:
     said, _ = debugged(stopping, "p 'x' * 100_000", "c")
     assert "x" * 100_000 in said
+
+
+def test_it_shows_places_as_ipythons_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lines around, in colours, if pygments is there; as pdb does in a terminal that has none."""
+    pytest.importorskip("pygments")
+
+    def stop(talk: Talk) -> None:
+        outer(lambda: RankPdb(talk).set_trace(sys._getframe(1)))
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    said, _ = debugged(stop, "c")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    assert plain != said
+    assert re.search(r"test_rank_pdb.py\(\d+\)outer\(\)\n( +\d+ .*\n){2}->  +\d+     number = inner\(number\)\n", plain)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "outer()\n-> number = inner(number)\n" in debugged(stop, "c")[0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
+import os
 import pdb
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,6 +22,7 @@ all COMMAND         gives a command to all ranks that have stopped ("all n")
 ranks 1,3 COMMAND   gives it to some of them
 switch 2            goes to the prompt of rank 2
 who                 says where each rank is"""
+_CONTEXT = 5  # lines of source, as IPython's debugger shows
 _FAILED = "the function has failed here and cannot go on; look around, q ends the launch"
 
 
@@ -52,6 +55,19 @@ class RankPdb(pdb.Pdb):
         users = innermost_users([files[i] for i in inward]) if t is not None else None
         present = inward[users or 0]
         return [stack[i] for i in kept], kept.index(present)
+
+    def print_stack_entry(self, frame_lineno: tuple[FrameType, int], prompt_prefix: str = "\n-> ") -> None:
+        """Shows a place: as IPython's debugger does where its colours are to be had, as pdb does elsewhere."""
+        frame, line = frame_lineno
+        lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+        if (colour := _colours()) is None or not 0 < line <= len(lines):
+            super().print_stack_entry(frame_lineno, prompt_prefix)
+            return
+        first = max(1, min(line - _CONTEXT // 2, len(lines) - _CONTEXT + 1))
+        self.message(f"> {frame.f_code.co_filename}({line}){frame.f_code.co_name}()")
+        for number in range(first, min(first + _CONTEXT, len(lines) + 1)):
+            arrow = "-> " if number == line else "   "
+            self.message(f"{arrow}{number:5} {colour(lines[number - 1].rstrip())}")
 
     def onecmd(self, line: str) -> bool:
         """Obeys a command; one that steps is none after a failure."""
@@ -119,6 +135,20 @@ class RankPdb(pdb.Pdb):
     do_q = do_exit = do_quit
     do_restart = do_run
     help_ranks = help_switch = help_who = help_all
+
+
+def _colours() -> Callable[[str], str] | None:
+    """Returns what colours a line of Python; None: the terminal shows none, or they are not to be had."""
+    if os.environ.get("TERM", "dumb") in {"", "dumb"} or os.environ.get("NO_COLOR"):
+        return None
+    try:  # what IPython colours with
+        from pygments import highlight  # type: ignore[import-untyped, unused-ignore]
+        from pygments.formatters import TerminalFormatter  # type: ignore[import-untyped, unused-ignore]
+        from pygments.lexers import PythonLexer  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        return None
+    lexer, formatter = PythonLexer(stripnl=False), TerminalFormatter()
+    return lambda line: str(highlight(line, lexer, formatter)).rstrip("\n")
 
 
 def place_of(frame: FrameType, line: int) -> str:
