@@ -8,7 +8,7 @@ import shlex
 import signal
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mlaunch.base import signals
 from mlaunch.base.log import log
@@ -17,6 +17,7 @@ from mlaunch.protocol import token as tokens
 
 _NEVER = "none"
 _LONGEST_ROLE = 255  # characters: all machines hear it
+_HARDLY_A_SCRIPTS = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"}
 PRINT_COMPLETION = "--print-completion"
 SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
 
@@ -148,3 +149,8 @@ def preemptions_of(most: int, engine: str | None) -> int:
     if most and engine is None:
         raise UsageError(f"--max-preemptions {most} without --engine: nobody would place the ranks anew")
     return at_least(0, "--max-preemptions", most)
+
+
+def behind_the_script(words: Sequence[str]) -> str:
+    """Returns the first of a script's arguments that looks like a flag of ours; "" if none does."""
+    return next((word for word in words if word.partition("=")[0].replace("_", "-") in _HARDLY_A_SCRIPTS), "")

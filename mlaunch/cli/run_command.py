@@ -21,7 +21,7 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.server.zygote_client import ask_zygote
 from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import flags
-from mlaunch.cli.checks import UsageError
+from mlaunch.cli.checks import UsageError, behind_the_script
 from mlaunch.cli.job import Job, job_of
 from mlaunch.cli.output import Wishes, say, wishes_of
 
@@ -48,7 +48,10 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
                 from mlaunch.cli.run_job import run_there
 
                 return run_there(job, wishes, engine)
-            return _run(job, wishes, dry=args.dry_run)
+            status = _run(job, wishes, dry=args.dry_run)
+            if status == _USAGE and (flag := behind_the_script(job.args)):
+                say(f"{flag} stands behind {job.target}, which got it: flags of mlaunch run come before the script")
+            return status
     except UsageError as error:
         parser.exit(_USAGE, f"{prog}: {error}\n")
     except OSError as error:

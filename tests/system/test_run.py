@@ -279,6 +279,16 @@ def test_a_module_that_fails_with_much_to_say(tmp_path: Path) -> None:
     assert len(done.stderr) < 10_000
 
 
+def test_a_flag_that_stands_behind_the_script(tmp_path: Path) -> None:
+    """Whose parser refuses it, mostly; one that has such a flag is let alone."""
+    done = run(tmp_path, write(tmp_path, "raise SystemExit(2)"), "--lr", "1", "--nproc_per_node=2")
+    assert done.returncode == 2
+    said = "stands behind train.py, which got it: flags of mlaunch run come before the script\n"
+    assert done.stderr.endswith(f"mlaunch: --nproc_per_node=2 {said}")
+    done = run(tmp_path, write(tmp_path, ""), "--nproc_per_node=2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_restart(tmp_path: Path) -> None:
     script = write(tmp_path, """
 import os, sys
