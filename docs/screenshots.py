@@ -1,6 +1,7 @@
 """Draws the pictures of notebooks in the documentation: a real Jupyter server in a real browser.
 
-``python docs/screenshots.py`` writes docs/cell.png, notebook.png, interrupt.png and timeline.png. It needs the extra
+``python docs/screenshots.py`` writes docs/cell.png, notebook.png, interrupt.png, timeline.png, cells.png
+and debugger.png; with names of these (cell, cells, debugger), some. It needs the extra
 ``test`` and a Chromium (``chromium`` in PATH).
 """
 
@@ -37,6 +38,25 @@ def train(steps):
     return 1 / steps
 
 train(10_000)"""
+CELLS = (
+    "%load_ext mlaunch\n%ranks 4 --device-type cpu",
+    "%%ranks\nimport torch, torch.distributed as dist\n\nrank = dist.get_rank()\n"
+    "weights = torch.full((2,), 1.0 + rank)\ndist.all_reduce(weights)\nprint('the sum is', weights.tolist())\n"
+    "rank ** 2",
+    "shares = %ranks --pull rank",
+    "%%ranks\nif rank == 2:\n    raise ValueError('no batch is left')",
+)
+DEBUGGED = """\
+from mlaunch import comm, launcher
+
+@launcher(n_gpus=4, device_type="cpu")
+def divide(total, parts):
+    mine = parts[comm.get_rank()]
+    share = total / mine
+    comm.synchronize()
+    return share
+
+divide.options(debug=True)(60, [1, 2, 0, 4])"""
 
 
 @contextlib.contextmanager
@@ -125,23 +145,68 @@ def shot(page: Any, name: str) -> None:
     page.locator(".jp-CodeCell").first.screenshot(path=HERE / f"{name}.png")
 
 
+def draw_output(page: Any, folder: str, address: str) -> None:
+    """What a call shows, while it runs, when it is stopped and when it is over."""
+    write(folder, SHOWN)
+    open_notebook(page, address)
+    run_all(page)
+    until(page, "step 40")
+    shot(page, "notebook")
+    stop(page)
+    shot(page, "interrupt")
+    write(folder, SHOWN.replace("train(10_000)", "losses = train(60)\ntrain.last"))
+    page.reload()
+    wait_for_kernel(page)
+    run_all(page)
+    until(page, "peak memory")
+    page.wait_for_selector(IDLE, timeout=60_000)
+    shot(page, "cell")
+    page.locator(OUTPUT, has_text="peak memory").last.screenshot(path=HERE / "timeline.png")
+
+
+def draw_cells(page: Any, folder: str, address: str) -> None:
+    """Cells on ranks, of which the last one fails."""
+    write(folder, *CELLS)
+    open_notebook(page, address)
+    run_all(page)
+    until(page, "the ranks are in step and stay")
+    page.wait_for_selector(IDLE, timeout=60_000)
+    several(page, "cells")
+
+
+def draw_debugger(page: Any, folder: str, address: str) -> None:
+    """A prompt in a cell, with what was typed at it."""
+    write(folder, DEBUGGED)
+    open_notebook(page, address)
+    run_all(page)
+    for line in ("p parts", "who", "p total / max(mine, 1)"):
+        box = page.locator(".jp-Stdin-input").last
+        box.wait_for(timeout=60_000)
+        box.fill(line)
+        box.press("Enter")
+        page.locator(".jp-Stdin-input").nth(1).wait_for(state="detached", timeout=60_000)  # two, for a moment
+        until(page, line)
+    page.locator(".jp-Stdin-input").last.wait_for(timeout=60_000)
+    shot(page, "debugger")
+
+
+def several(page: Any, name: str) -> None:
+    """Draws all cells of a notebook, as one picture."""
+    boxes = [cell.bounding_box() for cell in page.locator(".jp-CodeCell").all()]
+    left, top = min(box["x"] for box in boxes), min(box["y"] for box in boxes)
+    right, bottom = (max(box[at] + box[size] for box in boxes) for at, size in (("x", "width"), ("y", "height")))
+    clip = {"x": left, "y": top, "width": right - left, "height": bottom - top}
+    page.screenshot(path=HERE / f"{name}.png", clip=clip)
+
+
+_DRAWN = {"cell": draw_output, "cells": draw_cells, "debugger": draw_debugger}
+
+
 def main() -> None:
+    names = sys.argv[1:] or list(_DRAWN)
     with tempfile.TemporaryDirectory() as folder, lab(folder) as address, browser() as page:
-        write(folder, SHOWN)
-        open_notebook(page, address)
-        run_all(page)
-        until(page, "step 40")
-        shot(page, "notebook")
-        stop(page)
-        shot(page, "interrupt")
-        write(folder, SHOWN.replace("train(10_000)", "losses = train(60)\ntrain.last"))
-        page.reload()
-        wait_for_kernel(page)
-        run_all(page)
-        until(page, "peak memory")
-        page.wait_for_selector(IDLE, timeout=60_000)
-        shot(page, "cell")
-        page.locator(OUTPUT, has_text="peak memory").last.screenshot(path=HERE / "timeline.png")
+        for name in names:
+            _DRAWN[name](page, folder, address)
 
 
 if __name__ == "__main__":

@@ -122,6 +122,13 @@ def test_the_tour(tmp_path: Path) -> None:
     assert kept == again
     assert len(set(ast.literal_eval(kept))) == 4
     assert "in step and stay" in str(outputs(tour, "stumble()"))
+    assert "[0] 0.0\n[1] 3.0\n[2] 6.0\n[3] 9.0" in list(data(outputs(tour, "share.sum()"), "text/plain"))
+    assert {line.partition("] ")[2] for line in text(outputs(tour, "%%ranks 0,2")).splitlines() if line[0] == "["} == {
+        "the total is [6.0, 6.0, 6.0]"
+    }
+    pulled = " ".join(list(data(outputs(tour, "--pull share"), "text/plain"))[-1].split())
+    assert pulled.startswith("[tensor([0., 0., 0.]), tensor([1., 1., 1.])")
+    assert "there is nobody to ask: whoever runs this notebook gives no input" in text(outputs(tour, "divide("))
 
 
 ON_MACHINES = [
