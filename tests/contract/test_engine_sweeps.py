@@ -204,6 +204,29 @@ def test_trials_take_the_warm_ranks_of_their_machines(engine: Alike, tmp_path: P
     keep._sets.clear()
 
 
+def test_a_trial_whose_rank_dies_costs_the_ranks_of_its_machine_alone(engine: Alike) -> None:
+    def say(dies: bool) -> int:
+        if dies and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dies:
+            dist.barrier()
+        return os.getpid()
+
+    with engine.hold(machines=2, n_gpus=2) as held:
+        call = launcher(say, engine=held, machines=1, keep=600)
+        before = {tuple(values) for values in call.map([False] * 4).results(LIMIT)}
+        found = call.map([True, False, False], return_exceptions=True).results(LIMIT)
+        assert isinstance(found[0], LaunchError)
+        assert "was killed by SIGKILL" in str(found[0])
+        after = {tuple(values) for values in call.map([False] * 4).results(LIMIT)}
+        assert len(before) == len(after) == 2
+        assert len(before & after) == 1
+        assert len(engine.placements) == 1
+    for one in keep._sets.values():
+        one.ranks.close()
+    keep._sets.clear()
+
+
 def test_what_cannot_be_is_raised_where_it_is_begun(engine: Alike) -> None:
     with pytest.raises(ValueError, match=r"engine=.* with map\(\): nobody says .* allowed: machines that it holds"):
         launcher(times, engine=engine).map([1])

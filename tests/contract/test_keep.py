@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch import Ranks, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks import keep
 from tests import builds, toy
@@ -308,6 +308,34 @@ def test_a_trial_on_ranks_that_stay_is_asked_to_stop(tmp_path: Path) -> None:
     assert first[1] == "pruned"
     with pytest.raises(ValueError, match="no such luck"):
         launcher(fail, n_gpus=2, keep=600, concurrent=1).submit().result(120)
+
+
+def say_or_die(dies: bool) -> tuple[str, int]:
+    if dies and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dies:
+        dist.barrier()
+    return os.environ["MLAUNCH_LEASED"], os.getpid()
+
+
+def pids_by_place(found: list[Any]) -> dict[str, set[int]]:
+    places: dict[str, set[int]] = {}
+    for values in found:
+        for place, pid in values:
+            places.setdefault(place, set()).add(pid)
+    return places
+
+
+def test_a_trial_whose_rank_dies_costs_its_own_ranks_alone() -> None:
+    call = launcher(say_or_die, n_gpus=2, keep=600, concurrent=2)
+    before = pids_by_place(call.map([False] * 8).results(120))
+    found = call.map([True, False, False], return_exceptions=True).results(120)
+    assert isinstance(found[0], LaunchError)
+    assert "was killed by SIGKILL" in str(found[0])
+    after = pids_by_place([*found[1:], *call.map([False] * 8).results(120)])
+    (changed,) = [place for place in before if before[place] != after[place]]  # the other place's are the same
+    assert before[changed].isdisjoint(after[changed])
+    assert {len(pids) for pids in after.values()} == {2}
 
 
 def tell(count: int, folder: Path) -> int:
