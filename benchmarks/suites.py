@@ -94,7 +94,7 @@ for number in range({count}):
     setattr(TestIt, f"test_{{number}}", body)
 """  # fmt: skip
 
-# Each bad test notes when it goes wrong, and each next one when its body begins.
+# Each bad test notes when it goes wrong, and each next one when its body begins. It stands among others.
 AFTERWARDS = """
 import os, signal, time
 import pytest, torch.distributed as dist
@@ -105,7 +105,8 @@ def note(what):
             file.write(f"{{what}} {{time.monotonic()}}\\n")
 
 @pytest.mark.ranks(2)
-def test_first(): dist.barrier()
+@pytest.mark.parametrize("number", range(200))
+def test_first(number): dist.barrier()
 
 @pytest.mark.ranks(2, deadline={deadline})
 def test_bad():
@@ -116,6 +117,10 @@ def test_bad():
 
 @pytest.mark.ranks(2)
 def test_next(): note("next")
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", range(20))
+def test_later(number): dist.barrier()
 """
 
 _RESIDENT = """

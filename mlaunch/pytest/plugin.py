@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ranks-deadline", type=float, metavar="SECONDS", help="limit for each test on ranks")
     parser.addini("ranks_deadline", "limit for each test on ranks, in seconds", default="120")
     parser.addini("ranks_memory", "MiB by which ranks may grow before new ones replace them", default="1024")
+    parser.addini("ranks_reserve", "start ranks ahead that replace those which a test loses", type="bool", default=True)
     parser.addini("ranks_early", "start the fork server while tests are collected", type="bool", default=True)
 
 

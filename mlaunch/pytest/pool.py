@@ -3,161 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
-import sys
-from collections import deque
-from typing import Any, Protocol, runtime_checkable
 
 import pytest
 
-from mlaunch.base.exceptions import LaunchError, RanksLost, report_of
-from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.ranks.held import Held
-from mlaunch.caller.ranks.ranks import Ranks
-from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, early, isolation, station, workers
-from mlaunch.pytest.briefing import beginning_of, findings_of
-from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, light
+from mlaunch.base.exceptions import LaunchError
+from mlaunch.pytest import rank_coverage, workers
 from mlaunch.pytest.mark import Shape
+from mlaunch.pytest.shared_ranks import SharedRanks, Wide
 
 _SETS_ON_CPUS = 4
-_REMEMBERED = 20  # tests
-_GRACE = 2.0  # seconds
-Wide = dict[int, tuple[object, Any]]  # values of wider scope than a test's, by id, and the fixtures that they are of
-
-
-@runtime_checkable
-class Placed(Protocol):
-    """Stands for values that are made on ranks."""
-
-    def on(self, shared: SharedRanks) -> Held:
-        """Returns the handle of those on these ranks."""
-
-
-class SharedRanks:
-    """One set of ranks, what it holds for tests, and which tests it has run."""
-
-    def __init__(self, shape: Shape, config: pytest.Config, wide: Wide) -> None:
-        self.shape = shape
-        self._wide = wide
-        self.ran: deque[str] = deque(maxlen=_REMEMBERED)
-        self.fixtures: dict[object, Held] = {}
-        self.has_class = False  # that is to be torn down there
-        self._environ, self._directory, self._path = dict(os.environb), os.getcwd(), list(sys.path)
-        self._loaded: set[str] = set()
-        self._options: dict[float | None, Options] = {}
-        self._resident: int | None = None
-        deadline = float(config.getoption("ranks_deadline") or config.getini("ranks_deadline"))
-        self._place = workers.WorkerDevices(shape, deadline * workers.count())
-        try:
-            self.ranks = self._started()
-        except BaseException:
-            self._place.close()
-            raise
-        self._board, self._log = station.new_files(shape.size)
-        try:
-            self.ranks.run(body.begin, beginning_of(config, shape.size, self._board, self._log))
-        except BaseException:
-            self.close()
-            raise
-
-    def _started(self) -> Ranks:
-        early.prepare()
-        return Ranks(
-            restart=False,
-            n_gpus=self.shape.size,
-            devices=self._place.devices,
-            device_type=self.shape.device_type,
-            backend=self.shape.backend,
-            grace_period=_GRACE,
-            progress=False,
-            env={**workers.share_of_cores(self.shape.size), **self._place.environ},
-        )
-
-    @property
-    def is_due(self) -> bool:
-        """Whether another worker of xdist's is to have its devices."""
-        return self._place.are_due()
-
-    @property
-    def gone(self) -> bool:
-        """Whether its ranks have ended."""
-        return not self.ranks.owner
-
-    def run(self, test: RankTest, deadline: float) -> Findings:
-        """Runs a test, whatever comes of it.
-
-        Raises:
-            TypeError: A value cannot travel.
-            RanksLost: The ranks had ended before.
-        """
-        if test.definition.file not in self._loaded:
-            self.ranks.run(body.load, dataclasses.replace(test, values={}, state=None))
-            self._loaded.add(test.definition.file)
-        self.ran.append(test.nodeid)
-        self.has_class |= test.state is not None
-        if deadline not in self._options:  # they are checked when they are made, which takes as long as a call
-            self._options[deadline] = Options(deadline=deadline, progress=False)
-        try:
-            values = self.ranks.call(self._options[deadline], Call(body.run_test, (light(test),), {})).result()
-        except Exception as error:
-            report = report_of(error)
-            if report is None or isinstance(error, RanksLost):
-                raise
-            return self._findings(error, report, test)
-        return Findings(self.shape.size, dict(enumerate(values)))
-
-    def _findings(self, error: Exception, report: LaunchError, test: RankTest) -> Findings:
-        after = "the next test gets new ranks" if self.gone else "the ranks are in step, and the next test runs on them"
-        return findings_of(error, report, test, self.shape.size, self._log, after)
-
-    def given(self, value: Any) -> Any:
-        """Returns what travels for a value: the handle of what these ranks have of it, or the value."""
-        if isinstance(value, Placed):
-            return value.on(self)
-        owner, known = self._wide.get(id(value), (None, None))
-        if known is not value or owner is None:
-            return value
-        key = owner, id(value)
-        if key not in self.fixtures:
-            try:
-                self.fixtures[key] = self.ranks.hold(_same, value)
-            except TypeError:  # it cannot travel; the call names it
-                return value
-        return self.fixtures[key]
-
-    def surroundings(self) -> Surroundings:
-        """Says what of this process's has changed since the ranks began."""
-        changed: dict[str, str | None] = {}
-        if os.environ._data != self._environ:  # type: ignore[attr-defined]  # a dict of bytes, which is read in no time
-            now, decode = dict(os.environb), os.fsdecode
-            changed |= {decode(name): None for name in self._environ.keys() - now.keys()}
-            changed |= {decode(name): decode(value) for name, value in now.items() if self._environ.get(name) != value}
-        there, path = os.getcwd(), list(sys.path)
-        return Surroundings(
-            changed, None if there == self._directory else there, None if path == self._path else tuple(path)
-        )
-
-    def grown(self, verdicts: dict[int, Verdict], limit: int) -> int:
-        """Returns by how many MiB a rank has grown, if that is above the limit also when it has collected; else 0."""
-        most = max((verdict.resident for verdict in verdicts.values()), default=0)
-        self._resident = most if self._resident is None else self._resident
-        if most - self._resident <= limit or self.gone:
-            return 0
-        grown = max(self.ranks.run(isolation.collect)) - self._resident
-        return grown if grown > limit else 0
-
-    def close(self) -> None:
-        """Ends the ranks, after what they have of a test's class."""
-        if self.has_class and not self.gone:
-            with contextlib.suppress(Exception):  # they have ended meanwhile
-                self.ranks.run(body.end_class)
-        self.fixtures.clear()
-        self.ranks.close(cancel_futures=True)
-        self._place.close()
-        for fd in (self._board, self._log):
-            os.close(fd)
 
 
 class RankPool:
@@ -167,6 +21,7 @@ class RankPool:
         self._config = config
         self.sets: dict[Shape, SharedRanks] = {}
         self.wide: Wide = {}
+        self._next: SharedRanks | None = None  # that were started ahead
 
     def of(self, shape: Shape) -> SharedRanks:
         """Returns the set of this shape; a new one, if there is none or its ranks have ended. ValueError as Ranks."""
@@ -177,8 +32,35 @@ class RankPool:
         self.drop(shape)
         self._make_room(shape)
         workers.warn_of_cores(shape)
-        self.sets[shape] = made = SharedRanks(shape, self._config, self.wide)
+        self.sets[shape] = made = self._started_ahead(shape) or SharedRanks(shape, self._config, self.wide)
         return made
+
+    def _started_ahead(self, shape: Shape) -> SharedRanks | None:
+        found = self._next
+        if found is None or found.shape != shape:
+            return None
+        self._next = None
+        if found.is_ready():
+            return found
+        found.close()
+        return None
+
+    def start_ahead(self) -> None:
+        """Starts ranks, if need be, that take the place of those used last, should these be lost; does not wait.
+
+        On CPUs alone, where others have no use for what they hold.
+        """
+        if not (self._config.getini("ranks_reserve") and self.sets):
+            return
+        if workers.count() > 1 or rank_coverage.plan(self._config) is not None:
+            return
+        like = list(self.sets.values())[-1]
+        if self._next is not None and self._next.shape != like.shape:
+            self._next.close()
+            self._next = None
+        if self._next is None and like.shape.device_type == "cpu":
+            with contextlib.suppress(LaunchError, OSError, ValueError):  # a limit; those who need them will hear of it
+                self._next = SharedRanks(like.shape, self._config, self.wide, like)
 
     def forget(self, owner: object) -> None:
         """Frees the values of a fixture that is torn down."""
@@ -203,6 +85,9 @@ class RankPool:
         """Ends all sets."""
         for shape in list(self.sets):
             self.drop(shape)
+        if self._next is not None:
+            self._next.close()
+            self._next = None
 
     def _make_room(self, shape: Shape) -> None:
         """Ends sets on the same accelerators, and on CPUs those unused for longest where there are many."""
@@ -218,7 +103,3 @@ POOL = pytest.StashKey[RankPool]()  # of this session
 def only_devices_lack(error: ValueError, shape: Shape) -> bool:
     """Tells whether this machine has too few devices for a shape, or none of the kind."""
     return shape.device_type != "cpu" and ("visible here" in str(error) or "no such device" in str(error))
-
-
-def _same(value: Any) -> Any:
-    return value

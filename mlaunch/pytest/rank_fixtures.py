@@ -15,7 +15,7 @@ from mlaunch.pytest.crossing import Definition
 
 if TYPE_CHECKING:
     from mlaunch.caller.ranks.held import Held
-    from mlaunch.pytest.pool import SharedRanks
+    from mlaunch.pytest.shared_ranks import SharedRanks
 
 F = TypeVar("F", bound=Callable[..., Any])
 

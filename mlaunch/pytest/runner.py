@@ -21,9 +21,11 @@ from mlaunch.pytest.crossing import Findings, RankTest, Surroundings
 from mlaunch.pytest.debugged import Debugging
 from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge, pass_on
 from mlaunch.pytest.mark import WANTED, Wanted
-from mlaunch.pytest.pool import POOL, Placed, RankPool, SharedRanks, only_devices_lack
+from mlaunch.pytest.pool import POOL, RankPool, only_devices_lack
+from mlaunch.pytest.shared_ranks import Placed, SharedRanks
 
 _PLUGIN = "pytest_timeout"
+_MANY = 10  # tests to come, for which it is worth to have ranks in reserve
 
 _JUDGED = pytest.StashKey[Judgement]()
 _SMALL = (int, float, bool, str, bytes, type(None))
@@ -41,6 +43,7 @@ class Runner:
         self.pool = config.stash[POOL] = RankPool(config)
         self._numbers = itertools.count(1)
         self._debugging = Debugging(config)
+        self._to_come = 0  # tests on ranks
 
     def take_in(self, item: pytest.Item) -> None:
         """Has a method of a TestCase run by this, which no hook would be asked for."""
@@ -60,6 +63,7 @@ class Runner:
         """Runs a test on its ranks, and raises what they have found."""
         wanted = pyfuncitem.stash[WANTED]
         pyfuncitem.stash[_JUDGED] = Judgement()
+        self._to_come -= 1
         with _timeouts_suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
         pyfuncitem.stash[_JUDGED] = judgement = judge(findings)
@@ -97,12 +101,15 @@ class Runner:
         self.pool.forget(fixturedef)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Lets other workers of xdist's have devices that they wait for."""
+        """Lets other workers of xdist's have devices that they wait for, and starts ranks for a bad moment."""
         self.pool.give_back()
+        if self._to_come >= _MANY:
+            self.pool.start_ahead()
 
     @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtestloop(self) -> Generator[None, object, object]:
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         """Ends all ranks after the last test, before others see to what these have written: the innermost wrapper."""
+        self._to_come = sum(item.stash.get(WANTED, None) is not None for item in session.items)
         try:
             return (yield)
         finally:

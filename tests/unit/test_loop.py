@@ -166,6 +166,7 @@ INSIDE = {
     "mlaunch.pytest.plugin": "test_who_am_i",
     "mlaunch.pytest.pool": "test_who_am_i",
     "mlaunch.pytest.runner": "test_who_am_i",
+    "mlaunch.pytest.shared_ranks": "test_who_am_i",
     "mlaunch.pytest.states": "test_who_am_i",
     "mlaunch.pytest.travel": "test_who_am_i",
     "mlaunch.pytest.twins": "test_who_am_i",

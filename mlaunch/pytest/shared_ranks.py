@@ -1,0 +1,187 @@
+"""A set of ranks that tests of one shape share: what it holds for them, and how it runs one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections import deque
+from typing import Any, Protocol, runtime_checkable
+
+import pytest
+
+from mlaunch.base.exceptions import LaunchError, RanksLost, report_of
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.ranks.held import Held
+from mlaunch.caller.ranks.kept_call import RanksFuture
+from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.protocol.calls import Call
+from mlaunch.pytest import body, early, isolation, station, workers
+from mlaunch.pytest.briefing import beginning_of, findings_of
+from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, light
+from mlaunch.pytest.mark import Shape
+
+_REMEMBERED = 20  # tests
+_GRACE = 2.0  # seconds
+Wide = dict[int, tuple[object, Any]]  # values of wider scope than a test's, by id, and the fixtures that they are of
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """Stands for values that are made on ranks."""
+
+    def on(self, shared: SharedRanks) -> Held:
+        """Returns the handle of those on these ranks."""
+
+
+class SharedRanks:
+    """One set of ranks, what it holds for tests, and which tests it has run.
+
+    ``like``: others, whose place these are to take later; they get ready meanwhile.
+    """
+
+    def __init__(self, shape: Shape, config: pytest.Config, wide: Wide, like: SharedRanks | None = None) -> None:
+        self.shape = shape
+        self._wide = wide
+        self.ran: deque[str] = deque(maxlen=_REMEMBERED)
+        self.fixtures: dict[object, Held] = {}
+        self.has_class = False  # that is to be torn down there
+        self._environ, self._directory, self._path = dict(os.environb), os.getcwd(), list(sys.path)
+        self._loaded: dict[str, RankTest] = {}  # by file
+        self._ready: list[RanksFuture] = []
+        self._options: dict[float | None, Options] = {}
+        self._resident: int | None = None
+        deadline = float(config.getoption("ranks_deadline") or config.getini("ranks_deadline"))
+        self._place = workers.WorkerDevices(shape, deadline * workers.count())
+        try:
+            self.ranks = self._started()
+        except BaseException:
+            self._place.close()
+            raise
+        self._board, self._log = station.new_files(shape.size)
+        try:
+            beginning = beginning_of(config, shape.size, self._board, self._log)
+            if like is None:
+                self.ranks.run(body.begin, beginning)
+            else:
+                self._ready.append(self.ranks.submit(body.begin, beginning))
+                self._load_latest(like)
+        except BaseException:
+            self.close()
+            raise
+
+    def _started(self) -> Ranks:
+        early.prepare()
+        return Ranks(
+            restart=False,
+            n_gpus=self.shape.size,
+            devices=self._place.devices,
+            device_type=self.shape.device_type,
+            backend=self.shape.backend,
+            grace_period=_GRACE,
+            progress=False,
+            env={**workers.share_of_cores(self.shape.size), **self._place.environ},
+        )
+
+    def _load_latest(self, like: SharedRanks) -> None:
+        for file, test in list(like._loaded.items())[-1:]:
+            self._ready.append(self.ranks.submit(body.load, test))
+            self._loaded[file] = test
+
+    def is_ready(self) -> bool:
+        """Waits until these ranks are, which were started ahead; tells whether nothing has gone wrong."""
+        try:
+            for future in self._ready:
+                future.result()
+        except Exception:  # what a module has raised, too; ranks that start now will say it again
+            return False
+        return not self.gone
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another worker of xdist's is to have its devices."""
+        return self._place.are_due()
+
+    @property
+    def gone(self) -> bool:
+        """Whether its ranks have ended."""
+        return not self.ranks.owner
+
+    def run(self, test: RankTest, deadline: float) -> Findings:
+        """Runs a test, whatever comes of it.
+
+        Raises:
+            TypeError: A value cannot travel.
+            RanksLost: The ranks had ended before.
+        """
+        if test.definition.file not in self._loaded:
+            self._loaded[test.definition.file] = bare = dataclasses.replace(test, values={}, state=None)
+            self.ranks.run(body.load, bare)
+        self.ran.append(test.nodeid)
+        self.has_class |= test.state is not None
+        if deadline not in self._options:  # they are checked when they are made, which takes as long as a call
+            self._options[deadline] = Options(deadline=deadline, progress=False)
+        try:
+            values = self.ranks.call(self._options[deadline], Call(body.run_test, (light(test),), {})).result()
+        except Exception as error:
+            report = report_of(error)
+            if report is None or isinstance(error, RanksLost):
+                raise
+            return self._findings(error, report, test)
+        return Findings(self.shape.size, dict(enumerate(values)))
+
+    def _findings(self, error: Exception, report: LaunchError, test: RankTest) -> Findings:
+        after = "the next test gets new ranks" if self.gone else "the ranks are in step, and the next test runs on them"
+        return findings_of(error, report, test, self.shape.size, self._log, after)
+
+    def given(self, value: Any) -> Any:
+        """Returns what travels for a value: the handle of what these ranks have of it, or the value."""
+        if isinstance(value, Placed):
+            return value.on(self)
+        owner, known = self._wide.get(id(value), (None, None))
+        if known is not value or owner is None:
+            return value
+        key = owner, id(value)
+        if key not in self.fixtures:
+            try:
+                self.fixtures[key] = self.ranks.hold(_same, value)
+            except TypeError:  # it cannot travel; the call names it
+                return value
+        return self.fixtures[key]
+
+    def surroundings(self) -> Surroundings:
+        """Says what of this process's has changed since the ranks began."""
+        changed: dict[str, str | None] = {}
+        if os.environ._data != self._environ:  # type: ignore[attr-defined]  # a dict of bytes, which is read in no time
+            now, decode = dict(os.environb), os.fsdecode
+            changed |= {decode(name): None for name in self._environ.keys() - now.keys()}
+            changed |= {decode(name): decode(value) for name, value in now.items() if self._environ.get(name) != value}
+        there, path = os.getcwd(), list(sys.path)
+        return Surroundings(
+            changed, None if there == self._directory else there, None if path == self._path else tuple(path)
+        )
+
+    def grown(self, verdicts: dict[int, Verdict], limit: int) -> int:
+        """Returns by how many MiB a rank has grown, if that is above the limit also when it has collected; else 0."""
+        most = max((verdict.resident for verdict in verdicts.values()), default=0)
+        self._resident = most if self._resident is None else self._resident
+        if most - self._resident <= limit or self.gone:
+            return 0
+        grown = max(self.ranks.run(isolation.collect)) - self._resident
+        return grown if grown > limit else 0
+
+    def close(self) -> None:
+        """Ends the ranks, after what they have of a test's class."""
+        if self.has_class and not self.gone:
+            with contextlib.suppress(Exception):  # they have ended meanwhile
+                self.ranks.run(body.end_class)
+        self.fixtures.clear()
+        self.ranks.close(cancel_futures=True)
+        self._place.close()
+        for fd in (self._board, self._log):
+            os.close(fd)
+
+
+def _same(value: Any) -> Any:
+    return value
