@@ -14,6 +14,7 @@ class EnteredRequests:
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
         self._asked: set[int] = set()  # numbers of the questions
+        self.with_places = False  # they are asked for
         self.told: dict[int, EnteredGroups] = {}
         self.looks: dict[int, int] = {}
         self.places: dict[int, list[tuple[str, str, str]]] = {}
@@ -28,6 +29,7 @@ class EnteredRequests:
         for number in self._asked:
             self._questions.drop(number)
         self.told, self.looks, self.places, self._asked = {}, {}, {}, set()
+        self.with_places = place
         for rank in self._questions.ranks():
             self._asked.add(self._questions.ask(rank, TellEntered(), self.told.__setitem__))
             self._asked.add(self._questions.ask(rank, TellLooks(None), self.looks.__setitem__))

@@ -1,7 +1,12 @@
 """Answers to those who ask a running launch what it is doing, or to end (``mlaunch ps``, ``stacks``, ``stop``), and to
 its launcher.
 
-Stacks come from signals to the ranks, which go on.
+Where ranks are comes from their control threads, and only of those that do not tell in time from signals: Python 3.11
+and 3.12 read a stack that is not there yet when a signal comes as C code enters the interpreter, and the rank dies.
+
+    nobody asks --why, stacks--> places are asked --all have told-------------------> answered
+                                        |                                                ^
+                                 some have not in time --signals--> stacks are awaited --+
 """
 
 from __future__ import annotations
@@ -24,12 +29,13 @@ from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames, text_of
 from mlaunch.protocol.visitors import (
     ALL_STACKS,
     ATTACH,
     DEBUG,
     PULSE,
+    STACKS,
     STATUS,
     WATCH,
     WHY,
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 _Tell = Callable[[Mapping[str, Any]], None]
+_PLACES_TIMEOUT = 0.5  # seconds for ranks to tell where they are, before a signal asks those that have not
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 
 
@@ -60,13 +67,14 @@ class Inspection:
         self._visit = DebugVisit(lambda: self._spec)
         self._curious: list[tuple[_Tell, bytes]] = []  # those who wait for what ranks tell, with their word
         self._entered: EnteredRequests | None = None  # once somebody has asked why
+        self._signal_at: float | None = None  # when those are asked by signals that have not told where they are
         self._answer_at: float | None = None  # when they get what there is
         self._listen_at: float | None = self._start + _LISTEN_DELAY
 
     @property
     def due(self) -> float | None:
         """When ``serve`` is to be called though nobody has come; None: it need not."""
-        return min((at for at in (self._answer_at, self._listen_at) if at is not None), default=None)
+        return min((at for at in (self._answer_at, self._signal_at, self._listen_at) if at is not None), default=None)
 
     @property
     def stopped_by(self) -> int | None:
@@ -109,7 +117,10 @@ class Inspection:
             if tell is not None:
                 self._hear(tell, word, requests, questions)
         self._visit.serve(set(), questions, launcher)
-        waits = requests or (self._entered is not None and self._entered.pending)
+        if self._signal_at is not None and (self._clock() >= self._signal_at or not self._silent()):
+            self._signal_at = None
+            self._signal(self._silent(), requests)
+        waits = self._signal_at is not None or requests or (self._entered is not None and self._entered.pending)
         if self._answer_at is not None and (not waits or self._clock() >= self._answer_at):
             for tell, word in self._curious:
                 tell(self._status(word))
@@ -138,14 +149,28 @@ class Inspection:
         if word == STATUS:
             tell(self._status(word))
             return
-        if word in {WHY, PULSE, WATCH, DEBUG}:
-            self._entered = self._entered or EnteredRequests(questions)
-            self._entered.ask(place=word == WATCH)
-        for rank in self._ranks:
-            if rank.alive and word not in {PULSE, WATCH}:
-                requests.ask(rank, self._board[rank.local_rank], all_threads=word == ALL_STACKS)
+        self._entered = self._entered or EnteredRequests(questions)
+        if word == ALL_STACKS:
+            self._signal([rank for rank in self._ranks if rank.alive], requests, all_threads=True)
+        elif not self._curious or not self._entered.with_places:  # else they get what others have asked for
+            self._entered.ask(place=word != PULSE)
+            self._answer_at = self._clock() + STACKS_TIMEOUT
+        if word in {WHY, STACKS, DEBUG} and self._signal_at is None:
+            self._signal_at = self._clock() + _PLACES_TIMEOUT
+            self._answer_at = self._signal_at + STACKS_TIMEOUT
         self._curious.append((tell, word))
-        self._answer_at = self._clock() + STACKS_TIMEOUT
+
+    def _silent(self) -> list[RankProcess]:
+        """Returns the ranks that have not told where they are."""
+        told = {} if self._entered is None else self._entered.places
+        return [rank for rank in self._ranks if rank.alive and rank.rank not in told]
+
+    def _signal(self, ranks: Collection[RankProcess], requests: StackRequests, *, all_threads: bool = False) -> None:
+        """Asks these by a signal."""
+        for rank in ranks:
+            requests.ask(rank, self._board[rank.local_rank], all_threads=all_threads)
+        if ranks:
+            self._answer_at = self._clock() + STACKS_TIMEOUT
 
     def _status(self, word: bytes) -> dict[str, Any]:
         spec = self._spec
@@ -182,8 +207,10 @@ class Inspection:
         if word == WATCH:
             status |= self._watched(rank)
         if word not in {STATUS, PULSE, WATCH}:
-            status["stacks"] = rank.stacks if rank.alive else ""
-            status["frames"] = main_frames(rank.stacks) if rank.alive else []
+            told = None if self._entered is None or word == ALL_STACKS else self._entered.places.get(rank.rank)
+            frames = main_frames(rank.stacks) if told is None else told
+            status["stacks"] = (rank.stacks if told is None else text_of(told)) if rank.alive else ""
+            status["frames"] = frames if rank.alive else []
             status["entered"] = None if self._entered is None else self._entered.told.get(rank.rank)
             status["children"] = held_children(rank.pid) if rank.alive else []
             status["activity"] = activity(rank.pid) if rank.alive else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import re
 import signal
+from collections.abc import Sequence
 
 from mlaunch.base.frames import RUNPY, is_bottom, mentions_bottom
 
@@ -58,6 +59,12 @@ def is_whole(text: str) -> bool:
     """
     _, head, lines = text[: text.rfind("\n") + 1].rpartition(_HEAD)
     return bool(head) and (mentions_bottom(lines) or lines.endswith(f"\n{_CUT}\n"))
+
+
+def text_of(frames: Sequence[tuple[str, str, str]]) -> str:
+    """Returns (file, line, name) of frames, innermost first, as faulthandler writes them."""
+    rows = (f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
+    return "".join((f"Stack {_HEAD}\n", *rows))
 
 
 def main_frames(text: str) -> list[tuple[str, str, str]]:

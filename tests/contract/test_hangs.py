@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.caller.running_launches import ask, launches_of, why_launch
+from mlaunch.protocol.stack_dump import STACK_SIGNAL
 from mlaunch.protocol.visitors import END
 from tests.contract.test_engine_calls import Threads
 from tests.healthy_runs import healthy
@@ -285,3 +287,25 @@ def test_slow_runs_that_are_healthy_are_not_accused() -> None:
     found = healthy(8)
     assert (found.runs, found.accused) == (8, [])
     assert found.judged >= 6
+
+
+def count_signals(folder: Path) -> int:
+    """Returns how often this rank was asked by a signal while it worked."""
+    asked: list[int] = []
+    faulthandler.unregister(STACK_SIGNAL)
+    signal.signal(STACK_SIGNAL, lambda number, _: asked.append(number))
+    (folder / "works").touch()
+    while not (folder / "enough").exists():
+        sum(range(1000))
+    return len(asked)
+
+
+def test_ranks_that_work_are_not_interrupted_to_say_where_they_are(tmp_path: Path) -> None:
+    """A signal that comes as C code enters the interpreter would end a rank of Python 3.11 or 3.12 by SIGSEGV."""
+    run = launcher(count_signals, 1).submit(tmp_path)
+    wait_until((tmp_path / "works").exists)
+    for _ in range(5):
+        assert run.why().startswith("no rank waits")
+        assert "in count_signals\n" in run.stacks()[0]
+    (tmp_path / "enough").touch()
+    assert run.result() == [0]

@@ -32,9 +32,11 @@ def attempt_on_machines(options: Options, call: Call, name: str, number: Attempt
         left -= 1
         claim = engine.claim(options.machines, course.notify, course.ask_to_cancel)
         try:
+            course.starting = False
             while not claim.take():
                 yield Need(later=True)
                 go_on(course)
+            course.starting = True
             course.begins()
             return (yield from _on_claimed(claim, options, call, name, number, course))
         except LaunchError:
