@@ -55,7 +55,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 LISTING = """
-import json, sys, mlaunch.cli.run_command
+import json, sys, mlaunch.cli.run_command, mlaunch.cli.run_job
 print(json.dumps([module.__file__ for name, module in sys.modules.items() if name.startswith("mlaunch.")]))
 """
 

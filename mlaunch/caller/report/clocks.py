@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.machine_messages import ClockCompared
 
 
-@dataclass(frozen=True)
+@frozen_record
 class RankTime:
     """How a rank's times are told. Seconds.
 
@@ -22,7 +22,7 @@ class RankTime:
     error: float | None = 0.0
 
 
-@dataclass(frozen=True)
+@frozen_record
 class Clocks:
     """What is known of them. ``begun``: when the call began, by this process's monotonic clock.
 
