@@ -111,8 +111,9 @@ def _check_lease(given: Mapping[str, Any]) -> None:
     )
     for name in ("engine", "ranks"):
         if given[name] is not None:
+            held = "; calls of submit, map and grid have machines= of held ones" if name == "engine" else ""
             raise ValueError(f"{name}= with a lease ({why}): leases are for ranks of a call's own on this machine; "
-                             f"leave one of the two out")  # fmt: skip
+                             f"leave one of the two out{held}")  # fmt: skip
     size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
     if given["rank_start"] > 0 or (given["world_size"] is not None and given["world_size"] != size):
         raise ValueError(
