@@ -21,11 +21,12 @@ def command() -> NoReturn:
     status = main()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # None, nobody reads, closed
-            continue
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):  # a full disk: the interpreter's own end says so
+        sys.exit(status)
     os._exit(status)
 
 

@@ -72,3 +72,13 @@ def test_benchmarks(tmp_path: Path) -> None:
     done = strictly(ROOT, "-m", "benchmarks", "--rounds", "1", "--json", str(figures), "memory")
     assert "EncodingWarning" not in done.stderr
     assert (done.returncode, figures.exists()) == (0, True), done.stderr
+
+
+def test_output_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
+    """Little of it is seen to fail when the buffer is written at last."""
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "mlaunch", "warm", "--status"]
+        environ = environment(XDG_RUNTIME_DIR=str(tmp_path))
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode != 0
+    assert "No space left on device" in done.stderr

@@ -231,7 +231,7 @@ def test_one_is_left_where_that_is_wanted(tmp_path: Path) -> None:
         zygote_upkeep.end_all(os.environ)
     done = run(tmp_path, write(tmp_path, SAY), MLAUNCH_WARM="soon")
     assert done.returncode == 2
-    assert "mlaunch: MLAUNCH_WARM=soon: allowed: a time with its unit, such as 90s, 30m, 8h or 2d" in done.stderr
+    assert "mlaunch run: MLAUNCH_WARM=soon: allowed: a time with its unit, such as 90s, 30m, 8h or 2d" in done.stderr
 
 
 def test_what_is_preloaded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
