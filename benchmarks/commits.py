@@ -1,8 +1,9 @@
 """What a change costs: two or more commits of this repository, in turn, each in processes and a copy of its own.
 
-By hand, in a clone with its history: ``python -m benchmarks.commits 91a12bc^ 91a12bc a0f5eb1^ a0f5eb1 --rounds 9``. The
-first pair is without and with signed objects, the second with torch's store and with ours, which answers this user
-alone. Each is compared with the one before it. An environment beside each copy has this one's packages, none of ours.
+By hand, in a clone with its history: ``python -m benchmarks.commits a0f5eb1^ a0f5eb1 --rounds 9`` compares torch's store
+with ours, which answers this user alone, and ``91a12bc^ 91a12bc --cases warm gather join`` plain objects with signed
+ones. Each commit is compared with the one before it. An environment beside its copy has this one's packages, and none
+of ours.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def measured(case: str, there: Path, python: str) -> Iterator[Callable[[], float
     script = there.parent / "contestant.py"  # a file: what is started by it may import it
     script.write_text(_CONTESTANT, encoding="utf-8")
     command = [python, str(script), case, str(there)]
-    with subprocess.Popen(command, cwd=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=there, stdin=pipe, stdout=pipe, encoding="utf-8") as process:
         asks, answers = process.stdin, process.stdout
         if asks is None or answers is None:
             raise RuntimeError("the contestant has no pipes")

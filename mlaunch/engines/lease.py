@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import Lease
 
-PARTS = 5  # signs in the time of a lease
+PARTS = 5  # signs in the time of a lease, at least
+_LONGEST = 10.0  # seconds between two signs: they also tell of a machine that does not answer
+
+
+def interval(lease: float) -> float:
+    """Returns the seconds from one sign to the next."""
+    return min(lease / PARTS, _LONGEST)
 
 
 class Renewal:
@@ -32,7 +38,7 @@ class Renewal:
                     stream.flush()
                 else:
                     stream.send(self._lease)
-            if self._closed.wait(self._lease.seconds / PARTS):
+            if self._closed.wait(interval(self._lease.seconds)):
                 return
 
     def close(self) -> None:

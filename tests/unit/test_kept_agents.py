@@ -111,6 +111,14 @@ def test_a_machine_that_does_not_answer_is_told_of_once_until_it_does() -> None:
     assert Patience(1.0, None).milliseconds(math.inf) is None
 
 
+def test_a_machine_that_does_not_answer_is_told_of_within_a_minute() -> None:
+    """However long its lease: a call without a deadline waits for it, and somebody may be able to continue it."""
+    for lease, seconds in ((3600.0, 25.0), (4.0, 2.0)):
+        due = Patience(1.0, None, lease).milliseconds(math.inf)
+        assert due is not None
+        assert 0 < due <= 1000 * seconds
+
+
 def told(**entered: int) -> dict[int, Numbers]:
     return {int(name[1:]): {"world": (WORLD, number)} for name, number in entered.items()}
 

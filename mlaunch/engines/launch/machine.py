@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
 _KEPT = 4096  # bytes of a line
+_SENDING = 6  # times as long may one be silent that is still being sent something
 _WORDS = 3  # lines that are shown of it
 _NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
 
@@ -94,8 +95,12 @@ class Machine:
         return True
 
     def is_silent(self, seconds: float) -> bool:
-        """Tells whether nothing has come for so long, not even what nobody here has read yet."""
-        quiet = time.monotonic() >= self.stream.heard_at + seconds
+        """Tells whether nothing has come for so long, not even what nobody here has read yet.
+
+        One that is still being sent something, large arguments over a slow network, has longer.
+        """
+        patience = seconds * (_SENDING if self.stream.unsent else 1)
+        quiet = time.monotonic() >= self.stream.heard_at + patience
         return quiet and not linux.wait_readable([self.stream.incoming], 0.0)
 
     def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:

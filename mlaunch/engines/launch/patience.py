@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 
 from mlaunch.engines.launch.machine import Machine
-from mlaunch.engines.lease import PARTS
+from mlaunch.engines.lease import interval
 from mlaunch.protocol.messages.machine_messages import MachineSilent
 
 EndOf = Callable[[Machine], tuple[str, str]]  # what the engine knows of it, and what its member wrote last
@@ -17,13 +17,13 @@ _MISSED = 2.5  # signs of life without an answer
 class Patience:
     """Of one launch, in seconds. ``patience``: that ranks may take to end, after which a machine that is said to be
     lost is. ``deadline``: after which what nobody reads holds up nothing any more; None: it does until the end.
-    ``lease``: the engine's, in which machines are asked for an answer ``PARTS`` times; None: they are not."""
+    ``lease``: the engine's, which says how often machines are asked for an answer; None: they are not."""
 
     def __init__(self, patience: float, deadline: float | None, lease: float | None = None) -> None:
         self._patience = patience
         self._give_up_at = math.inf
         self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
-        self._silence = math.inf if lease is None else lease * _MISSED / PARTS
+        self._silence = math.inf if lease is None else interval(lease) * _MISSED
         self._look_at = time.monotonic() + self._silence
         self._silent = set[int]()  # numbers of machines of which it was told
 
