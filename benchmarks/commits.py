@@ -1,9 +1,9 @@
 """What a change costs: two or more commits of this repository, in turn, each in processes and a copy of its own.
 
-By hand, in a clone with its history: ``python -m benchmarks.commits a0f5eb1^ a0f5eb1 --rounds 9`` compares torch's store
-with ours, which answers this user alone, and ``91a12bc^ 91a12bc --cases warm gather join`` plain objects with signed
-ones. Each commit is compared with the one before it. An environment beside its copy has this one's packages, and none
-of ours.
+By hand, in a clone with its history: ``python -m benchmarks.commits a0f5eb1^ a0f5eb1 --rounds 9`` compares torch's
+store with ours, which answers this user alone, and ``91a12bc^ 91a12bc --cases warm gather join`` plain objects with
+signed ones. Each commit is compared with the one before it. An environment beside its copy has this one's packages,
+and none of ours.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ on them and gives them back, again and again; each time, SIGINT comes at a momen
 what that takes undisturbed. The last time is undisturbed again.
 
 What it gave on 2026-11-26: nothing was left by 100 interrupts over ssh (72 raised KeyboardInterrupt, 14 came when the
-call had returned, 14 outside of it), nor by 100 with mpirun (36, 32, 32).
+call had returned, 14 outside of it), by 100 with mpirun (36, 32, 32), nor by 40 with Slurm, beside a load of 40 (36, 2,
+2).
 """
 
 from __future__ import annotations
