@@ -26,6 +26,9 @@ class JobArea:
         self._text = ""
         self._begun, self._shown_at = time.monotonic(), 0.0
         self._lock = threading.Lock()
+        self._turn = threading.RLock()  # to show something
+        self._timer: threading.Timer | None = None  # that shows what came too soon after the last look
+        self._is_over = False
 
     @property
     def sink(self) -> Any:
@@ -40,9 +43,20 @@ class JobArea:
     def _take(self, _stream: int, data: bytes) -> None:
         with self._lock:
             self._text = last_bytes(self._text + data.decode(errors="replace"), _MOST)
-            due = time.monotonic() >= self._shown_at + _PERIOD
-        if due:
-            self._show(f"{self._job.name}: running")
+            wait = self._shown_at + _PERIOD - time.monotonic()
+            if wait > 0 and self._timer is None:  # nothing more may be printed for long
+                self._timer = threading.Timer(wait, self._show_text)
+                self._timer.daemon = True
+                self._timer.start()
+        if wait <= 0:
+            self._show_text()
+
+    def _show_text(self) -> None:
+        with self._turn:
+            with self._lock:
+                self._timer = None
+            if not self._is_over:
+                self._show(f"{self._job.name}: running")
 
     def _close(self, job: Any) -> None:
         took = in_seconds(time.monotonic() - self._begun)
@@ -53,9 +67,13 @@ class JobArea:
             how, lines = "cancelled", []
         else:
             how, lines = "failed", traceback_lines(error) or [f"{type(error).__name__}: {error}"]
-        with self._lock:
-            self._text = "\n".join(part for part in (self._text.rstrip("\n"), *lines) if part)
-        self._show(f"{job.name}: {how} after {took}")
+        with self._turn:
+            self._is_over = True
+            with self._lock:
+                self._text = "\n".join(part for part in (self._text.rstrip("\n"), *lines) if part)
+                if self._timer is not None:
+                    self._timer.cancel()
+            self._show(f"{job.name}: {how} after {took}")
 
     def _show(self, head: str, *, update: bool = True) -> None:
         with self._lock:

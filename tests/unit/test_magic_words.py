@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import types
 
@@ -144,6 +145,24 @@ def test_a_job_shows_what_it_prints_and_how_it_ends() -> None:
     _, shown = area_of(waiting)
     assert waiting.cancel()
     assert shown[-1] == ("job: cancelled after N s", True)
+
+
+def test_a_jobs_last_line_is_shown_though_none_follows() -> None:
+    """One that comes just after another waits for a moment, and for no other line."""
+    shown: queue.Queue[str] = queue.Queue()
+    publisher = types.SimpleNamespace(publish=lambda data, _metadata, **_how: shown.put(data["text/plain"]))
+    job = CellJob("job")
+    area = JobArea(types.SimpleNamespace(kernel=object(), display_pub=publisher), job)
+    area.open()
+    area.sink(1, b"first\n")
+    area.sink(1, b"second\n")
+    while not shown.get(timeout=30).endswith("first\nsecond"):
+        pass
+    area.sink(1, b"third\n")
+    job.set_exception(misuse(NameError("no x")))
+    while not (last := shown.get(timeout=30)).startswith("job: failed after "):
+        pass
+    assert last.endswith("first\nsecond\nthird\nNameError: no x")
 
 
 def test_the_table() -> None:
