@@ -71,6 +71,14 @@ def is_import(file: str) -> bool:
     return file.startswith("<frozen importlib")
 
 
+def without_machinery(frames: Sequence[tuple[str, str, str]]) -> Sequence[tuple[str, str, str]]:
+    """Returns the (file, line, name) of frames that somebody has written, less what is between: imports have many.
+
+    That is Python's import system, and what a rank does around the user's function. Alone it is all there is to tell.
+    """
+    return [frame for frame in frames if not (is_import(frame[0]) or is_ranks_own(frame[0]))] or frames
+
+
 def module_of(file: str) -> str:
     """Names the module that a file holds, by the path below where libraries are; elsewhere by its own name."""
     path = next((file.partition(part)[2] for part in (*_LIBRARIES[1:], _LIBRARIES[0]) if part in file), "")

@@ -120,7 +120,7 @@ def _asked(word: bytes, start: str) -> list[dict[str, Any]]:
     """Says what they answer; LookupError if there is none."""
     launches = ask(word, start)
     if not launches:
-        others = [launch["id"][:ID_SHOWN] for launch in ask(STATUS)]
+        others = dict.fromkeys(launch["id"][:ID_SHOWN] for launch in ask(STATUS))  # parts of one have its ID
         running = f"running: {', '.join(others)}" if others else _nothing()
         raise LookupError(f"no running launch has an ID that starts with {start!r}; {running}" if start else running)
     return launches

@@ -9,6 +9,7 @@ from mlaunch.caller.report.failure_text import FailureText, summarise
 from mlaunch.caller.report.stacks_of_ranks import grouped
 from mlaunch.cli.ps_and_stacks import _entry
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.rank import slow_imports
 
 MANY = 512
 
@@ -62,3 +63,17 @@ def test_stacks_of_scattered_ranks_are_named_in_short() -> None:
     shown = grouped(launch([("a", "b")[rank % 2] for rank in range(MANY)])["ranks"]).splitlines()
     assert len(shown) == 2
     assert max(map(len, shown)) < 150
+
+
+def test_a_rank_that_imports_shows_what_somebody_has_written() -> None:
+    """Less the frames of the import system, of which each import has six; alone they are shown."""
+    machinery = [("<frozen importlib._bootstrap>", str(line), "_load") for line in range(6)]
+    ours = (slow_imports.__file__, "7", "find_spec")
+    inner, outer = ("/there/site-packages/models/__init__.py", "3", "<module>"), ("/home/me/train.py", "9", "train")
+    rank = {"rank": 0, "state": "running the function", "frames": [*machinery, ours, inner, *machinery, outer]}
+    [_, *rows] = _grouped([rank]).splitlines()
+    assert rows == [
+        '    File "/home/me/train.py", line 9, in train',
+        '    File "/there/site-packages/models/__init__.py", line 3, in <module>',
+    ]
+    assert len(_grouped([rank | {"frames": machinery}]).splitlines()) == 7

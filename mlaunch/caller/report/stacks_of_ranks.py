@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlaunch.base.frames import without_machinery
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report.failure_text import in_words
 
@@ -48,10 +49,10 @@ def grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
         frames = tuple(tuple(frame) for frame in rank["frames"])
-        groups.setdefault((rank["state"], frames), []).append(rank["rank"])
-    blocks = []
-    for (state, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
         where = f", {in_words(frames)}" if frames else ""
+        groups.setdefault((rank["state"], where, tuple(without_machinery(frames))), []).append(rank["rank"])
+    blocks = []
+    for (state, where, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
         stack = [f"    {line}" for line in _lines(frames)]
         blocks.append("\n".join([f"  {name_some_ranks(members)}: {state}{where}", *stack]))
     return "\n".join(blocks)
