@@ -48,6 +48,7 @@ class Agents(KeptAgents):
         stream = SimpleNamespace(fileno=lambda: number, send=send)
         return SimpleNamespace(
             number=number,
+            place=number,
             ranks=range(2 * number, 2 * number + 2),
             host="",
             shifted=lambda record: record,
