@@ -71,9 +71,9 @@ def test_a_rank_that_imports_shows_what_somebody_has_written() -> None:
     ours = (slow_imports.__file__, "7", "find_spec")
     inner, outer = ("/there/site-packages/models/__init__.py", "3", "<module>"), ("/home/me/train.py", "9", "train")
     rank = {"rank": 0, "state": "running the function", "frames": [*machinery, ours, inner, *machinery, outer]}
-    [_, *rows] = _grouped([rank]).splitlines()
+    [_, *rows] = grouped([rank]).splitlines()
     assert rows == [
         '    File "/home/me/train.py", line 9, in train',
         '    File "/there/site-packages/models/__init__.py", line 3, in <module>',
     ]
-    assert len(_grouped([rank | {"frames": machinery}]).splitlines()) == 7
+    assert len(grouped([rank | {"frames": machinery}]).splitlines()) == 7
