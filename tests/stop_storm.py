@@ -6,7 +6,8 @@
 A fifth each of the calls on ranks of one machine, in step with each other by a collective and free; the same over two
 machines, which two threads serve; and launches that a signal asks. Each rank takes steps of up to a millisecond, some
 of which are ten times as long. The request comes at some moment of the first 20 ms. The second form is of
-two machines that have a caller each, of which one hears the signal (one or two requests a second, since they join).
+two machines that have a caller each, of which one hears the signal (one or two requests a second, since they join): in
+half of the calls while they join, in the others at some moment of the first 20 ms in which ranks take steps.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +41,11 @@ _WINDOW = 0.02  # seconds in which the request comes
 Ask = Callable[[float], Sequence[int]]  # gets the delay; returns each rank's step
 
 
-def work(in_step: bool, seed: int) -> int:
-    """Returns the step at which it was told to stop; 0: it was not."""
+def work(in_step: bool, seed: int, marker: str = "") -> int:
+    """Returns the step at which it was told to stop; 0: it was not. ``marker``: a file to make at the first one."""
     chance = random.Random(seed + dist.get_rank())
+    if marker:
+        Path(marker).touch()
     for step in range(1, _MOST_STEPS):
         if in_step:
             dist.all_reduce(torch.ones(1))
@@ -110,25 +115,30 @@ def _on_ranks(chance: random.Random, options: dict[str, Threads], *, in_step: bo
         yield ask
 
 
-def _launch(in_step: bool, seed: int) -> list[int]:
+def _launch(in_step: bool, seed: int, _marker: str) -> list[int]:
     return launcher(work, 2, stop_on="USR1", deadline=_PATIENCE)(in_step, seed)
 
 
-def _by_hand(in_step: bool, seed: int) -> list[int]:
+def _by_hand(in_step: bool, seed: int, marker: str) -> list[int]:
     with listen() as listener:
         port = listener.getsockname()[1]
     options: dict[str, Any] = {"world_size": 2, "port": port, "token": "hush" * 8, "deadline": _PATIENCE}
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(launcher(work, 1, rank_start=1, **options), in_step, seed)
-        return [*launcher(work, 1, stop_on="USR1", **options)(in_step, seed), *other.result()]
+        other = pool.submit(launcher(work, 1, rank_start=1, **options), in_step, seed, marker)
+        return [*launcher(work, 1, stop_on="USR1", **options)(in_step, seed, marker), *other.result()]
 
 
-def _by_signal(chance: random.Random, delay: float, call: Callable[[bool, int], list[int]]) -> Sequence[int]:
+def _by_signal(chance: random.Random, delay: float, call: Callable[[bool, int, str], list[int]]) -> Sequence[int]:
     """Asks a launch by a signal to this process."""
     over = threading.Event()
+    folder = tempfile.TemporaryDirectory()
+    marker = Path(folder.name, "steps")
+    early = call is _launch or chance.random() < 0.5  # machines join for a second, and launches are prepared
 
     def ask() -> None:
-        left = 0.02 + delay
+        while not (early or marker.exists() or over.wait(1e-3)):
+            pass
+        left = delay + 0.02 * early
         while not over.wait(left):  # again, as the first may come before the call
             os.kill(os.getpid(), signal.SIGUSR1)
             left = 1.0
@@ -136,12 +146,13 @@ def _by_signal(chance: random.Random, delay: float, call: Callable[[bool, int], 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        return call(chance.random() < 0.5, chance.getrandbits(30))
+        return call(chance.random() < 0.5, chance.getrandbits(30), str(marker))
     except mlaunch.LaunchTimeout as error:
         raise TimeoutError from error
     finally:
         over.set()
         asking.join()
+        folder.cleanup()
 
 
 def main() -> None:
