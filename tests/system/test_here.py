@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import runpy
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ def test_the_modules_that_are_commands(
         sys, "meta_path", [finder for finder in sys.meta_path if "Rewriting" not in type(finder).__name__]
     )
     monkeypatch.delitem(sys.modules, module if module != "mlaunch" else "mlaunch.__main__", raising=False)
+    # A command ends its process after the exit handlers; this process goes on.
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(threading, "_shutdown", lambda: None)
     with pytest.raises(SystemExit) as caught:
         runpy.run_module(module, run_name="__main__")
     assert (caught.value.code, capsys.readouterr().err) == (status, says)
