@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib
 import os
 import pickle
+import pkgutil
 import socket
+import typing
 from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
-from mlaunch.protocol import payload
+from mlaunch.protocol import messages, payload
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
-from mlaunch.protocol.messages import launch_messages
+from mlaunch.protocol.messages import channels, launch_messages
+from mlaunch.protocol.messages.control_messages import About
 
 
 def test_what_was_said_before_the_end_is_heard() -> None:
@@ -147,3 +151,18 @@ def test_classes_of_records_are_known_before_their_first_record() -> None:
     get_to_know(vars(launch_messages).values())
     assert kinds
     assert all("__slotnames__" in vars(kind) for kind in kinds)
+
+
+ELSEWHERE = {"cell_messages", "member_messages"}  # values of calls, and what streams between machines carry
+INSIDE = {"Answer", "RemoteError", "Details", "CallersProcess"}  # a queue, a file or another record
+
+
+def test_each_record_travels_on_some_channel() -> None:
+    named = {name: value for name, value in vars(channels).items() if name.endswith(("Says", "Hears"))}
+    travel = {record for union in named.values() for record in typing.get_args(union) or [union]}
+    travel |= set(typing.get_args(About))
+    for module in pkgutil.iter_modules(messages.__path__):
+        found = vars(importlib.import_module(f"{messages.__name__}.{module.name}")).values()
+        kinds = {kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+        left = {kind.__name__ for kind in kinds - travel if kind.__module__.endswith(module.name)}
+        assert module.name in ELSEWHERE or left <= INSIDE, left

@@ -100,10 +100,9 @@ INSIDE = {
     "mlaunch.rank.debugging.debugger": "test_whoever_is_asked_may_be_a_program",
     "mlaunch.rank.debugging.rank_pdb": "test_whoever_is_asked_may_be_a_program",
     "mlaunch.rank.debugging.talk": "test_whoever_is_asked_may_be_a_program",
-    "mlaunch.rank.debugging.visit": "test_a_rank_inside_c",
     "mlaunch.caller.debugging.stopped_ranks": "test_whoever_is_asked_may_be_a_program",
-    "mlaunch.caller.debugging.visiting": "test_a_rank_inside_c",
-    "mlaunch.cli.debug_command": "test_a_rank_inside_c",
+    "mlaunch.caller.debugging.visiting": "test_without_an_id",
+    "mlaunch.cli.debug_command": "test_without_an_id",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.inline": "test_a_call_in_this_process",
     "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
@@ -193,9 +192,10 @@ INSIDE = {
     "mlaunch.run": "test_the_modules_that_are_commands",
     "mlaunch.cli.warm_command": "test_wrong_command_lines",
 }
-# A member that is a process is a fresh interpreter, as is a fork server that outlives its caller: test_engine_parts.py
-# and test_warm.py run these.
+# A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
+# terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these.
 FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
+FRESH |= {"mlaunch.rank.debugging.visit"}
 FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
 
