@@ -20,7 +20,7 @@ def ranks_there():
     server, found = parent_of(os.getppid()), set()
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            if "rank" in (entry / "comm").read_text() and parent_of(parent_of(int(entry.name))) == server:
+            if b"rank" in (entry / "comm").read_bytes() and parent_of(parent_of(int(entry.name))) == server:
                 found.add(int(entry.name))
         except OSError:
             continue

@@ -60,7 +60,9 @@ class BackendTest(Two):
 
     def group(self):
         store = dist.FileStore(self.file_name, self.world_size)
-        return dist.ProcessGroupGloo(store, self.rank, self.world_size, dist.default_pg_timeout)
+        group = dist.ProcessGroupGloo(store, self.rank, self.world_size, dist.default_pg_timeout)
+        group.barrier().wait()  # else one may be done with it while the other is still making it
+        return group
 
     def test_broadcast_from_each(self):
         group = self.group()
@@ -133,6 +135,7 @@ class WorldTest(Two):
     def begin(self):
         store = dist.FileStore(self.file_name, self.world_size)
         dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size, store=store)
+        dist.barrier()
 
     def test_who_am_i(self):
         self.begin()
