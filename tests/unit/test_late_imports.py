@@ -148,6 +148,8 @@ def test_a_file_that_is_found_under_a_standard_name_is_not_imported(
 
 
 def test_no_rank_takes_torchs_operators_apart_as_it_ends() -> None:
+    pytest.importorskip("torch")
+
     def run_at_its_end() -> list[bool]:
         from torch.library import Library, _del_library
 

@@ -17,6 +17,7 @@ from mlaunch.protocol.messages.launch_messages import Phase
 
 def test_the_speed_of_a_loop_is_that_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two of them the clock goes on, and the speed does not fall."""
+    pytest.importorskip("tqdm")
     loops = [Loop(1, 2, 104.0, 10, 100.0, "train"), Loop(1, 2, 103.0, 10, 100.0, "train")]
     for now in (104.0, 106.0, 109.0):
         monkeypatch.setattr("time.monotonic", lambda now=now: now)
