@@ -156,6 +156,8 @@ def test_it_shows_places_as_ipythons_does(monkeypatch: pytest.MonkeyPatch) -> No
     said, _ = debugged(stop, "c")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
     assert plain != said
-    assert re.search(r"test_rank_pdb.py\(\d+\)outer\(\)\n( +\d+ .*\n){2}->  +\d+     number = inner\(number\)\n", plain)
+    line = "stop()" if sys.version_info >= (3, 13) else "number = inner(number)"  # pdb stops a line earlier since then
+    shown = rf"test_rank_pdb.py\(\d+\)outer\(\)\n( +\d+ .*\n){{2}}->  +\d+     {re.escape(line)}\n"
+    assert re.search(shown, plain)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "outer()\n-> number = inner(number)\n" in debugged(stop, "c")[0]
+    assert f"outer()\n-> {line}\n" in debugged(stop, "c")[0]
