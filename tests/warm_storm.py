@@ -23,7 +23,7 @@ from mlaunch.caller.server import zygote_upkeep
 
 _SCRIPT = "import os; print(os.environ['RANK'], flush=True)\n"
 _COMMAND = (sys.executable, "-m", "mlaunch", "run", "--nproc-per-node", "2")
-_LONGEST = 0.4  # seconds before a kill: about as long as a command takes
+_LONGEST = 0.2  # seconds before a kill: about as long as a command takes
 _LIMIT = 120.0  # seconds for a command
 _TIDY = 30.0  # seconds for what is killed to leave
 _RIGHT = b"0\n1\n"

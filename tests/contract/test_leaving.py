@@ -248,6 +248,11 @@ def test_buffers_are_aligned(size: int) -> None:
 # What others tidy up
 
 
+def shared_files() -> set[str]:
+    """Blocks and files of tensors; other tests have semaphores there meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "torch_"))}
+
+
 def makes_a_block() -> None:
     block = shared_memory.SharedMemory(create=True, size=1)
     if os.fork() == 0:  # a worker, which holds what the tracker waits for
@@ -279,10 +284,10 @@ def kills_its_agent() -> None:
 
 @pytest.mark.parametrize("end", [crashes.raise_error, kills_itself, kills_its_agent], ids=["raises", "killed", "agent"])
 def test_a_block_of_a_rank_that_fails_is_removed_by_its_tracker(end: Callable[[], object]) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with pytest.raises((ValueError, LaunchError)):
         launcher(makes_a_block_and, 2)(end)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_files() <= before
 
 
 def loses_its_tracker() -> str:
@@ -307,13 +312,13 @@ def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker() -> 
         makes_a_block()
         crashes.hang()
 
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with pytest.raises(LaunchError):
         launcher(train, 1, deadline=5, grace_period=0.1)()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_files() <= before
 
 
 def test_files_of_tensors_are_removed_by_torchs_manager() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     launcher(shares_files, 1)()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_files() <= before
