@@ -30,7 +30,7 @@ from mlaunch.pytest.mark import WANTED
 from mlaunch.pytest.pool import POOL, RankPool
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks
-from tests.processes import alive, children, descendants, ours, session_of, wait_gone
+from tests.processes import alive, children, descendants, ours, session_of, wait_gone, wait_until
 
 TORCH = importlib.util.find_spec("torch") is not None  # tests/matrix/run has Pythons without it
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,7 +129,10 @@ def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-unty
         return
     warm_server.get(os.environ).ready()
     if (wanted := request.node.stash.get(WANTED, None)) is not None:
-        request.config.stash[POOL].of(wanted.shape)  # they stay, so they are there before anything is counted
+        pool = request.config.stash[POOL]
+        pool.of(wanted.shape)  # they stay, so they are there before anything is counted, with their socket
+        there = sum(not shared.gone for shared in pool.sets.values())
+        wait_until(lambda: len([*registry.home(os.environ).glob("*.sock")]) >= there)
     pool = request.config.stash.get(POOL, None)
     before = _what_is_there(pool)
     yield

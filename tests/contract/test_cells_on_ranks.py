@@ -72,7 +72,8 @@ def test_a_cell_is_ipythons(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> 
 def test_a_failure_names_the_line_and_names_live_on_where_ranks_are_in_step(ranks: Ranks) -> None:
     ranks.cell(f"{RANK}\nx = 3")
     with pytest.raises(ValueError, match="no") as raised:
-        ranks.cell("x = 4\nif rank == 1:\n    raise ValueError('no')")
+        # Both have the new value, whoever is called back first.
+        ranks.cell("x = 4; __import__('torch').distributed.barrier()\nif rank == 1:\n    raise ValueError('no')")
     assert re.search(r'File "<cell \d+>", line 3, in <module>\n +raise ValueError', str(raised.value.__cause__))
     assert raised.value.__notes__[-1] == "the ranks are in step and stay, with what they hold"
     assert repr(ranks.cell("x")) == "4"
