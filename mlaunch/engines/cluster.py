@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """What ``hold`` returns: as ``engine=``, it has a call run there. Several threads may call, one after the other;
+    """What ``hold`` returns: as ``engine=``, it runs a call there. Several threads may call, one after the other;
     the calls of ``submit``, ``map`` and ``grid`` run on machines that no other one has.
 
     Use it in a ``with`` statement, or ``close()`` it. A machine that is lost ends the call that runs; the next one
@@ -84,7 +84,7 @@ class Cluster:
     def claim(self, machines: int | None, notify: Callable[[], None], end: Callable[[], None]) -> TrialClaim:
         """Gets in line for so many of its machines; None: for all. ``notify``: as of ``MachineQueue.join``.
 
-        ``end``: has the launch end, if the block is left in which the machines are held.
+        ``end``: ends the launch, if the block is left in which the machines are held.
         """
         self._check_process()
         claim = self._queue.join(machines or self._size, notify)

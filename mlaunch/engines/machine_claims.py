@@ -84,7 +84,7 @@ class MachineQueue:
             self._tell()
 
     def end_all(self) -> None:
-        """Has all launches of several end that have machines."""
+        """Ends all launches of several that have machines."""
         with self.changed:
             for claim in self._holders:
                 claim.end()
@@ -100,7 +100,7 @@ class MachineClaim:
 
     def __init__(self, queue: MachineQueue, count: int | None, notify: Callable[[], None], *, ends: bool) -> None:
         self._queue, self.count, self.notify, self.ends = queue, count, notify, ends
-        self.end: Callable[[], None] = _nothing  # has the launch end that has it
+        self.end: Callable[[], None] = _nothing  # ends the launch whose place it is
         self.machines: list[Machine] = []
         self.whole = False
 

@@ -66,7 +66,7 @@ def share() -> None:
 
 
 def _leave_operators() -> None:
-    """Has no process take torch's operators apart when it ends, which took a rank of a command most of its time."""
+    """Lets processes end without taking torch's operators apart, which took a rank of a command most of its time."""
     take_apart = getattr(sys.modules.get("torch.library"), "_del_library", None)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = finalizer.peek()

@@ -43,7 +43,7 @@ def of_function(function: types.FunctionType) -> Reduced | None:
 
 
 def look_into_class_bodies(code: types.CodeType) -> None:
-    """Has cloudpickle send what the bodies of classes refer to that a function with this code makes."""
+    """Lets cloudpickle send what the bodies of classes refer to that a function with this code makes."""
     wanted = dict.fromkeys(name for body in _bodies(code) for name in _names(body))
     if wanted and _find_globals is not None:
         _find_globals(code).update(wanted)  # which it keeps, and takes when it pickles the function

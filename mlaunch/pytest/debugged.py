@@ -74,7 +74,7 @@ class Debugging:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
-        """Has the terminal, as pytest's own prompt has it: nothing is captured meanwhile."""
+        """Takes the terminal, as pytest's own prompt does: nothing is captured meanwhile."""
         capturing: Any = self._config.pluginmanager.get_plugin("capturemanager")
         terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if capturing is not None:

@@ -65,7 +65,7 @@ def test_cells_in_a_kernel(tmp_path: Path) -> None:
         LOAD,
         "%%ranks\nfrom mlaunch import comm\nfrom IPython.display import HTML\nrank = comm.get_rank()\nHTML('<b>1</b>')",
         "%%ranks\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nrank",
-        "%%ranks\nx = 3\nif rank == 1:\n    raise ValueError('no')",
+        "%%ranks\nx = 3; comm.synchronize()\nif rank == 1:\n    raise ValueError('no')",
         "%%ranks\nimport time\nprint('running')\nwhile True:\n    time.sleep(0.01)",
         "%%ranks\nx",
         "%%ranks --bg job\nprint('hello')\nx",

@@ -61,7 +61,7 @@ class KeptTrial(RanksFuture):
         return None if self._call is None else found_as(self._session.handle)
 
     def attach(self, reports: ReportLog) -> None:
-        """Has its reports read where its ranks leave them, as soon as there is a call."""
+        """Reads its reports where its ranks leave them, as soon as there is a call."""
         if self._has_begun:
             handle, (board, before) = self._session.handle, self._before
             now = handle.history.board

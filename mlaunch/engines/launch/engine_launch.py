@@ -125,7 +125,7 @@ class MachinesLaunch:
             started.close()
 
     def start_it(self) -> StartedLaunch:
-        """Has the machines start it. Whoever drives the handle to its end closes that, and then what this returns."""
+        """Lets the machines start it. Whoever drives the handle to its end closes that, and then what this returns."""
         spec, history = self._begin()
         merged = self._merged(
             MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds, self.placed.lease)

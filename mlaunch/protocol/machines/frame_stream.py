@@ -207,7 +207,7 @@ class FrameStream:
         return True
 
     def hang_up(self) -> None:
-        """Has the other end find that nobody is here any more. What comes from there can still be read."""
+        """Lets the other end find that nobody is here any more. What comes from there can still be read."""
         with self._sending, open(os.devnull, "wb") as nothing:
             self.forget()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.outgoing)) as connection:

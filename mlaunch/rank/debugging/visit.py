@@ -198,7 +198,7 @@ def _is_users(frame: FrameType | None) -> bool:
 
 
 def _in_main_thread(task: _Task) -> None:
-    """Has the main thread call it between two instructions, with the frame that it is in; it may take its time."""
+    """Lets the main thread call it between two instructions, with the frame that it is in; it may take its time."""
     _tasks.append(task)
     while ctypes.pythonapi.Py_AddPendingCall(_CALLBACK, None) != 0:  # others have filled the queue, of 32
         os.sched_yield()
