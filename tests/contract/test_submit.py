@@ -97,6 +97,7 @@ def test_cancel_of_one_that_runs_and_of_one_that_waits(tmp_path: Path) -> None:
     wait_until(lambda: len(first.stacks()) == 2)  # it listens a moment after it has begun
     assert all("hold" in stack for stack in first.stacks().values())
     assert second.stacks() == {}
+    assert str(second.stacks()) == "no rank runs"
     assert second.cancel()
     assert first.cancel()
     assert not any(map(alive, pids))

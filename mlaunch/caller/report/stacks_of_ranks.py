@@ -28,7 +28,7 @@ class StacksOfRanks(dict[int, str]):
             rank["rank"]: [(file, int(line) if str(line).isdigit() else 0, name) for file, line, name in rank["frames"]]
             for rank in found
         }
-        self._text = grouped(found)
+        self._text = grouped(found) or "no rank runs"
 
     def __str__(self) -> str:
         return self._text
