@@ -29,8 +29,8 @@ def run(
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text)
     (directory / "pytest.ini").write_text("[pytest]\npythonpath = .\nranks_deadline = 60\n")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    environ |= variables
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}  # no worker
+    environ |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", **variables}
     command = [python, "-m", "pytest", "-p", "mlaunch.pytest.plugin", "-p", "no:cacheprovider", *flags]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=300, check=False)
     lines = (directory / "reports").read_text().splitlines() if (directory / "reports").exists() else []

@@ -224,13 +224,13 @@ def test_the_activity_of_a_process_and_its_children() -> None:
     child.start()
     try:
         assert child.pid in children_of(os.getpid())
-        while activity(os.getpid())["children"] < before["children"] + 0.05:
+        while activity(os.getpid())["children"] < before["children"] + 0.1:
             signal.sigtimedwait([], 0.01)
     finally:
         child.kill()
         child.join()
     now = activity(os.getpid())
-    assert now["children"] >= before["children"] + 0.05  # of one that is gone
+    assert now["children"] > before["children"] + 0.05  # of one that is gone
     assert now["main"] > before["main"]
     assert now["bytes"] > before["bytes"]
     assert activity(2**22 + 1) == {"main": 0.0, "threads": 0, "children": 0, "bytes": 0}
