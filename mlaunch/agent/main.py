@@ -58,6 +58,7 @@ class Order:
     stderr: int
     call: Call | None = None  # it is in memory
     rehearses: bool = False  # if it is to be prepared
+    soon: bool = False  # its call will come while others run, so that it is worth as much as they are
     leases: tuple[int, ...] = ()  # of its devices, which the ranks hold, too
 
 
@@ -122,11 +123,13 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
     if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
         return None
     try:
-        _, fds = link.receive()
+        following, fds = link.receive()
     except EOFError:
         return None
-    spec_fd, call_fd, launcher_fd, out, err = fds
-    return Order(spec_fd, call_fd, launcher_fd, out, err)
+    if following.prepares:
+        fds.insert(1, -1)
+    spec_fd, call_fd, launcher_fd, out, err, *leases = fds
+    return Order(spec_fd, call_fd, launcher_fd, out, err, None, following.rehearses, following.soon, tuple(leases))
 
 
 def _wanted(order: Order) -> LaunchSpec:
@@ -166,7 +169,7 @@ def _supervise(
     name_process("agent", spec.name)
     with contextlib.suppress(OSError):  # which a rank will tell
         os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
-    priority = lower_priority() if spec.prepared else None
+    priority = lower_priority() if spec.prepared and not order.soon else None
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()
     listener = _listen(spec, launcher)

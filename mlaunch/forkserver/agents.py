@@ -14,6 +14,7 @@ from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.launch_messages import AgentFailed, Reaped
+from mlaunch.protocol.messages.server_messages import ServeNext
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
@@ -23,20 +24,27 @@ if TYPE_CHECKING:
 class Launch:
     """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
 
-    ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``, ``leases``: see
-    the agent's Order. ``directory``: see StartLaunch.
+    ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``, ``soon``,
+    ``leases``: see the agent's Order. ``directory``: see StartLaunch.
     """
 
     fds: tuple[int, int, int, int, int]
     call: Call | None = None
     more: bool = False
     rehearses: bool = False
+    soon: bool = False
     directory: str = ""
     leases: tuple[int, ...] = ()
 
     @property
     def socket(self) -> int:
         return self.fds[2]
+
+    @property
+    def next(self) -> tuple[ServeNext, list[int]]:
+        """What an agent that rests is told of it."""
+        told = ServeNext(self.fds[1] < 0, self.rehearses, self.soon)
+        return told, [*(fd for fd in self.fds if fd >= 0), *self.leases]
 
 
 def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
@@ -48,7 +56,7 @@ def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> 
     rested = children.resting if launch.more else None
     if rested is None:
         _begin_anew(launch, children, owned)
-    elif rested.serves(launch.fds):
+    elif rested.serves(*launch.next):
         rested.begin(Channel.adopt(launch.socket))
     else:
         rested.dismiss()
@@ -67,7 +75,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
         if link is not None:
             foreign.add(link.fileno())
         main.run_agent(
-            main.Order(*launch.fds, launch.call, launch.rehearses, launch.leases),
+            main.Order(*launch.fds, launch.call, launch.rehearses, launch.soon, launch.leases),
             main.Home(parent, foreign, agents_link),
         )
     if agents_link is not None:

@@ -59,12 +59,12 @@ class Child:
         self.rests = True
         return True
 
-    def serves(self, fds: Sequence[int]) -> bool:
-        """Has an agent that rests serve one more launch; False if it cannot. ``fds``: as for ServeNext."""
+    def serves(self, launch: ServeNext, fds: Sequence[int]) -> bool:
+        """Asks an agent that rests to serve one more launch; False if it cannot."""
         if not self.rests or self.link is None or self._is_stopped():
             return False
         try:
-            self.link.send(ServeNext(), fds)
+            self.link.send(launch, fds)
         except OSError:  # it has been killed
             return False
         self.rests = False
@@ -180,3 +180,10 @@ class Children:
         """Has that agent end."""
         if (child := self.resting) is not None:
             child.dismiss()
+
+    def outlive_caller(self) -> None:
+        """Waits for the agents of a caller that is gone; their channels tell all of them, once we hold them no more."""
+        for child in self:
+            child.hang_up()
+        for agent in [child for child in self if child.is_agent]:
+            agent.wait_for_agent()

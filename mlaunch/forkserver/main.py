@@ -124,7 +124,7 @@ class _ForkServer:
                 break
             if self.control.fileno() in ready and not self._obey(caller):
                 break
-        self._outlive_agents()
+        self.children.outlive_caller()
 
     def _prepare(self) -> bool:
         try:
@@ -182,6 +182,10 @@ class _ForkServer:
                 if fds[1:]:
                     self.next.remember(fds[1:], announced=True)
                 self.next.want(fds[0], soon=record.soon)
+                # By the agent of the trial that has just ended: a new one is a fork, 1,700 page faults and an end more,
+                # on cores that the other trials want.
+                if record.soon and self.next.wanted and self.children.resting and not self.retiring:
+                    self._prepare_next(caller)
             case CountDevices():
                 self._count(fds, named=record.named)
             case Retire():
@@ -209,7 +213,8 @@ class _ForkServer:
         """Prepares the next launch. The lowest priority is its own business."""
         spec_fd, launcher_fd, out, err = self.next.take()
         rehearses = self.next.announced or self.launched > 1  # who has called once may never call again
-        self._launch(Launch((spec_fd, -1, launcher_fd, out, err), more=True, rehearses=rehearses), caller)
+        fds = (spec_fd, -1, launcher_fd, out, err)
+        self._launch(Launch(fds, more=True, rehearses=rehearses, soon=self.next.soon), caller)
 
     def _launch(self, launch: Launch, caller: int) -> None:
         begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds))
@@ -247,13 +252,6 @@ class _ForkServer:
         self.launched += 1
         if self.launched >= _SOON_ENOUGH and self.call is None and not self.retiring:
             self._improve(caller)
-
-    def _outlive_agents(self) -> None:
-        """Waits for the agents of a caller that is gone; their channels tell all of them, once we hold them no more."""
-        for child in self.children:
-            child.hang_up()
-        for agent in [child for child in self.children if child.is_agent]:
-            agent.wait_for_agent()
 
 
 if __name__ == "__main__":

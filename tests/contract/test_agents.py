@@ -25,7 +25,7 @@ from mlaunch.forkserver.children import _MOST_LAUNCHES as MOST
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
-from mlaunch.protocol.messages.server_messages import Free
+from mlaunch.protocol.messages.server_messages import Free, ServeNext
 from mlaunch.protocol.visitors import STATUS
 from tests import processes
 from tests.conftest import ROOT
@@ -263,7 +263,7 @@ def test_one_that_is_about_to_be_stopped_serves_no_launch(tmp_path: Path) -> Non
         try:
             stop(process.pid)
             assert linux.is_stopped(process.pid)
-            assert not Child(process.pid, -1, None, is_agent=True, link=ours, rests=True).serves([])
+            assert not Child(process.pid, -1, None, is_agent=True, link=ours, rests=True).serves(ServeNext(), [])
         finally:
             fifo.write_bytes(b"")
 

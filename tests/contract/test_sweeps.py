@@ -49,6 +49,22 @@ def test_a_map_and_a_grid() -> None:
     assert len(times.map([])) == 0
 
 
+def test_agents_of_trials_that_have_ended_serve_later_ones() -> None:
+    """Ranks are new, and keep the place of their trial."""
+    runs = launcher(_who, 2, device_type="cpu", concurrent=2).map(range(24))
+    found = [rank for ranks in runs.results(120) for rank in ranks]
+    assert len({agent for agent, *_ in found}) < 24
+    assert len({rank for _, rank, *_ in found}) == 48
+    assert all(held for *_, held in found)
+
+
+def _who(_number: int) -> tuple[int, int, bool]:
+    """Returns agent, rank, and whether this process, too, holds its trial's place."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    held = [os.readlink(link) for link in links if os.path.exists(link)]
+    return os.getppid(), os.getpid(), any(Path(path).parent == place(os.environ) for path in held)
+
+
 def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "2-0").touch()
     (tmp_path / "3-goes-on").touch()

@@ -263,7 +263,8 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     wait_gone(pids, LIMIT)
     if "Slurm" in rig.engine:
         wait_for_jobs(rig, 0)
-    assert ask(STATUS) == []  # which removes the name of its socket; so does the next call on machines
+    # Which removes the name of its socket; so does the next call on machines. Other launches may run here.
+    assert not [one for one in ask(STATUS) if rig.process.pid in (one["caller"], one["agent"])]
 
 
 def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:

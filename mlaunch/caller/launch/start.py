@@ -61,7 +61,7 @@ def start_or_take(
     following = preparation.expect(server, spec) if grant.more or not grant.fds else None
     try:
         if agent is None:
-            more = spec.cluster is None and not grant.fds
+            more = spec.cluster is None
             sent = send_launch(server, spec, call, following, more=more, leases=grant.fds)
             return _handle(server, spec, sent, output, history)
         if following is not None:

@@ -56,4 +56,12 @@ class Free:
 
 @frozen_record
 class ServeNext:
-    """Has a free agent serve one more launch. Attached: spec memfd, call memfd, the launch's socket, stdout, stderr."""
+    """Asks a free agent to serve one more launch.
+
+    Attached: spec memfd, call memfd, the launch's socket, stdout, stderr; what its processes hold of its devices.
+    ``prepares``: it is to be prepared, so there is no call memfd. ``rehearses``, ``soon``: see the agent's Order.
+    """
+
+    prepares: bool = False
+    rehearses: bool = False
+    soon: bool = False
