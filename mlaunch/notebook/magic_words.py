@@ -199,3 +199,21 @@ def _number(text: str) -> Any:
 
 def _flags(names: Sequence[str]) -> str:
     return ", ".join(f"--{name}" for name in names)
+
+
+def verb_of(words: Sequence[str]) -> str:
+    """Returns the verb among the words behind ``%ranks`` that is followed by names; "": there is none."""
+    return next((word[2:] for word in words if word[:2] == "--" and word[2:] in _WITH_NAMES), "")
+
+
+def flags_after(words: Sequence[str], *, of_cell: bool) -> list[str]:
+    """Returns the flags that may follow those words."""
+    if of_cell:
+        names: Sequence[str] = (*_OF_CELLS, "local")
+    elif verb := verb_of(words):
+        names = ("targets",) if verb in {"pull", "push"} else ()
+    else:
+        negated = [f"no_{name}" for name, kind in _TYPES.items() if kind == "bool" and name not in _OF_RANKS]
+        names = (*_WITH_NAMES, *_ALONE, *_TYPES, *negated)
+    found = (f"--{name.replace('_', '-')}" for name in names)
+    return [flag for flag in found if flag not in words]

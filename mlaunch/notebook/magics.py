@@ -16,6 +16,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
+from mlaunch.notebook.name_matcher import RankNames, install
 from mlaunch.notebook.table import table
 from mlaunch.notebook.told import told_in_cell
 
@@ -33,6 +34,7 @@ class CellRanks:
         self._ranks: Ranks | None = None
         self._options: Mapping[str, Any] = {}
         self.automatic = Automatic()
+        self.stop_completing = install(shell, RankNames(self._names, self.automatic.takes, self._names_here))
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """Opens ranks, runs cells on them, and brings names to and fro.
@@ -71,6 +73,15 @@ class CellRanks:
         if self._ranks is None or self._ranks.closed:
             raise WordError(_NONE_OPEN)
         return self._ranks
+
+    def _names(self, kind: str, source: str, prefix: str, rank: int) -> Sequence[str]:
+        """Returns names of a rank for completion; of no rank, none."""
+        ranks = self._ranks
+        return () if ranks is None or ranks.closed else ranks.names_for_completion(kind, source, prefix, rank)
+
+    def _names_here(self) -> Mapping[str, Any]:
+        hidden = self._shell.user_ns_hidden
+        return {name: value for name, value in self._shell.user_ns.items() if name not in hidden}
 
     # %%ranks
 
@@ -178,6 +189,7 @@ def unload(shell: Any) -> None:
     if ranks is not None:
         shell.mlaunch_ranks = None
         shell.input_transformers_cleanup.remove(ranks.automatic)
+        ranks.stop_completing()
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("ranks", None)
         ranks.close()
@@ -193,7 +205,8 @@ class Automatic:
     def __call__(self, lines: Sequence[str]) -> list[str]:
         if lines and _HERE.match(lines[0]):  # the cell is the notebook's
             return ["# %%ranks --local\n", *lines[1:]]
-        is_plain = any(line.strip() for line in lines) and not any(map(_MAGIC.match, lines))
-        if self.on and not self.paused and is_plain:
-            return ["%%ranks --auto\n", *lines]
-        return list(lines)
+        return ["%%ranks --auto\n", *lines] if self.takes(lines) and not self.paused else list(lines)
+
+    def takes(self, lines: Sequence[str]) -> bool:
+        """Tells whether a cell goes to the ranks though it does not say so."""
+        return self.on and any(line.strip() for line in lines) and not any(map(_MAGIC.match, lines))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import concurrent.futures
+import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from mlaunch import Ranks
 pytest.importorskip("torch")
 pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
 Run = Callable[[str], Any]
+Offered = Callable[[str], list[str]]
 RANK = "from mlaunch import comm\nrank = comm.get_rank()"
 
 
@@ -46,6 +49,20 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         InteractiveShell.clear_instance()
         for name in vars(builtins).keys() - before.keys():
             delattr(builtins, name)
+
+
+@pytest.fixture
+def offered(run: Run) -> Offered:
+    """Tells what that shell offers at the end of a text, as a front end would ask for it."""
+    from IPython.core.completer import provisionalcompleter
+
+    completer = run("get_ipython()").result.Completer
+
+    def complete(text: str) -> list[str]:
+        with provisionalcompleter():
+            return [one.text for one in completer.completions(text, len(text))]
+
+    return complete
 
 
 def test_names_stay_and_looks_are_shown_once_where_equal(ranks: Ranks) -> None:
@@ -150,3 +167,75 @@ def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.Capt
     run("%%ranks --bg job\nwhile True: pass")
     run("%ranks --close")
     assert run("job.exception()").result is not None
+
+
+HANGS = """import torch, time
+from mlaunch import comm
+ran = []
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first_layer = torch.nn.Linear(1, 1)
+    @property
+    def first_costs(self):
+        ran.append(1)
+        comm.synchronize()
+    def __dir__(self):
+        ran.append(1)
+        while True: time.sleep(1)
+model = Model()"""
+
+
+def test_completion_asks_one_rank_and_runs_nothing_there(run: Run, offered: Offered) -> None:
+    run("%load_ext mlaunch")
+    run("%ranks 2 --device-type cpu")
+    run(f"%%ranks\n{HANGS}")
+    run("%%ranks 1\napart = 2\nsettings = {'rate': 1}")
+    run("model_here = 3")
+    assert offered("%%ranks\nmodel.first_") == ["first_costs", "first_layer"]
+    assert offered("%%ranks\nx = model.first_layer.weigh") == ["weight"]
+    assert offered("%%ranks\nmodel.first_costs.") == []
+    assert offered("%%ranks\nmod") == ["model"]
+    assert (offered("%%ranks\napa"), offered("%%ranks 1\napa")) == ([], ["apart"])
+    assert offered("%%ranks 1\nsettings['r") == ["rate'"]
+    assert offered("%ranks --pull mod") == ["model"]
+    assert offered("%ranks --push mod") == ["model_here"]
+    assert "model_here" in offered("model_")
+    assert repr(run("%%ranks\ncomm.synchronize(); ran, comm.get_world_size()").result) == "([], 2)"
+    run("%ranks --auto")
+    assert offered("model.first_l") == ["first_layer"]
+    assert "model_here" in offered("%%ranks --local\nmodel_")
+    run("%ranks --local")
+    run("%ranks --close")
+    assert offered("%%ranks\nmod") == []
+    run("%unload_ext mlaunch")
+    assert "model_here" in offered("%%ranks\nmodel_")
+
+
+def test_completion_on_busy_ranks_is_empty_at_once(run: Run, offered: Offered, tmp_path: Path) -> None:
+    run("%load_ext mlaunch")
+    run("%ranks 2 --device-type cpu")
+    run(f"%%ranks\n{RANK}\nimport os\nmodel = 1")
+    go = str(tmp_path / "go")
+    waiting = f"while rank and not os.path.exists({go!r}): os.sched_yield()\ncomm.synchronize()\nmodel"
+    run(f"%%ranks --bg job\n{waiting}")
+    assert offered("%%ranks\nmod") == []
+    assert not run("job.done()").result
+    Path(go).touch()
+    assert repr(run("job.result()").result) == "1"
+    assert offered("%%ranks\nmod") == ["model"]
+
+
+def test_completion_waits_for_no_rank_that_does_not_answer(run: Run, offered: Offered) -> None:
+    run("%load_ext mlaunch")
+    run("%ranks 2 --device-type cpu")
+    run(f"%%ranks\n{RANK}\nimport os\nmodel, pid = 1, os.getpid()")
+    pid = run("pid = %ranks --pull pid\npid").result[0]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert offered("%%ranks\nmod") == []
+        assert offered("%%ranks\nmod") == []
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert repr(run("%%ranks\ncomm.synchronize(); model, pid == os.getpid()").result) == "(1, True)"
+    assert offered("%%ranks\nmod") == ["model"]

@@ -22,16 +22,21 @@ from tests.processes import descendants
 manager, client = start_new_kernel(kernel_name="python3", env=dict(os.environ))
 told = []
 for cell in json.loads(sys.argv[1]):
-    client.execute(cell)
     told.append([])
+    if cell.endswith("|"):  # a cursor, at which somebody asks for completion
+        reply = client.complete(cell[:-1], len(cell) - 1, reply=True, timeout=60)
+        told[-1].append([reply["msg_type"], reply["content"]])
+        continue
+    asked = client.execute(cell)
     while True:
         message = client.get_iopub_msg(timeout=60)
         told[-1].append([message["msg_type"], message["content"]])
         if "running" in message["content"].get("text", ""):
             manager.interrupt_kernel()
-        if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+        is_idle = message["content"].get("execution_state") == "idle"
+        if is_idle and message["parent_header"].get("msg_id") == asked:
             break
-while "job: done" not in str(told):  # a job's end is told by another thread
+while "--bg job" in sys.argv[1] and "job: done" not in str(told):  # a job's end is told by another thread
     message = client.get_iopub_msg(timeout=60)
     told[-1].append([message["msg_type"], message["content"]])
 print(json.dumps(told, default=str))
@@ -45,7 +50,7 @@ manager.shutdown_kernel(now=True)
 def session(tmp_path: Path, *cells: str) -> tuple[list[list[tuple[str, Any]]], list[int]]:
     """Runs cells, interrupting one that says "running"; returns the messages of each, and who was left to the kernel.
 
-    Then the kernel is killed.
+    Where a cell ends with |, it asks for completion. Then the kernel is killed.
     """
     told, family = run(tmp_path, SESSION, json.dumps(cells)).splitlines()
     return json.loads(told), [int(pid) for pid in family.split()]
@@ -92,3 +97,26 @@ def test_cells_in_a_kernel(tmp_path: Path) -> None:
     assert re.fullmatch(r"job: done after .*\n\[0-1\] hello\n3", last["data"]["text/plain"]), last
     assert len(family) >= 4
     wait_gone(family)
+
+
+def test_completion_in_a_kernel(tmp_path: Path) -> None:
+    go = str(tmp_path / "go")
+    told, _ = session(
+        tmp_path,
+        LOAD,
+        "%%ranks\nimport os, torch\nfrom mlaunch import comm\nmodel_there = torch.nn.Sequential(torch.nn.Linear(1, 1))",
+        "model_here = 1",
+        "%%ranks\nx = 1\nmodel_|",
+        "%%ranks\nmodel_there[0].wei|",
+        "%ranks --pu|",
+        "model_|",
+        f"%%ranks --bg job\nwhile comm.get_rank() and not os.path.exists({go!r}): os.sched_yield()\ncomm.synchronize()",
+        "%%ranks\nmodel_|",
+        f"open({go!r}, 'w'); job.result()",
+        "%%ranks\ncomm.synchronize(); model_there[0].weight.shape",
+        "%%ranks\nmodel_|",
+    )
+    found = [content["matches"] for messages in told for content in of(messages, "complete_reply")]
+    there = ["model_there"]
+    assert found == [there, ["weight"], ["--pull", "--push"], ["model_here"], [], there], found
+    assert of(told[10], "execute_result")[0]["data"]["text/plain"] == "torch.Size([1, 1])"

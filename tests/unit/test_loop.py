@@ -113,6 +113,7 @@ INSIDE = {
     "mlaunch.caller.report.timeline": "test_the_report_of_a_call",
     "mlaunch.caller.cells.cell_calls": "test_names_go_to_and_fro",
     "mlaunch.notebook.magics": "test_the_magics",
+    "mlaunch.caller.ranks.idle_question": "test_completion_asks_one_rank_and_runs_nothing_there",
     "mlaunch.rank.cells.names_of_cells": "test_names_go_to_and_fro",
     "mlaunch.rank.cells.run_cell": "test_a_cell_is_ipythons",
     "mlaunch.rank.cells.shell": "test_a_cell_is_ipythons",

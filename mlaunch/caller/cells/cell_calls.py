@@ -10,13 +10,15 @@ from mlaunch.base.text import name_ranks
 from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.caller.cells.cell_result import CellResult, result_of
 from mlaunch.caller.cells.cell_source import CellSource, cell_source
+from mlaunch.caller.ranks.idle_question import ask_idle
 from mlaunch.caller.ranks.rank_set import RankSet
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.cell_messages import NamesOfRank
-from mlaunch.rank.cells import names_of_cells
+from mlaunch.rank.cells import guarded_names, names_of_cells
 from mlaunch.rank.cells.run_cell import run_cell
 
 _RICH = ("first", "all")
+_PATIENCE = 0.5  # seconds for a completion, for which a person waits
 
 
 class RunsCells:
@@ -84,6 +86,12 @@ class RunsCells:
     def cell_names(self) -> list[NamesOfRank]:
         """Returns what cells have left on each rank."""
         return list(self._ask(Call(names_of_cells.describe_names, (), {}, name="%ranks")).values())
+
+    def names_for_completion(self, kind: str, source: str, prefix: str, rank: int) -> list[str]:
+        """Returns what ``guarded_names.find_names`` finds on that rank; [] at once if the ranks are busy, or gone."""
+        call = Call(guarded_names.find_names, (kind, source, prefix, rank), {}, name="completion")
+        told = ask_idle(self._set, call, _PATIENCE)
+        return [] if told is None or not 0 <= rank < len(told) else told[rank]
 
     def run_cell(
         self, cell: CellSource, targets: Sequence[int] | None, deadline: float | None, rich: str
