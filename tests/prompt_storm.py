@@ -4,7 +4,8 @@
 
 Parts: ways (out of a prompt in a terminal), visits (the same of ``mlaunch debug``), kernels (killed, restarted and
 closed under a prompt, a cell and a job), stop (the stop button; five times as many runs), pause (of ten times
-``timeout`` at a prompt), cells (how long an empty one takes on four ranks). "right" counts runs after which nothing was
+``timeout`` at a prompt), cells (how long an empty one takes on four ranks), completion (of a model's attributes, in a
+kernel with four ranks that are idle or busy). "right" counts runs after which nothing was
 left two seconds later, and whose next call was as it should be.
 """
 
@@ -234,11 +235,40 @@ def cells(_runs: int, _folder: Path) -> Iterator[tuple[str, bool]]:
             begun = time.perf_counter()
             ranks.cell("")
             took.append(time.perf_counter() - begun)
-    took.sort()
-    yield f"an empty cell, 95th percentile {1000 * took[int(0.95 * _CELLS)]:.1f} ms", True
+    yield f"an empty cell, {late(took)}", True
+
+
+def late(took: list[float]) -> str:
+    """Says how long they took, but for the slowest."""
+    return f"95th percentile {1000 * sorted(took)[int(0.95 * len(took))]:.1f} ms"
+
+
+def completion(_runs: int, _folder: Path) -> Iterator[tuple[str, bool]]:
+    """Asks as a front end does, by a message to the kernel, and waits for its answer."""
+    found: list[float]
+    empty: list[float]
+    with kernel() as (_, client):
+        run(client, KERNEL)
+        run(client, "%ranks 4 --device-type cpu")
+        run(client, "%%ranks\nimport time, torch, mlaunch\nmodel = torch.nn.Sequential(torch.nn.Linear(1, 1))")
+        for state, right in (("idle", ["weight"]), ("busy", [])):
+            if state == "busy":
+                run(client, "%%ranks --bg job\nwhile not mlaunch.stopping(): time.sleep(0.01)")
+            found, empty = [], []
+            for _ in range(_CELLS):
+                begun = time.perf_counter()
+                reply = client.complete("%%ranks\nmodel[0].wei", reply=True, timeout=120)
+                answered = time.perf_counter()
+                client.kernel_info(reply=True, timeout=120)
+                found.append(answered - begun)
+                empty.append(time.perf_counter() - answered)
+                yield f"completion, {state}", reply["content"]["matches"] == right
+            print(f"completion, {state}: {late(found)}, a message that asks for nothing: {late(empty)}")
+        run(client, "%ranks --stop job")
 
 
 PARTS = {"ways": ways, "visits": visits, "kernels": kernels, "stop": stop, "pause": pause, "cells": cells}
+PARTS["completion"] = completion
 
 
 def main(runs: int = 20, *names: str) -> None:
