@@ -623,6 +623,26 @@ def test_a_deadline_is_of_one_call(ranks: Ranks) -> None:
         assert isinstance(caught(late), LaunchTimeout)
 
 
+def test_a_deadline_of_a_call_that_waits_for_another() -> None:
+    """Nobody waits for either, so a thread of the launcher begins the second and keeps its deadline."""
+    with Ranks(n_gpus=2, deadline=1) as ranks, intact(ranks):
+        ranks.submit(total)
+        late, told = ranks.submit(spin), threading.Event()
+        late.add_done_callback(lambda _: told.set())
+        assert told.wait(LIMIT)
+        assert isinstance(late.exception(), LaunchTimeout)
+
+
+def test_a_deadline_that_passes_as_the_values_come(ranks: Ranks) -> None:
+    """Whichever is first; the next call is right."""
+    with intact(ranks):
+        for hundredths in range(8):
+            short = launcher(total, deadline=hundredths / 1e4 + 1e-4).options(ranks=ranks)
+            with contextlib.suppress(LaunchTimeout):
+                assert short() == [2.0, 2.0]
+            assert ranks.run(total) == [2.0, 2.0]
+
+
 # Ctrl-C
 
 
@@ -887,7 +907,8 @@ def test_the_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         pids = ranks.run(os.getpid)
         [agent] = set(ranks.run(os.getppid))
         os.kill(agent, signal.SIGSTOP)
-        assert isinstance(caught(lambda: ranks.run(total)), LaunchTimeout)
+        assert ranks.run(total) == [2.0, 2.0]  # a call with a deadline needs it no more than one without
+        assert isinstance(caught(lambda: ranks.run(spin)), LaunchTimeout)
         wait_gone([agent, *pids])
         assert ranks.run(total) == [2.0, 2.0]
 

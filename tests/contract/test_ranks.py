@@ -465,15 +465,16 @@ def interrupted_as_it_is_queued() -> Iterator[None]:
 
 
 def test_a_progress_bar_belongs_to_its_call(ranks: Ranks) -> None:
-    def count() -> None:
+    def count() -> bytes:
         for _ in mlaunch.progress(range(3), "epochs"):
             pass
+        return bytes(large)
 
-    at_a_terminal = {"deadline": 60.0}  # as there, more than the values is heard of the call
-    launcher(count, ranks=ranks, **at_a_terminal)()
+    large = 100_000  # so that, as at a terminal, more than small values is heard of the call
+    ranks.run(count)
     handle = ranks._set.session.handle
     assert any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
-    launcher(total, ranks=ranks, **at_a_terminal)()
+    ranks.run(bytes, large)
     assert not any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
 
 

@@ -812,6 +812,20 @@ def test_the_end_of_a_call_that_is_over_ends_no_other(monkeypatch: pytest.Monkey
     assert not [record for record in told[: told.index(second)] if isinstance(record, launch_messages.RankStacks)]
 
 
+def test_a_deadline_that_the_launcher_has_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as if the agent had; of a call that is over nothing but this is said."""
+    world = World(monkeypatch, kind=KeptSupervisor)
+    answers = [functools.partial(world.answer, rank) for rank in range(3)]
+    told = world.run(
+        lambda: begin(world, 5), *answers, lambda: world.ours.send(EndCall(5, 2.0)), lambda: begin(world, 6),
+        lambda: world.ours.send(EndCall(6, 3.0)), lambda: end_ranks(world),
+    )  # fmt: skip
+    passed = [told.index(record) for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    assert [over.number for over in overs(told[: passed[0]])] == [5, 5]
+    assert len(passed) == 1
+    assert any(isinstance(record, launch_messages.RankStacks) for record in told)
+
+
 def test_answers_of_more_ranks_than_one_record_carries(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, size=FD_LIMIT + 2, kind=KeptSupervisor)
     answers = [functools.partial(world.answer, rank) for rank in range(world.size)]

@@ -66,3 +66,54 @@ def test_a_press_counts_while_a_deadline_is_held(monkeypatch: pytest.MonkeyPatch
     assert waiting.timeout() == 2.0
     waiting.hold(False)
     assert waiting.timeout() == 2.0
+
+
+class Told(Limits):
+    """Of a call whose deadline its caller keeps."""
+
+    def __init__(self, begun: float = 100.0) -> None:
+        self.told: list[float] = []
+        super().__init__(1.0, 10.0, lambda: None, tell_late=lambda: self.told.append(clock.now), begun=begun)
+
+
+clock = Clock()
+
+
+@pytest.fixture
+def passing_time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(watchdog, "time", clock)
+    clock.now = 100.0
+    return clock
+
+
+def test_an_agent_is_told_of_a_deadline_once_and_then_has_its_time(passing_time: Clock) -> None:
+    waiting = Told(begun=98.0)
+    assert waiting.timeout() == 8.0
+    passing_time.now = 108.0
+    assert waiting.kill_if_overdue() is Killed.NONE
+    assert waiting.told == [108.0]
+    left = waiting.timeout()
+    assert left is not None
+    assert left > waiting.grace_period
+    passing_time.now += left
+    assert waiting.kill_if_overdue() is Killed.SERVER  # whose agent is not known
+    assert waiting.told == [108.0]
+
+
+def test_who_asks_for_the_end_before_needs_no_deadline(passing_time: Clock) -> None:
+    """Else the agent would be killed for it before it had its time."""
+    for ask in (lambda waiting: waiting.begin_cancel(force=False), Limits.agent_ended):
+        waiting = Told(begun=90.1)
+        ask(waiting)
+        passing_time.now += 0.5
+        assert waiting.kill_if_overdue() is Killed.NONE
+        assert not waiting.told
+
+
+def test_a_deadline_that_the_caller_keeps_is_held_too(passing_time: Clock) -> None:
+    waiting = Told()
+    waiting.hold(True)
+    passing_time.now += 1000.0
+    assert (waiting.timeout(), waiting.kill_if_overdue(), waiting.told) == (None, Killed.NONE, [])
+    waiting.hold(False)
+    assert waiting.timeout() == 10.0

@@ -62,7 +62,7 @@ class KeptSupervisor(Supervisor):
             self._begin_next(record, fds)
         elif isinstance(record, EndCall):
             if record.number == self._call.number:
-                self._end_callers(record.number)
+                self._end_callers(record)
         elif isinstance(record, EndRanks):
             self._leaving = True
             # One may have answered its launcher a moment ago and not be back yet: it leaves by itself, too.
@@ -92,10 +92,12 @@ class KeptSupervisor(Supervisor):
                 if rank.answer is None and self._board.answered(rank.local_rank) == number:
                     rank.expect(answered=True)
 
-    def _end_callers(self, number: int) -> None:
+    def _end_callers(self, asked: EndCall) -> None:
         """Ends the call as its launcher asks; one that is over already is only said to be so."""
         if self._call.released:
-            self._launcher.try_send(CallOver(number))
+            self._launcher.try_send(CallOver(asked.number))
+        elif asked.late is not None:  # as if we had kept it
+            self._call.deadline, self._call.due = asked.late, self._clock()
         else:
             self._end_call(0.0)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.protocol import payload
-from mlaunch.protocol.messages.kept_messages import MeetAgain, RanksBack, RanksStand
+from mlaunch.protocol.messages.kept_messages import EndCall, MeetAgain, RanksBack, RanksStand
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.rank.in_step import Numbers
 
@@ -32,10 +32,10 @@ class KeptPartSupervisor(KeptSupervisor):
             return True
         return super()._obey(record, fds)
 
-    def _end_callers(self, number: int) -> None:
+    def _end_callers(self, asked: EndCall) -> None:
         """Has ranks that are back already tell where they are: some on another machine are not, or have failed."""
         if not self._call.released:
-            super()._end_callers(number)
+            super()._end_callers(asked)
         elif not self._failed and not self._lacks_ranks():
             self._failed = True
             self._send_on(Errand.TELL_NUMBERS)

@@ -1,7 +1,8 @@
 """What a caller does by itself where a launch's own processes do not answer: kill the agent, then the fork server.
 
 The agent keeps the deadline and the grace period. It cannot if somebody has stopped it (SIGSTOP, a debugger, a frozen
-cgroup), so its caller watches it, a moment more patient than it should be.
+cgroup), so its caller watches it, a moment more patient than it should be. Of a call that ranks have without their
+agent it knows no deadline: the caller keeps that, and tells it when it has passed.
 """
 
 from __future__ import annotations
@@ -47,26 +48,33 @@ class Killed(enum.Enum):
 
 @dataclass
 class Limits:
-    """``kill_server`` ends the fork server at once. Times in seconds."""
+    """``kill_server`` ends the fork server at once. Times in seconds.
+
+    ``tell_late`` tells the agent that the deadline, which counts from ``begun`` on, has passed; None: it keeps that.
+    """
 
     grace_period: float
     deadline: float | None
     kill_server: Callable[[], None]
     agent: KeptFd | None = None  # its pidfd, once it is known
+    tell_late: Callable[[], object] | None = None
+    begun: float | None = None  # None: now
     _due: float | None = None
     _held: float | None = None  # seconds until then, while nobody counts
     _last: Killed = field(default=Killed.NONE)
 
     def __post_init__(self) -> None:
         if self.deadline is not None:
-            self._due = time.monotonic() + self.deadline + self._reaction()
+            begun = time.monotonic() if self.begun is None else self.begun
+            self._due = begun + self.deadline + (self._reaction() if self.tell_late is None else 0.0)
 
     def timeout(self) -> float | None:
-        """Returns the seconds until ``kill_if_overdue`` may kill; None: it never does."""
+        """Returns the seconds until ``kill_if_overdue`` has something to do; None: it never has."""
         return None if self._due is None else max(0.0, self._due - time.monotonic())
 
     def begin_cancel(self, *, force: bool) -> None:
         """Begins to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
+        self._forget_own_deadline()
         self._bring_forward(_STEP_DELAY if force else self._reaction())
 
     def hold(self, held: bool) -> None:
@@ -79,7 +87,12 @@ class Limits:
 
     def agent_ended(self) -> None:
         """The fork server has nothing left to do but to say so."""
+        self._forget_own_deadline()
         self._bring_forward(2 * _REACTION_TIMEOUT)  # it also ends what the launch left
+
+    def _forget_own_deadline(self) -> None:
+        if self.tell_late is not None:
+            self.tell_late = self._due = self._held = None
 
     def _bring_forward(self, seconds: float) -> None:
         due = time.monotonic() + seconds
@@ -88,6 +101,10 @@ class Limits:
     def kill_if_overdue(self) -> Killed:
         """Takes the next step, if it is due; returns who was killed."""
         if self._due is None or time.monotonic() < self._due:
+            return Killed.NONE
+        if self.tell_late is not None:
+            self.tell_late()
+            self.begin_cancel(force=False)
             return Killed.NONE
         self._due = time.monotonic() + _STEP_DELAY
         self._last = self._next()

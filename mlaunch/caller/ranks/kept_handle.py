@@ -10,19 +10,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
-from mlaunch.caller.ranks.direct_channels import DirectWays
+from mlaunch.caller.ranks.direct_handle import DirectHandle
 from mlaunch.caller.ranks.driven import KeptServer
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.settle_call import settle_call, settle_values
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RanksStarting, RankStarted
+from mlaunch.protocol.messages.launch_messages import Cancel, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -33,20 +32,16 @@ _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 
 
 @dataclass
-class KeptHandle(LaunchHandle):
+class KeptHandle(DirectHandle):
     """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
 
     server: KeptServer
     _is_settled: bool = False  # the last call, and no other output has begun
-    over: bool = False  # the call that was begun last
-    _number: int = 0  # its number
-    _name: str = ""  # as the board has it
+    _name: str = ""  # of the call that was begun last, as the board has it
     ahead: bool = False  # of it nothing is noted yet but the values that have come
-    _by_itself: bool = False  # it is over when all values are there; else when the agent says so
     _call: KeptCall | None = None  # it, while it is ahead
     _begun: float = 0.0  # when it began, in monotonic seconds
     _told: dict[int, DirectAnswer] = field(default_factory=dict)  # its values, by local rank, while it is ahead
-    _direct: DirectWays = field(default_factory=DirectWays)
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
 
@@ -62,10 +57,12 @@ class KeptHandle(LaunchHandle):
         self.over, self._number, self._begun = False, call.number, time.monotonic()
         self._stall.begin(self._begun)
         self._present_call, self.stop_reason, self._stop_sent = call.number, call.stop_reason, False
-        self._by_itself = call.spec.deadline is None and len(self._direct) == self.spec.world_size
+        self._by_itself = len(self._direct) == self.spec.world_size
         self.ahead = self._by_itself and self.relay.output.serves(call.plan)
         if self.ahead:
             self._call, self._told = call, {}
+            if call.spec.deadline is not None or self._limits.deadline is not None:
+                self._limit(call.spec)
         else:
             self._turn(call.plan, call.spec)
         if call.spec.name != self._name:  # to compare costs less than to write
@@ -94,15 +91,13 @@ class KeptHandle(LaunchHandle):
         self._is_settled = True
         return found
 
-    def intact(self) -> bool:
-        return super().intact() and self._direct.intact()
-
     # Ahead: most calls are short, and nothing happens but that all values come
 
     def wait_ahead(self) -> list[int]:
         """Waits until something has come, for a while; returns the descriptors that can be read."""
         with interrupts.allowed():
-            return self.relay.wait(min(_AHEAD, self._stall.timeout() or _AHEAD))
+            due = (_AHEAD, self._stall.timeout(), self._limits.timeout())
+            return self.relay.wait(min(seconds for seconds in due if seconds is not None))
 
     def hear_ahead(self, ready: list[int]) -> bool:
         """Takes in values; False if something else has come, or somebody else has taken them in."""
@@ -147,9 +142,17 @@ class KeptHandle(LaunchHandle):
 
     def ask_to_end(self) -> None:
         """Asks for the end of the call alone."""
-        self._by_itself = False
         self._limits.begin_cancel(force=False)
-        self.agent.try_send(EndCall(self._number))
+        self._end_by(EndCall(self._number))
+
+    def _end_by(self, asked: EndCall) -> None:
+        self._by_itself = False  # from here on
+        self.agent.try_send(asked)
+
+    def _end_late(self) -> None:
+        """Tells the agent that the deadline of the call has passed, unless all values are there."""
+        if not self.over:
+            self._end_by(EndCall(self._number, self._limits.deadline))
 
     def end_ranks(self) -> None:
         """Asks the ranks to leave."""
@@ -191,12 +194,17 @@ class KeptHandle(LaunchHandle):
         self.outcome.close()
         self.spec = spec
         self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the last one's is read
-        agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
-        self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent)
-        self._limits.hold(self._stall.held)
+        self._limit(spec)
         self.outcome = Outcome(spec, plan.directory)
         self.relay.turn_to(plan, spec.local_world_size, self.history.board)
         self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over)
+
+    def _limit(self, spec: LaunchSpec) -> None:
+        """Begins to count for a call, which has begun before; keeps the deadline where no agent does."""
+        agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
+        late = self._end_late if self._by_itself and spec.deadline is not None else None
+        self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent, late, self._begun)
+        self._limits.hold(self._stall.held)
 
     def _pauses(self) -> bool:
         return self.over and not self._is_settled  # what comes now is not of the call that is over
@@ -208,12 +216,6 @@ class KeptHandle(LaunchHandle):
             memfds = iter(fds)
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
-        elif isinstance(record, RanksStarting) and fds[1:]:
-            self._direct.take_answers(fds[1], fds[2], self.relay.watch(fds[2]))
-        elif isinstance(record, RankStarted) and self._direct.offered:
-            self._direct.take_rank(record.rank, fds[0])
-            fds = fds[1:]
-        self._note_values()
         super()._show(record, fds)
         if isinstance(record, RanksStarting):
             self._show_name()
@@ -222,38 +224,6 @@ class KeptHandle(LaunchHandle):
         """Writes for ``mlaunch ps`` what runs now, once there is a place for it."""
         if self.history.board is not None:
             self.history.board.name = self._name
-
-    def _take_answers(self, ready: set[int]) -> None:
-        if self._direct.fd in ready:
-            self._read_answers()
-            self._note_values()
-
-    def _read_answers(self) -> None:
-        """Takes in the values that ranks have sent without their agent."""
-        try:
-            answers = self._direct.drain()
-        except EOFError:  # the ranks are gone, and their agent
-            self.relay.unwatch(self._direct.fd)
-            self._direct.close_answers()
-            return
-        for answer in answers:
-            if answer[1] == self._number:
-                self._take_answer(answer)
-
-    def _take_answer(self, answer: DirectAnswer) -> None:
-        local_rank, _, stale, data = answer
-        rank = self.spec.rank(local_rank)
-        pid = self.history.started[rank].pid
-        self.outcome.take(RankAnswered(rank, pid, AnswerKind.VALUE, False, time.monotonic(), stale, data), [])
-
-    def _note_values(self) -> None:
-        """Notes whether all values of a call are there that is over with them."""
-        if self._by_itself and len(self.outcome.values) == self.spec.world_size:
-            self.over = True
-
-    def close(self) -> None:
-        super().close()
-        self._direct.close()
 
     def _end_output(self, until: float) -> None:
         self.relay.finish_call(until)

@@ -1,7 +1,7 @@
 """The records of ranks that stay.
 
 launcher -> agent   NextCall, EndCall, EndRanks, MeetAgain
-launcher -> rank    DirectCall                      (instead of NextCall, where no deadline is to be kept)
+launcher -> rank    DirectCall                      (instead of NextCall, where all ranks are on this machine)
 rank -> launcher    DirectAnswer                    (to such a call, if it is a small value)
 agent -> launcher   CallOver                        (if other machines have ranks, too: RanksStand, RanksBack)
 """
@@ -33,9 +33,13 @@ class NextCall:
 
 @frozen_record
 class EndCall:
-    """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over."""
+    """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over.
+
+    ``late``: seconds of its deadline, which its launcher has kept and which has passed; None: it is ended otherwise.
+    """
 
     number: int
+    late: float | None = None
 
 
 @frozen_record
