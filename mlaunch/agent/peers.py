@@ -39,6 +39,8 @@ from mlaunch.rendezvous.link.link_handle import Link
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd
 
+_LINK = "the process that talks to the other machines"  # as messages call it
+
 
 class Peers:
     """The launch's other machines. ``link`` None: there are none, and nothing is told or awaited.
@@ -86,7 +88,7 @@ class Peers:
             self._over = True
             if self._told:  # after a failure it has nothing more to do
                 return None
-            return RankFailure(None, self._link.pid, "died", subject="the link to the other machines")
+            return RankFailure(None, self._link.pid, "died", subject=_LINK)
         match record:
             case AllGone():
                 self._over = True
@@ -120,7 +122,7 @@ class Peers:
             return None
         self._over = True
         os.kill(link.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
-        return RankFailure(None, link.pid, silence(self._timeout), subject="the link to the other machines")
+        return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK)
 
     def tell(self, failure: RankFailure) -> None:
         """Tells them of the first failure here; of those that follow only our own caller hears."""

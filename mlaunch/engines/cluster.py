@@ -110,8 +110,8 @@ class Cluster:
         for session in found:
             if not session.yields:
                 raise misuse(LaunchError(
-                    f"{session.handle.idle_spec.name} have taken these machines until they end: call them, or close() "
-                    f"them before others run here"
+                    f"these machines are in use by {session.handle.idle_spec.name}, which stay until they are closed: "
+                    f"call them, or close() them before others run here"
                 ))  # fmt: skip
             _end(session)
 

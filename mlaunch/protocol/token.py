@@ -32,11 +32,11 @@ def key_of(token: str) -> str:
 
 
 def check(token: str | None, source: str) -> None:
-    """Raises ValueError, without the token itself, for one that cannot be proved to others: that is no UTF-8."""
+    """Raises ValueError, which does not show the token, for a token that is not valid UTF-8: it cannot be proved."""
     try:
         (token or "").encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{source} is no text in UTF-8, so other machines could not be sure to have the same; "
+            f"{source} is not valid UTF-8, so other machines could not be sure to have the same; "
             f"give the machines of a launch a token in UTF-8, of ASCII at best"
         ) from None

@@ -71,7 +71,7 @@ class Rank:
     def __init__(self, args: RankArgs) -> None:
         self._args = args
         self._spec = args.spec
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a fork that returns from the function would answer as if it were the rank
         self._who = self._named()
         self._device = args.spec.device_type
         self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
@@ -111,7 +111,7 @@ class Rank:
         multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
         if context.authkey:
             multiprocessing.current_process().authkey = context.authkey
-        sys.path[:] = context.sys_path
+        sys.path[:] = context.sys_path  # in place: others hold the list itself
         sys.argv[:] = context.argv
         device.share_cores(self._spec)
         if self._spec.streams(args.local_rank):
@@ -137,6 +137,7 @@ class Rank:
 
     def _task_of(self, record: RunCall, fds: list[int]) -> Task:
         """Returns the call that the agent has sent, after what came beside it has been taken in."""
+        # In the order in which the agent has appended them: the call, the leases, the file for answers.
         call_fd = fds.pop(0) if record.attached else -1
         leases = record.details.leases if record.details is not None else 0
         for fd in fds[:leases]:  # held until this process ends, out of the way of the user's
@@ -171,6 +172,7 @@ class Rank:
 
     def _take_answer_fd(self, fd: int) -> None:
         """Takes a memfd for answers instead of the last one, which may be mapped."""
+        # The caller maps the last answer: its values would change under the user if it were written to again.
         was, self._answer_fd = self._answer_fd, fd
         if was >= 0:
             del self._kept[was]
@@ -179,9 +181,10 @@ class Rank:
 
     def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         """Sends an answer on its queue, with the content; a large one goes into the memfd before."""
-        task = self._task or self._next_task()  # one that fails while it becomes a rank answers the first call
+        task = self._task or self._next_task()  # a rank that fails before a call has come answers the first one
         if task is None:
             return
+        # Before the descriptors are looked at: a __reduce__ is code of the user's, and may close them.
         data = payload.write(self._memfd, content, to_caller=kind is AnswerKind.VALUE, most=ANSWER_LIMIT)
         self._check_descriptors()
         self._seal()
@@ -203,7 +206,7 @@ class Rank:
     def _disown(self) -> None:
         """Takes what a rank answers with from a fork of it, which would share even the place that it writes to."""
         self._is_fork = True
-        null = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)  # not closed: no file of the fork's may get these numbers
         for fd, kept in self._kept.items():
             if linux.identity(fd) == kept:
                 os.dup2(null, fd, inheritable=False)
@@ -241,6 +244,7 @@ class Rank:
         """Answers with an exception."""
         phase = self._phase
         self._enter(Phase.FAILING)
+        # a script's classes are not the caller's
         catchable = kind is AnswerKind.ERROR and isinstance(error, Exception) and self._spec.command is None
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
         self._answer(kind, remote, consequence=consequence or remote_error.is_consequence(remote))

@@ -36,6 +36,7 @@ def install(
     if word:
         from mlaunch.rank.debugging import ide
 
+        # Before the ranks join: the limit of a collective in which others wait already cannot be changed.
         group.lift_limits()
         return ide.IdeSession(who) if ide.is_awaited(word, rank) else None
     return None
@@ -55,8 +56,10 @@ class BreakpointHook:
         Raises:
             RuntimeError: There is nobody to ask.
         """
+        # Asked at each breakpoint(), as Python does: a program may set it while it runs.
         if os.environ.get("PYTHONBREAKPOINT", "") not in _USUAL:
             return sys.__breakpointhook__(*args, **kwargs)
+        # A child has the rank's channel open as well: the two would take each other's lines from it.
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"breakpoint() in process {os.getpid()}, a child of {self._who()}: only the rank itself has a prompt. "

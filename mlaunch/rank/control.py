@@ -51,7 +51,7 @@ _limits = HeldLimits()
 
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
     """Starts it. It is none that ``threading`` knows: a program may count its threads, and wait for them at its end."""
-    stop_point.point = StopPoint()
+    stop_point.point = StopPoint()  # before the thread begins: its first question may be about this
     os.register_at_fork(after_in_child=_forget)
     _thread.start_new_thread(_answer_all, (channel, stop_point.point))
 
@@ -62,8 +62,10 @@ def _forget() -> None:
 
 
 def _answer_all(channel: Channel[ControlHears, ControlSays], point: StopPoint) -> None:
+    # Faults are left open: a thread that causes one which it blocks is killed before any handler has written a stack.
     # A signal that the main thread blocks, in order to wait for it, would else come here, and end the process.
     _signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FAULTS)
+    # Quietly: whoever has closed the channel is looked after elsewhere, and a traceback here would be a mystery.
     with contextlib.suppress(EOFError, OSError):  # the agent is gone, or the function has closed our descriptor
         while True:
             record, fds = channel.receive()

@@ -42,6 +42,8 @@ _until_exit: list[object] = []
 class FunctionRank(Rank):
     """Its life is a loop over calls; today's launches send one."""
 
+    # Until all of its machine have answered: gloo lets a rank out of new_group while others still greet it, and the
+    # end of one broke their group (1 call of 150 with 4 ranks on 2 busy cores).
     _AFTERWARDS = Phase.RETURNED  # where it waits for what comes next
 
     def __init__(self, args: RankArgs) -> None:
@@ -194,7 +196,7 @@ class FunctionRank(Rank):
         inherited = self._args.inherited
         if task.call is None:  # forked from the caller: everything is here
             if inherited is None:
-                raise RuntimeError("a call came without its function")
+                raise RuntimeError("a call came without its function (a bug in mlaunch)")
             return calls.resolve(inherited.function), inherited
         call = self._unpickle(task.call)
         function = calls.resolve(call.function)

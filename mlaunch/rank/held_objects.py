@@ -35,6 +35,8 @@ class Table:
     def free(self, numbers: Iterable[int]) -> None:
         """Lets go of objects; of those that it never held, too."""
         for number in numbers:
+            # A number is told until it was heard, so it may come twice, and of a call that failed before it held
+            # anything.
             self.objects.pop(number, None)
 
 
@@ -50,6 +52,7 @@ def resolve(owner: str, number: int) -> Any:
 
 def fetch(value: Any, rank: int | None) -> Any:
     """Returns a held object from one rank, or from all."""
+    # The other ranks answer None: a held model would travel once for each of them.
     here = this_rank.this_rank
     return value if rank is None or (here is not None and here.rank == rank) else None
 
@@ -58,7 +61,7 @@ def pick(values: Sequence[Any]) -> Any:
     """Returns this rank's part of scattered values; called as the arguments of a call are unpickled."""
     here = this_rank.this_rank
     if here is None:
-        raise LookupError("scattered values can be had in a rank alone")
+        raise LookupError("scatter() values can only be unpickled in a rank")
     return values[here.rank]
 
 
@@ -84,4 +87,5 @@ def _size(value: object) -> int:
     size = getattr(value, "nbytes", None)
     if isinstance(size, int):
         return size
+    # Of anything else the object alone counts: to follow all references may lead through the whole process.
     return len(value) if isinstance(value, bytes | bytearray) else sys.getsizeof(value, 0)

@@ -112,6 +112,7 @@ def since_the_call(call: int | None = None) -> Numbers:
     """
     import torch.distributed as dist
 
+    # Read once: the main thread may begin the next call meanwhile.
     beginning = _present.beginning
     found: dict[str, tuple[tuple[int, ...], int | None]] = {}
     if call not in {None, beginning.call}:

@@ -64,11 +64,13 @@ class KeptRank(FunctionRank):
             return
         self._can_be_called_back = True
         again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
+        again.daemon = True  # else the interpreter's end would wait for it
         again.start()
 
     def _is_to_end(self) -> bool:
         number = self._task.number if self._task is not None else 0
+        # The agent notes the number on the board, then signals: a signal that is late finds a call which is not
+        # meant.
         return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= number > 0
 
     def _run_task(self, task: Task) -> None:
@@ -99,6 +101,7 @@ class KeptRank(FunctionRank):
                 super()._run_task(task)
             finally:
                 self._can_be_called_back, self._raised = False, None
+        # It ends the rank, as it ends that of a launch: its caller gets fresh ones.
         except SystemExit:
             raise
         except BaseException as error:
@@ -129,6 +132,7 @@ class KeptRank(FunctionRank):
 
     def _stale(self) -> str:
         reload.note()  # before the caller can change a file
+        # One rank of a machine is enough: all have imported from the same files.
         if self._args.local_rank > 0:
             return ""
         return ",".join(reload.stamps()[:_STALE_MODULES])[:_STALE_LIMIT]
@@ -144,6 +148,7 @@ class KeptRank(FunctionRank):
 
     def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
         function, call = super()._receive(task)
+        # Now, as it may be mapped: arguments of a call would stay in memory until the next one.
         if task.call is not None:
             task.call.close()
         if call.freed:

@@ -14,7 +14,7 @@ from mlaunch.rank.setup import process
 
 def run(args: RankArgs) -> NoReturn:
     """Lives a rank's life. Never returns: what lies above belongs to the process that was forked."""
-    code = 1
+    code = 1  # unless all went well: an error in the lines below must not look like success
     try:
         code = _rank(args).live()
     except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
@@ -27,7 +27,7 @@ def run(args: RankArgs) -> NoReturn:
             if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
                 cores.end_on_one(os.getppid() + args.local_rank)
         finally:
-            os._exit(code)
+            os._exit(code)  # above are the fork server's frames, which must not run here
 
 
 def _rank(args: RankArgs) -> Rank:

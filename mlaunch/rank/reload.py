@@ -19,6 +19,7 @@ from typing import Any
 from mlaunch.base.frames import is_ours
 from mlaunch.rank import held_objects
 
+# Not looked at: they are thousands of files, and change when something is installed.
 _LIBRARIES = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
 
 
@@ -49,6 +50,7 @@ def watch() -> None:
             _modules.read[path] = _changed_at(path)
         return original(self, path)
 
+    # The loader asks for the time just before it reads the file; asked later, an edit in between would be missed.
     loader.path_stats = path_stats  # type: ignore[method-assign]
 
 
@@ -97,11 +99,13 @@ def stamps() -> list[str]:
 def reload_changed() -> tuple[list[str], str]:
     """Reloads what has changed; returns the names, and a traceback if a module fails: then put them all back."""
     _modules.before.clear()
+    # Finders know directories by their time of change, and a module that was added since would not be found.
     importlib.invalidate_caches()
     names = changed()
     try:
         for name in names:
             module = sys.modules[name]
+            # A reload runs in the old namespace, so of a module that fails half-way some names are new and some old.
             _modules.before[name] = dict(vars(module))
             _reload(module)
     except BaseException:
@@ -111,7 +115,7 @@ def reload_changed() -> tuple[list[str], str]:
 
 def _reload(module: types.ModuleType) -> None:
     file, _ = _modules.files[module.__name__]
-    at = _changed_at(file)
+    at = _changed_at(file)  # before the reload: an edit during it is one more change
     importlib.reload(module)
     _modules.files[module.__name__] = file, at
 
@@ -130,4 +134,5 @@ def finish() -> list[int]:
     """Ends a reload that went well everywhere; returns the numbers of held objects whose classes it has replaced."""
     names = set(_modules.before)
     _modules.before.clear()
+    # They stay what they were: to isinstance() they are of no class that the module has now.
     return [number for number, found in held_objects.table.objects.items() if type(found).__module__ in names]

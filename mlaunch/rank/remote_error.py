@@ -12,6 +12,7 @@ from mlaunch.protocol import explain
 from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
 
 # What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.
+# By their text: torch raises a plain RuntimeError for each of them.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
                  "remote process exited", "NCCL communicator was aborted", "Socket closed",
                  "Connection was likely closed", "failed to recv, got 0 bytes")  # fmt: skip
@@ -99,5 +100,5 @@ def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # the user's __str__
+    except Exception as broken:  # the user's __str__, whose error must not hide this one
         return f"<its __str__ raised {type(broken).__name__}>"

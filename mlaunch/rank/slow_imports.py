@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from mlaunch.protocol.board import Board
 
 _PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+# warm_up(preload=) could not help with these: the fork server has them, or brings them by itself.
 _NOT_TOLD = sys.stdlib_module_names | {"torch", "mlaunch"}
 _LONG = 0.5  # seconds of a call, which nobody minds once
 
@@ -46,6 +47,7 @@ def prepare() -> None:
         if _watch.board is None or _watch.inside or not self.path.startswith(_PACKAGES):
             original(self, module)
             return
+        # What a package imports is part of its time, whichever package that is.
         begun, _watch.inside = time.monotonic(), True
         _watch.note(module.__name__)
         try:
@@ -71,6 +73,7 @@ def conclude() -> None:
     if _watch.board is None or not _watch.seconds:
         return
     told = {name: seconds for name, seconds in _watch.seconds.items() if name not in _NOT_TOLD}
+    # For this call alone: on ranks that stay, the next one is not told of it again.
     _watch.seconds.clear()
     longest = max(told, key=told.__getitem__, default="")
     if told.get(longest, 0.0) >= _LONG:

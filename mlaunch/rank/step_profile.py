@@ -33,6 +33,7 @@ class StepProfile:
 
     def __enter__(self) -> None:
         self._try(self._begin)
+        # Through the slot, since progress() is imported by users and must not import torch's profiler.
         if progress.slot is not None:
             progress.slot.steps = self
 
@@ -66,6 +67,7 @@ class StepProfile:
             self._end()
 
     def _end(self) -> None:
+        # Taken out first: stop() writes the file, and while that fails a step of the user's may come here again.
         running, self._profile = self._profile, None
         if running is not None:
             self._try(running.stop)
@@ -77,6 +79,7 @@ class StepProfile:
         first, last = self._order.first, self._order.last
         if first <= step < last:
             return ProfilerAction.RECORD_AND_SAVE if step == last - 1 else ProfilerAction.RECORD
+        # CUPTI takes its time as it begins, which would count as the first step's.
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
 
     def _write(self, recorded: profiler.profile) -> None:

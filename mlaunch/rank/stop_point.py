@@ -29,6 +29,8 @@ class StopPoint:
         """Counts a look; returns the reason to stop, "" for none."""
         with self._changed:
             self._looks += 1
+            # One look at a flag: it is asked at each step of a training loop, and mostly there is nothing to be
+            # known.
             return self._known() if self._alert else ""
 
     def _known(self) -> str:
@@ -60,6 +62,7 @@ class StopPoint:
         """Takes the decision."""
         with self._changed:
             self._decided = call, look, reason
+        # After the decision is there: a look that wakes without it would go on.
         self.thaw(call)
 
     def looks(self, call: int | None) -> int:

@@ -22,8 +22,10 @@ class WholeLines(io.BufferedWriter):
         """Writes what is complete; returns how much was taken, which is all."""
         taken = bytes(data)
         end = taken.rfind(b"\n") + 1
+        # Bars of tqdm end without a newline for minutes.
         if taken.find(b"\r", end) >= 0:
             end = len(taken)
+        # The kernel takes up to PIPE_BUF bytes as one; of a longer write, another rank's may come in between.
         for piece in _pieces(taken[:end], PIPE_BUF - self._held):
             super().write(piece)
             self.flush()

@@ -12,6 +12,7 @@ import struct
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+# By ioctl: the standard library names interfaces, but not their addresses.
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _FLAGS, _UP = 16, 0x1  # where the kernel puts an interface's flags; that of one that is up
 _NAME = 256  # bytes for the name in the ioctl's argument
@@ -25,6 +26,7 @@ def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
     takes 40 ms where the other side has nothing to say; asyncio changes that for what it has opened by itself alone.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # The kernel cuts the backlog to net.core.somaxconn; who finds it full tries again after 1 s.
     listener = socket.create_server((address, port), family=family, backlog=4096)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which connections inherit
     return listener
@@ -50,6 +52,8 @@ def is_taken(port: int) -> bool:
     """Tells whether somebody on this machine listens at a port, on any address."""
     dual = socket.has_dualstack_ipv6()
     try:
+        # On all addresses at once: a port that is free on one may be taken on another, where rank 0 is to listen as
+        # well.
         family = socket.AF_INET6 if dual else socket.AF_INET
         socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
     except OSError as error:
@@ -84,6 +88,7 @@ def interface_of(address: str) -> str:
 def identity() -> str:
     """Names this machine's network: two processes with the same one find each other on loopback."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    # The namespace besides: containers of one machine have its boot_id, but each a loopback of its own.
     return f"{machine} {os.stat('/proc/self/ns/net').st_ino}"
 
 
@@ -106,6 +111,7 @@ def addresses() -> list[str]:
                 if _is_up(probe, name):
                     found[name] = socket.inet_ntoa(answer[_ADDRESS])
     usual = _usual_interface()
+    # Of several networks that with the way to everywhere is the one on which other machines are most likely to be.
     ordered = sorted(found, key=lambda name: name != usual)
     return [found[name] for name in ordered if not ipaddress.ip_address(found[name]).is_loopback]
 

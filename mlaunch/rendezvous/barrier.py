@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mlaunch.rendezvous.waiting import wait_for
 
 _PASSED = "passed"
+# Far beyond any number of arrivals, and so that a few of these still fit into the store's 64 bits.
 _CLOSED = 1 << 40  # added to a count that is to count for nobody
 
 
@@ -77,11 +78,14 @@ class Barrier:
             if put is not None:
                 put(turn)
             self.arrive(turn, counted=put is not None)
+            # Asked once we count: whoever has given up before cannot have counted on us.
             late = self._store.check([turn.end])
             outcome = self._wait(turn, timeout)
             if outcome == _PASSED:
+                # Each takes its own mark away, so a barrier in a loop leaves nothing behind in the store.
                 self._store.delete_key(f"{turn.place}/{turn.position}")
                 return turn
+            # Each of those who gave up adds it: which of them is first does not matter, and nobody need be asked.
             self._store.add(f"{turn.barrier}/count", _CLOSED)
             if not late:  # else others gave up before we came: we are the first of those who try again
                 raise NotAllCameError(self._came(turn), outcome)
@@ -103,6 +107,7 @@ class Barrier:
         last = turn.position == self._size - 1
         if counted:
             last = self._store.add(f"{turn.place}/arrived", 1) == self._size
+        # Nobody gives up in writing, so there is nothing to compare with: one operation instead of two.
         if last and unlimited:
             self._store.set(turn.end, _PASSED)
         elif last:
@@ -114,6 +119,8 @@ class Barrier:
     def _end(self, turn: Turn, outcome: str) -> None:
         """Ends the turn so, unless it has ended. Only ``set`` wakes those who wait at a store without libuv."""
         if self._store.compare_set(turn.end, "", outcome) == outcome.encode():
+            # Such a store wakes those who wait for a key at set alone; a barrier once left the ranks waiting that
+            # came first.
             self._store.set(turn.end, outcome)
 
     def _wait(self, turn: Turn, timeout: float) -> str:

@@ -69,8 +69,11 @@ class Client:
         """Puts a picklable value under a name, in place of any before. Waits for nobody."""
         place, signer = f"value/{key}", self._known_signer(f"user_set({key!r})")
         data = _pickled(val, f"user_set({key!r})")
+        # The store can neither read without waiting nor compare and delete; so each value is a version, numbered and
+        # claimed by counters, which it adds to as one step.
         version = self._store.add(f"{place}/version", 1)
         self._store.set(f"{place}/{version}", signer.sign(f"{place}/{version}", data))
+        # Not the version just before: somebody may have read its number and not its value yet.
         for name in (f"{place}/{version - _KEPT}", f"{place}/{version - _KEPT}/taken"):
             self._store.delete_key(name)
 
@@ -133,6 +136,7 @@ class Client:
         value = f"{self._meet(f'bcast/{key}', size, what, timeout, put).place}/value"
         sent = self._peek(value)
         found = None if sent is None else self._unpack(value, sent, what)
+        # The last reader takes it away; nobody else knows when all have it.
         if self._store.add(f"{value}/read", 1) == size:
             self._store.delete_key(value)
             self._store.delete_key(f"{value}/read")
@@ -157,6 +161,7 @@ class Client:
 
     def _unpack(self, place: str, signed: bytes, what: str) -> Any:
         pickled = self._known_signer(what).open(place, signed)
+        # Before the unpickling, which runs whatever code the writer has chosen.
         if pickled is None:
             raise ValueError(f"{what}: the value has another signature: it was set by a client with another secret")
         return pickle.loads(pickled)

@@ -28,6 +28,7 @@ from typing import Any
 
 from mlaunch.base.text import printable
 
+# Counted up with each change of records, so that two versions of mlaunch refuse each other in words.
 PROTOCOL = 7
 ROLES = ("control", "store", "put", "get")
 LINE_LIMIT = 262_144  # bytes of a record
@@ -164,6 +165,7 @@ async def _prove_first(
         raise UnprovedError("the master has no token, and this machine has one", _SAME_TOKEN)
     if "challenge" not in answer:
         raise UnprovedError(_other_version(answer) or "what answers there is no master of mlaunch")
+    # Checked for its form: one with a NUL in it could shift the parts of the text that is signed.
     theirs = _nonce(answer["challenge"])
     await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
     answer = await read(reader)
@@ -193,9 +195,11 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         await send(writer, {"welcome": PROTOCOL})
         return role
     ours = secrets.token_hex(16)
+    # A nonce of each side: proofs that somebody has recorded are of no use at another time, nor turned round.
     await send(writer, {"challenge": ours})
     proof = (await read(reader)).get("proof")
     if not _is(proof, _prove(token, "client", nonce, ours, role)):
+        # No more than that: why a guess is wrong would be of use to whoever guesses.
         await send(writer, {"refused": "wrong token"})
         wrong = WrongTokenError if _PROOF.fullmatch(str(proof)) else ConnectionError  # the latter is no machine's
         raise wrong("a client with a wrong token")

@@ -36,6 +36,7 @@ class _Client:
         try:
             if events & select.EPOLLOUT:
                 rest, self._unsent = self._unsent, b""
+                # Before the rest is sent: that listens for room again if there is too little.
                 self._poll.modify(self.end, select.EPOLLIN)
                 self._send(rest)
                 return True
@@ -74,6 +75,7 @@ class LocalStore:
         self._users = PeerUser()
         self._clients: dict[int, _Client] = {}
         self._poll = select.epoll()
+        # The thread sleeps in poll(), which nothing else of this process wakes.
         self._closing = os.eventfd(0)
         self._is_full = False  # descriptors are lacking
         listener.setblocking(False)
@@ -106,10 +108,14 @@ class LocalStore:
 
     def _accept(self) -> None:
         try:
+            # One for each event: the listener tells again while more wait, and clients that are served already get
+            # their turn.
             end, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:
+            # Without that the thread would spin: what waits in the kernel's queue makes the listener ready again at
+            # once.
             self._is_full = True
             self._poll.unregister(self._listener)
             return
@@ -136,6 +142,7 @@ def host(listener: socket.socket) -> None:
     The ranks can already connect, since the socket listens, and have work to do until they need it. In a launch over
     several machines the gate's process has the store, since machines join before ranks are forked.
     """
+    # A descriptor of its own: the agent still has the socket, whose number the next launch closes or uses again.
     _hosted.append(LocalStore(listener.dup()))
 
 

@@ -31,6 +31,7 @@ class Pieces:
     def send(self, stream: int, data: bytes) -> None:
         """Sends data, or without any the stream's end, before the loop's next turn."""
         if not self._out:
+            # One write for all that a turn of the loop brings, and not a system call for each piece.
             self._loop.call_soon(self._flush)
         for start in range(0, max(1, len(data)), LONGEST):
             piece = data[start : start + LONGEST]
@@ -52,6 +53,7 @@ class Pieces:
         """Yields pieces until the connection ends. ConnectionError for what is none."""
         data, at = b"", 0
         while more := await self._reader.read(_READ):
+            # Cut once for each read and not for each piece, which would copy the rest as often.
             data, at = data[at:] + more, 0
             while len(data) - at >= HEAD.size:
                 stream, size = HEAD.unpack_from(data, at)

@@ -27,6 +27,7 @@ def look_up_as_chosen() -> None:
 @contextlib.contextmanager
 def from_files_only() -> Iterator[None]:
     """Does the same for a while. For a process whose other threads look no names up meanwhile."""
+    # A call of 64 ranks takes 0.8 s with a name server that never answers, and with none; it took 5 s and more.
     changed = look_up_in_files_only()
     try:
         yield
@@ -47,4 +48,5 @@ def _chosen_services() -> bytes:
             database, _, services = line.partition(b"#")[0].partition(b":")
             if database.strip() == b"hosts" and services.strip():
                 return services.strip()
+    # glibc's own default, where the file does not say.
     return b"files dns"

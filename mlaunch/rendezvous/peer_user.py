@@ -64,6 +64,7 @@ class PeerUser:
             return None
         self._asked += 1
         ends = _PORTS.pack(theirs[1], ours[1]) + b"".join(_packed(host).ljust(16, b"\0") for host, _ in (theirs, ours))
+        # Only connections that stand: one that is being closed has no owner any more.
         query = _QUERY.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 1 << _ESTABLISHED) + ends + _ANY
         head = _HEAD.pack(_HEAD.size + len(query), _BY_FAMILY, _REQUEST, self._asked, 0)
         try:
@@ -72,6 +73,7 @@ class PeerUser:
         except OSError:
             return None
         _, kind, _, number, _ = _HEAD.unpack_from(answer)
+        # An answer that came late, to a question before, would be about another connection.
         if (kind, number) != (_BY_FAMILY, self._asked):
             return None
         user, file = _OWNER_FORM.unpack_from(answer, _OWNER)

@@ -45,4 +45,5 @@ class Signer:
         return data if hmac.compare_digest(signature, self._signature(place, data)) else None
 
     def _signature(self, place: str, data: bytes) -> bytes:
+        # The place is signed with the data: a value that is valid somewhere cannot be put somewhere else.
         return hmac.digest(self._secret, b"mlaunch value\0" + place.encode() + b"\0" + data, "sha256")

@@ -51,11 +51,14 @@ class Server:
                 [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
                 stdin=subprocess.PIPE,  # its end tells the server that we are gone
                 pass_fds=[fd],
+                # Ctrl-C in a terminal goes to the whole foreground group; when the server ends is its owner's
+                # decision.
                 start_new_session=True,
             )
         self.secret = secret.draw()
         name = secret.variable(self.py_server_port)
         os.environ[name] = self.secret
+        # Runs at the interpreter's end, too, and before modules are gone, unlike __del__.
         self._close = weakref.finalize(self, _end, self._process, name)
 
     def close(self) -> None:
@@ -102,6 +105,7 @@ def _end(process: subprocess.Popen[bytes], variable: str) -> None:
     os.environ.pop(variable, None)
     if process.stdin is not None:
         process.stdin.close()
+    # At once: the store's thread may hold up an end in good order, and nothing of it is worth keeping.
     process.kill()
     process.wait()
 

@@ -46,6 +46,7 @@ class StoreClient:
 
         One rank looks, for all: what each must do does not grow with their number.
         """
+        # Whoever comes first; each rank asking for each key would be their number squared, at a moment when all ask.
         if self.store.add(f"{_MISSING}/asked", 1) == 1:
             arrived = {int(rank) for rank in self.store.get(ARRIVED).decode().split(",") if rank}
             lacking = [rank for rank in range(world_size) if rank not in arrived]

@@ -1,7 +1,7 @@
-"""The launch's own store: in the agent on one machine, beside the gate in a process of its own on several.
+"""The process of a launch over several machines that has the gate and, beside it, the launch's store.
 
-On one machine it is torch's TCPStore, on a socket that was bound and listening before anyone was told of it: no port is
-found and then lost, and no client dials too early and waits.
+Its socket is bound and listens before anyone is told of it: no port is found and then lost, and no client dials too
+early and waits.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class StoreProcess:
 
     def __init__(self, gate: GateConfig, close_in_child: Iterable[int] = ()) -> None:
         parent = os.getpid()
+        # A process of its own, since machines join before ranks are forked: a process that hosts a store's thread and
+        # then forks can leave its children waiting for the resolver's lock for ever.
         self.pid = os.fork()
         if self.pid == 0:
             _run(gate, parent, close_in_child)
@@ -59,10 +61,12 @@ class StoreProcess:
 
 def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
     try:
+        # First: an agent that dies meanwhile must not leave the port taken.
         linux.die_with(parent)
         name_process("gate", gate.launch_id)
         for fd in close:
             os.close(fd)
+        # Each machine has two connections here, and the soft limit is 1024 on most systems.
         rlimits.allow_files()
         gate.serve()
     finally:

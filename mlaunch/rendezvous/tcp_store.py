@@ -101,6 +101,7 @@ def _do_without() -> None:
     """
     os.environ[VARIABLE] = "0"
     torchs: Any = importlib.import_module("torch.distributed.rendezvous")
+    # Once: forks of a fork server that has done it come here again.
     if not isinstance(torchs.TCPStore, functools.partial):
         torchs.TCPStore = functools.partial(torchs.TCPStore, use_libuv=False)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Only torch 2.6 and 2.7 ask again and again: clone came with 2.8 (pytorch#150966).
 _LONGEST_PAUSE = 0.05  # seconds
 
 
@@ -26,6 +27,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
     if clone is None:
         return _ask_until(store, key, time.monotonic() + timeout)
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    # A daemon: after Ctrl-C nobody needs the thread, and the store cannot be made to return.
     threading.Thread(target=_wait, args=(clone, key, timeout, answers.put), daemon=True).start()
     error = answers.get()
     if error is None:

@@ -341,9 +341,9 @@ def test_held_machines_are_theirs_until_they_end(engine: Threads) -> None:
     with engine.hold(n_gpus=2) as cluster:
         with Ranks(engine=cluster) as ranks:
             pids = ranks.run(pid)
-            with pytest.raises(LaunchError, match=r"^Ranks \(3\) have taken these machines"):
+            with pytest.raises(LaunchError, match=r"^these machines are in use by Ranks \(3\)"):
                 launcher(pid, engine=cluster)()
-            with pytest.raises(LaunchError, match="have taken these machines"):
+            with pytest.raises(LaunchError, match="these machines are in use by"):
                 Ranks(engine=cluster)
             assert ranks.run(pid) == pids
         assert not set(launcher(pid, engine=cluster)()) & set(pids)

@@ -820,7 +820,7 @@ def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
         return record
 
     failure = asyncio.run(run())
-    assert failure.who.startswith("the way to the store on host ")
+    assert failure.who.startswith("the connection of host ")
     assert failure.what == "broke: its connection was closed"
 
 

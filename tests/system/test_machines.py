@@ -373,7 +373,9 @@ def test_a_link_that_is_stopped_later(network: Network, victim: int) -> None:
         os.kill(link, signal.SIGSTOP)
         texts = [end["text"] for end in machines.ends()]
         wait_gone([link])
-    assert texts[victim].startswith("the link to the other machines of train() said nothing for 4 s (was it stopped?)")
+    assert texts[victim].startswith(
+        "the process that talks to the other machines of train() said nothing for 4 s (was it stopped?)"
+    )
     assert re.search(r"was lost: (no heartbeat came for 4 s|its connection was closed)", texts[1 - victim])
 
 
@@ -383,7 +385,7 @@ def test_a_link_that_dies_later(network: Network) -> None:
         machines.until(0, "running")
         os.kill(link_of(machines.processes[1], master=False), signal.SIGKILL)
         first, second = machines.ends()
-    assert second["text"].startswith("the link to the other machines of train() died")
+    assert second["text"].startswith("the process that talks to the other machines of train() died")
     assert "(rank 1) of train() was lost: its connection was closed" in first["text"]
 
 

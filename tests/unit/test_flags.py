@@ -327,7 +327,7 @@ def test_the_prefix_is_torchruns(args: list[str], environ: dict[str, str], prefi
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"^MLAUNCH_TOKEN is no text in UTF-8"):
+    with pytest.raises(UsageError, match=r"^MLAUNCH_TOKEN is not valid UTF-8"):
         job(MLAUNCH_TOKEN=os.fsdecode(b"hush\xff"))
 
 

@@ -16,11 +16,11 @@ MANY = 512
 
 def test_consequences_that_are_alike_are_one_line() -> None:
     others = [RankFailure(rank, 1, "raised RuntimeError: closed by peer", consequence=True) for rank in range(1, MANY)]
-    others.insert(3, RankFailure(None, 1, "died", subject="the link to the other machines"))
+    others.insert(3, RankFailure(None, 1, "died", subject="the process that talks to the other machines"))
     text = str(FailureText("train()", [RankFailure(0, 1, "raised ValueError: boom"), *others]))
     assert text.partition("after which:\n")[2].splitlines() == [
         "  ranks 1-511 raised RuntimeError: closed by peer",
-        "  the link to the other machines died",
+        "  the process that talks to the other machines died",
     ]
 
 

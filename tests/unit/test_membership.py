@@ -159,7 +159,7 @@ def test_a_link_that_ends_after_a_failure_is_no_news(told: bool) -> None:
         peers.tell(RankFailure(0, 1, "raised ValueError"))
     link.theirs.close()
     heard = peers.hear([link.channel.fileno()], launcher)
-    assert (heard.who if heard else "") == ("" if told else "the link to the other machines")
+    assert (heard.who if heard else "") == ("" if told else "the process that talks to the other machines")
     assert not peers.awaited
     for channel in (link.channel, launcher, other):
         channel.close()

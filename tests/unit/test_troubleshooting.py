@@ -33,7 +33,7 @@ INTERNAL = (
     "what answers there is no master of mlaunch",
     "the value of rank … has a wrong signature",
     "a … of … bytes; a record holds",
-    "a call came without its function",
+    "a call came without its function (a bug in mlaunch)",
     "sent … where Ready was expected",
     "was not asked what it can give",
     "module 'mlaunch' has no attribute",

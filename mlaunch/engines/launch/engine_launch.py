@@ -68,7 +68,7 @@ class AllServers:
         self._machines.kill()
 
     def describe_end(self) -> str:
-        return "what hears its machines has ended"
+        return "the thread that listens to the machines has ended (a bug in mlaunch?)"
 
     def close(self) -> None:
         """Waits for the last words of all, after the handle was closed."""

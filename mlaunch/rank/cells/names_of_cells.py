@@ -12,6 +12,7 @@ from mlaunch.protocol.messages.cell_messages import NamesOfRank
 from mlaunch.rank import held_objects
 from mlaunch.rank.cells.run_cell import main, main_of_cells, rank, shell
 
+# What is imported or defined is in the cells to be seen; asked for is what takes memory.
 _HIDDEN = (types.ModuleType, types.FunctionType, type)
 _THEIRS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})  # IPython's
 
@@ -48,5 +49,6 @@ def describe_names() -> NamesOfRank:
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize()
     cuda: Any = torch.cuda  # untyped in part
+    # Only where the function has used CUDA: to ask would start it, which takes hundreds of MB of the device.
     on_device = cuda.memory_allocated() if cuda.is_initialized() else 0
     return NamesOfRank(os.getpid(), resident, on_device, names)

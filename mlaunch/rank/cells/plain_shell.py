@@ -23,9 +23,11 @@ class PlainShell:
     def run(self, source: str, file: str, _number: int, lines_above: int, /) -> CellAnswer:
         """Runs a cell; raises what the cell raises."""
         source = "\n" * lines_above + source
+        # Before it is compiled: a traceback of a syntax error shows the line, too.
         sources.take((file, source))
         flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         body = compile(source, file, "exec", flags, dont_inherit=True).body
+        # As in a notebook: the value of a last expression is shown, unless a semicolon follows it.
         last = body.pop() if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";") else None
         self._evaluate(ast.Module(body, []), file, "exec")
         value = self._evaluate(ast.Expression(last.value), file, "eval") if isinstance(last, ast.Expr) else None

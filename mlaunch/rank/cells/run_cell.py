@@ -42,6 +42,7 @@ def run_cell(
         try:
             answer = shell().run(source, file, *place)
         except SystemExit as leaving:
+            # A SystemExit would end this rank, and with it all that the cells have made.
             said = "" if leaving.code is None else repr(leaving.code)
             raise RuntimeError(f"the cell called sys.exit({said}); ranks end with %ranks --close") from None
     # Each rank has made all forms, which may take a collective; one rank's are enough to be seen.
@@ -59,6 +60,7 @@ def shell() -> CellRunner:
     try:
         from mlaunch.rank.cells.shell import open_shell
     except ModuleNotFoundError as error:
+        # A package that IPython lacks is another matter than IPython that is not there: it should be told.
         if (error.name or "").partition(".")[0] not in {"IPython", "traitlets"}:
             raise
         return PlainShell(main)

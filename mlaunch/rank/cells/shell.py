@@ -91,6 +91,7 @@ class CellShell(InteractiveShell):
                 raise _below_ipython(error, file)
             return CellAnswer(self.last, tuple(self.displays))
         finally:
+            # IPython keeps the latest result for %debug and the like, with a model of the user's in its frames.
             self.last, self.displays, self.last_execution_result = None, [], None
             del done, error  # with what the frames of the error hold
 
@@ -121,8 +122,10 @@ def open_shell(module: types.ModuleType) -> CellShell:
         type(InteractiveShell.instance()).clear_instance()
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
     config = Config()
+    # It would open a database in the user's directory, which ranks would lock each other out of, and a thread.
     config.HistoryManager.enabled = False
     config.InteractiveShell.cache_size = 0  # else each value that was shown would stay in memory
+    # The caller shows tracebacks, and knows what its terminal or notebook can show.
     config.InteractiveShell.colors = "nocolor"
     config.InteractiveShell.display_page = True
     before = sys.modules.get("__main__")
@@ -131,6 +134,7 @@ def open_shell(module: types.ModuleType) -> CellShell:
         config.InteractiveShell.ipython_dir = directory
         shell: CellShell = CellShell.instance(config=config, user_module=module, user_ns=vars(module))
     finally:
+        # IPython wants a directory while it begins, and never again here.
         shutil.rmtree(directory, ignore_errors=True)
         if before is not None:
             sys.modules["__main__"] = before

@@ -35,6 +35,7 @@ class Debugger:
         """Makes ``input`` ask the caller, and ``pdb.set_trace`` stop as ``breakpoint`` does; no collective hurries."""
         sys.settrace(None)  # of a debugger of the caller's, where this process is a fork of it
         threading.settrace(None)
+        # A rank has no standard input; the caller's terminal is at the other end of the channel.
         builtins.input = self._input(builtins.input)
         pdb.set_trace = sys.breakpointhook
         group.lift_limits()
@@ -56,6 +57,7 @@ class Debugger:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            # Before anything else runs: it would trace our own frames on the way out.
             sys.settrace(None)
             if not self._has_examined:
                 self.examine(error)
@@ -69,6 +71,7 @@ class Debugger:
 
     def examine(self, error: BaseException) -> None:
         """Opens a prompt where an exception was raised, if it was in this rank; returns when it is to go its way."""
+        # Of ranks that fail because of another one, only the first should ask: all others are at its mercy.
         if os.getpid() != self._pid or self._is_detached() or remote_error.is_of_another(str(error)):
             return
         self._has_examined = True

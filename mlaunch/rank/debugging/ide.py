@@ -22,7 +22,9 @@ class IdeSession:
         """Says how to attach, waits for that, and runs it; ``breakpoint()`` stops in the IDE."""
         import debugpy  # type: ignore[import-not-found, unused-ignore]  # an extra; it imports much
 
+        # debugpy would attach to each process that the rank starts, data loaders too.
         debugpy.configure(subProcess=False)
+        # A port that the system chooses: there are several ranks.
         _, port = debugpy.listen((_HOST, 0))
         print(f"{self._who()} waits for an IDE. Its entry in launch.json: {self._entry(port)}", flush=True)
         debugpy.wait_for_client()

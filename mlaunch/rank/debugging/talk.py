@@ -53,6 +53,8 @@ class Talk(io.TextIOBase):
             finally:
                 self._depth -= 1
                 self._place = before
+                # A prompt may open another one (a breakpoint in what is evaluated); the rank goes on after the
+                # outermost.
                 if not self._depth:
                     self._leave(place)
 
@@ -60,6 +62,7 @@ class Talk(io.TextIOBase):
         """Sends lines as they become whole."""
         lines, end, self._begun = (self._begun + text).rpartition("\n")
         whole = lines + end
+        # A record is one packet of a socket, whose size the kernel bounds.
         for start in range(0, len(whole), _AT_ONCE):
             self._send(PromptSays(whole[start : start + _AT_ONCE]))
         return len(text)
@@ -67,6 +70,7 @@ class Talk(io.TextIOBase):
     def readline(self, _size: int | None = -1) -> str:  # type: ignore[override]  # text, not bytes
         """Asks for a line, with what was written last before it. Returns "" if no more come."""
         with contextlib.suppress(Exception):  # what a stream of the user's raises
+            # What the function has printed before its prompt is to stand above it.
             sys.stdout.flush()
         prompt, self._begun = self._begun, ""
         self._send(PromptAsks(prompt[-_AT_ONCE:], self._place))
@@ -86,6 +90,7 @@ class Talk(io.TextIOBase):
         if self._begun:
             self.write("\n")
         self._send(PromptLeft(self.how, place))
+        # Not even a finally of the user's: it may enter a collective to which nobody comes.
         if self.how is Onward.QUITS:
             self._wait_for_end()
 

@@ -76,6 +76,7 @@ class Visit(Debugger):
 
     def leave(self) -> None:
         """Ends it, in the main thread, also where that still has places to stop at."""
+        # First: a trace function that meets a closed channel would raise in code of the user's.
         sys.settrace(None)
         for debugger in self._of_threads.values():
             debugger.clear_all_breaks()
@@ -92,6 +93,7 @@ class Visit(Debugger):
         self._channel.close()
 
     def _stop(self, frame: FrameType | None) -> None:
+        # The visitor may have gone before the main thread came out of C.
         if self not in _present or frame is None:
             return
         self._hooks = sys.breakpointhook, pdb.set_trace
@@ -148,6 +150,7 @@ class VisitorsPdb(RankPdb):
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
         super().interaction(frame, *trace)
         self._arrives = False
+        # The agent learns from the closed channel that the next visitor may come.
         if self.detached:
             self._visit.end()
 
@@ -200,6 +203,8 @@ def _is_users(frame: FrameType | None) -> bool:
 def _in_main_thread(task: _Task) -> None:
     """Lets the main thread call it between two instructions, with the frame that it is in; it may take its time."""
     _tasks.append(task)
+    # Between two instructions of Python: a signal would make system calls of the user's fail. It needs no ptrace, and
+    # works before Python 3.14.
     while ctypes.pythonapi.Py_AddPendingCall(_CALLBACK, None) != 0:  # others have filled the queue, of 32
         os.sched_yield()
 

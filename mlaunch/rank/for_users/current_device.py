@@ -42,5 +42,6 @@ def device_at(info: RankInfo, accelerator: str | None) -> torch.device:
 
     if accelerator is None:
         return torch.device("cpu")
+    # As if all machines had as many devices: nothing better is known where a launcher says no local rank.
     local_rank = info.rank if info.local_rank is None else info.local_rank
     return torch.device(accelerator, local_rank % torch.accelerator.device_count())

@@ -25,4 +25,5 @@ class RankZeroFilter(logging.Filter):
         self._variable = "LOCAL_RANK" if per_machine else "RANK"
 
     def filter(self, record: logging.LogRecord) -> bool:
+        # At each record, not once: the handler may be made before this process is a rank.
         return record.levelno >= self._level or os.environ.get(self._variable, "0") == "0"

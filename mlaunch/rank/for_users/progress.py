@@ -90,6 +90,7 @@ def _counted(iterable: Iterable[T], desc: str, total: int, here: Slot) -> Iterat
     try:
         for done, item in enumerate(iterable, 1):
             yield item
+            # After the item, so that a rank that hangs in its loop stands at the last step which it has finished.
             here.board.count(here.local_rank, done)
             if here.steps is not None:
                 here.steps.turn()

@@ -26,11 +26,13 @@ def report(step: int, **values: Value) -> None:
         TypeError: A value of another type.
         ValueError: The values take more than some 400 characters.
     """
+    # JSON, since whoever looks reads it without unpickling anything of a rank's.
     data = json.dumps([_plain("step", step), {name: _plain(name, value) for name, value in values.items()}]).encode()
     if len(data) > LIMIT:
         raise ValueError(f"report() of {len(data)} bytes; allowed: {LIMIT}: a few numbers. Return what is larger")
     here = progress.slot
     if here is not None:
+        # The ring has one writer; threads of a rank may report together.
         with _lock:
             here.board.ring(here.local_rank).add(data)
 

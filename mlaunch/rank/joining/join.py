@@ -151,6 +151,7 @@ def become_rank(
     _complete_environment(info)
     store = _meet(info, timeout)
     group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, device_of_rank))
+    # A gloo group that the interpreter's end destructs may wait for its threads for ever.
     atexit.register(leave)
     current_device.bound = device_of_rank
     if seed is not None:
@@ -166,10 +167,12 @@ def _meet(info: RankInfo, timeout: float | None) -> dist.Store:
 
     limit = device.limit(timeout)
     url = "env://" if info.launcher == "torchrun" else f"tcp://{_in_brackets(info.host)}:{info.port}"
+    # Asked first: torch's own server would raise that the address is in use, or wait for a client that is none.
     if info.rank == 0 and url != "env://" and is_taken(info.port):
         store = _store_that_is_there(info, limit)
     else:
         store = tcp_store.rendezvous(url, info.rank, info.world_size, limit)
+    # Only now: the store that was found may have been made with another.
     store.set_timeout(limit)
     # As torch's own, so that ranks without mlaunch find it. A server may see several worlds, one after the other.
     before = store.add(f"mlaunch/worlds/of rank {info.rank}", 1) - 1
@@ -189,6 +192,7 @@ def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
         except dist.DistError as error:
             answers.put(error)
 
+    # A daemon: torch's client cannot be interrupted, and this process may end meanwhile.
     threading.Thread(target=connect, name="mlaunch-connect", daemon=True).start()
     with contextlib.suppress(queue.Empty):
         found = answers.get(timeout=seconds)
@@ -206,6 +210,7 @@ def _complete_environment(info: RankInfo) -> None:
         info.rank, info.world_size, info.local_rank, info.local_world_size, info.host, info.port
     )
     for name, value in {**known, recognise.OWNER: str(os.getpid())}.items():
+        # What the launcher has set stays: others may have read it.
         os.environ.setdefault(name, value)
 
 
@@ -220,6 +225,8 @@ def leave() -> None:
     if dist.is_initialized():
         if device.version() < group.DESTRUCTIBLE:
             for member in list(dist.distributed_c10d._world.pg_map):
+                # Never to be destructed: before this release its destructor held the interpreter lock while it waited
+                # for threads that may want it, and some ranks never ended.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(member))
         with contextlib.suppress(RuntimeError):  # another rank died
             dist.destroy_process_group()

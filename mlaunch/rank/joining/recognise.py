@@ -49,12 +49,15 @@ class RankInfo:
 def recognise(environ: Mapping[str, str]) -> RankInfo | None:
     """Returns the place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
     switched_off = environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}
+    # What a rank starts inherits RANK and the like, but would join as a second process of that rank.
     if switched_off or environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return None
     if all(name in environ for name in _TORCH):
         return from_torch(environ)
     if environ.get("SUBMITIT_EXECUTOR") == "local" and all(name in environ for name in _SUBMITIT):
         return from_submitit(environ)
+    # srun before mpirun: Open MPI's processes under Slurm are tasks of srun's as well, and its variables are
+    # complete.
     if all(name in environ for name in _SLURM):
         return from_slurm(environ)
     if all(name in environ for name in _OPENMPI):
@@ -123,6 +126,7 @@ def _first_of(nodes: str) -> str | None:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, encoding="utf-8", check=True
         )
+    # Without scontrol (in a container, say) the user is asked for MASTER_ADDR.
     except (OSError, subprocess.CalledProcessError):
         return None
     return shown.stdout.split()[0]

@@ -51,6 +51,7 @@ def visible(runtime: str, devices: Sequence[int], environ: Mapping[str, str]) ->
 
 def instances(environ: Mapping[str, str]) -> list[str]:
     """Returns the MIG instances that CUDA's variable names, of which CUDA shows a process the first alone."""
+    # By name, as the driver has no numbers for instances.
     names = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names if all(name.startswith(_INSTANCE) for name in names) else []
 
@@ -64,6 +65,7 @@ def seen_by(local_rank: int, visible_devices: str) -> str:
 def _shown(runtime: str, environ: Mapping[str, str]) -> str:
     """Returns what the variable says that counts; "": all devices, by number."""
     first, *others = _HIDING.get(runtime, ("",))
+    # HIP heeds its own variable before CUDA's, and both count what ROCR's leaves; torch counts in the same way.
     if first in environ or (runtime == "rocm" and _BELOW in environ):
         return environ.get(first, "")
     return next((environ[name] for name in others if name in environ), "")
@@ -77,11 +79,13 @@ def hides(runtime: str) -> bool:
 def hiding(runtime: str, value: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable that shows these devices alone, and others like it that would contradict it."""
     first, *others = _HIDING[runtime]
+    # CUDA's too, where it is set: some libraries refuse to start where the two differ.
     return {name: value for name in (first, *(other for other in others if other in environ))}
 
 
 def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
     """Returns the backend string for ``init_process_group``. ValueError for one that this torch does not offer."""
+    # A group on an accelerator gets gloo besides, since objects and CPU tensors travel in the same group.
     if backend is None and device_type == "cpu":
         return "gloo"
     if backend is None:
@@ -132,8 +136,9 @@ def accelerator() -> str | None:
 
     if version() >= (2, 7):
         found = torch.accelerator.current_accelerator()
+        # From 2.7 on it says what torch was built for, and leaves the driver asleep.
         return None if found is None else found.type
-    # That of torch 2.6 wakes the driver, and raises where there is no device.
+    # That of torch 2.6 wakes the driver (pytorch#146098), after which no fork can use CUDA; without a device it raises.
     given = torch._C._get_privateuse1_backend_name()
     there = {given: given != _NONE_GIVEN, "cuda": torch._C._has_cuda, "xpu": torch.xpu._is_compiled()}
     return next((kind for kind, is_there in there.items() if is_there), None)
@@ -169,6 +174,7 @@ def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
     if not hides(spec.device_type):
         index = int(spec.device(local_rank).rpartition(":")[2])
     else:
+        # CUDA shows a process the first MIG instance alone, so each rank sees only its own, as device 0.
         index = 0 if (spec.visible_devices or "").startswith(_INSTANCE) else local_rank
     torch.accelerator.set_device_index(index)
     return torch.device(spec.device_type, index)
@@ -187,6 +193,7 @@ def share_cores(spec: LaunchSpec) -> None:
     import torch
 
     chosen = spec.context.environ.get("OMP_NUM_THREADS")
+    # As many threads as cores in each rank would be ranks times as many; torchrun takes 1, and warns.
     if chosen is None:
         threads = threads_of(spec.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the rank itself starts
@@ -217,4 +224,5 @@ def limit(timeout: float | None) -> timedelta:
     """Returns a timeout in seconds as torch takes it; None, no limit, as one that no job outlives."""
     from datetime import timedelta
 
+    # timedelta.max overflows torch's nanoseconds in 64 bits.
     return timedelta(days=_UNLIMITED_DAYS) if timeout is None else timedelta(seconds=timeout)

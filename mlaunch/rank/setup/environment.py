@@ -40,6 +40,7 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
         "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_RUN_ID": spec.launch_id,
+        # torch's env:// would host a store in rank 0 without it; this one is there already, at the same port.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         OWNER: os.getpid(),  # whose RANK it is: what a rank starts inherits these, but is no rank
     }
@@ -55,12 +56,14 @@ def of_command(
     """Returns the whole environment of a rank that runs a command. ValueError as ``device.only``."""
     environ = of_rank(spec, local_rank, *rendezvous)
     environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id}
+    # Several agents may have one role and different numbers of ranks, so a rank's place in the role is not its rank.
     if command.role_start is not None:
         environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
     environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
     if command.virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
     if command.virtual_local_rank or (runtime in {"cuda", None} and len(device.instances(environ)) > local_rank):
+        # A script takes device LOCAL_RANK, of which a process sees the first alone where they are MIG instances.
         environ |= device.only(local_rank, environ, runtime)
     return environ
 

@@ -43,6 +43,7 @@ def join_world(store: dist.Store, member: Membership) -> None:
         rank=member.rank,
         world_size=member.world_size,
         timeout=device.limit(member.timeout),
+        # Bound at once: NCCL then connects here and not in the first collective, whose time limit that would be.
         device_id=bound,
     )
 
@@ -58,6 +59,7 @@ def lift_limits() -> None:
     """Gives groups that code of the user's makes no limit, either, unless it says one."""
     import torch.distributed.distributed_c10d as dist
 
+    # Asked for by name: which of the two there are depends on the release.
     for name in _DEFAULTS:
         if getattr(dist, name, None) is not None:
             setattr(dist, name, device.limit(None))
@@ -77,10 +79,12 @@ class HeldLimits:
         """Lifts them. Called by the control thread."""
         import torch.distributed.distributed_c10d as dist
 
+        # A second request would take the lifted limits for those of before.
         if self._before or self._to_come:
             return
         self._to_come = {name: found for name in _DEFAULTS if (found := getattr(dist, name, None)) is not None}
         lift_limits()
+        # A copy: the main thread may make or destroy a group meanwhile.
         for group in list(dist._world.pg_map):
             for kind in group._device_types:
                 with contextlib.suppress(Exception):  # a backend that knows no limit, or a group just destroyed

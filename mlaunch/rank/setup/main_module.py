@@ -23,6 +23,7 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     can go back to the caller by name, and multiprocessing finds the script.
     """
     arrived = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})
+    # A call on ranks that stay comes here each time, mostly with nothing new.
     if _bare == [function, sys.modules.get("__main__")] and not arrived:
         return
     namespace = getattr(inspect.unwrap(function), "__globals__", {})
@@ -31,6 +32,7 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     _bare[:] = [function, main] if not from_main and not arrived else []
     for kind in list(arrived.values()):
         if kind.__module__ == "__main__" and "." not in kind.__qualname__:
+            # cloudpickle has made these classes outside of any module; torch.save and others look them up by name.
             setattr(main, kind.__name__, kind)
     if from_main:  # it knows what its names mean, of several classes that have one
         main.__dict__.update(namespace)

@@ -38,12 +38,15 @@ def reset_process(
     ``own_handlers_alone``: of logging's handlers only those made from now on are closed at the end. Those of a fork
     server are torch's, which hold nothing, and closing its 40 takes longer than a small function.
     """
+    # The caller's event loop would get a byte for each signal of this rank.
     signal.set_wakeup_fd(-1)
     for number in _INHERITED_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Last, when no inherited handler is left that what was held back could run.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # which are the caller's
+    # A command's modules were imported for it alone, so their exit handlers are its own.
     if of_a_function:
         atexit._clear()
         inherited = list(logging._handlerList) if own_handlers_alone else []  # type: ignore[attr-defined]
@@ -52,6 +55,7 @@ def reset_process(
             sys.stdin.close()
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - it lives as long as the process
         sys.stdout, sys.stderr = _by_lines(open_stream(1)), _by_lines(open_stream(2))
+    # The fork server has turned it off, for its imports.
     gc.enable()
 
 
@@ -70,6 +74,7 @@ def leave_to_caller(numbers: Sequence[int]) -> None:
         signal.signal(number, _do_nothing)
     if numbers:
         os.register_at_fork(after_in_child=lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+        # The one place through which multiprocessing starts its fork server and resource tracker.
         start = multiprocessing.util.spawnv_passfds
         vars(multiprocessing.util)["spawnv_passfds"] = functools.partial(_start_blocking, numbers, start)
 
@@ -113,6 +118,7 @@ def flush() -> None:
             stream.flush()
         except Exception:  # None, a full disk, closed, what a stream of the user's raises: nobody is left to hear of it
             continue
+    # C++ of extensions prints through C's buffers, which os._exit drops.
     _libc.fflush(None)
 
 
@@ -145,6 +151,7 @@ class StampedFile(io.FileIO):
         self._written = 0
 
     def write(self, data: Any) -> int:
+        # Before the write: the caller sorts what it reads by these, and may read the bytes at once.
         self._stamp(self._written, self._written + len(data))
         written = super().write(data) or 0
         self._written += written

@@ -27,11 +27,13 @@ def install(fd: int) -> None:
     builtins.display = _display  # type: ignore[attr-defined]  # as in each cell
     sender = _Sender(linux.aside(fd) if fd >= 0 else -1)
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    # Its own shell is replaced: the kernel's sockets and threads are not in this process.
     if shell is not None:  # this is a fork of the notebook's own process
         shell.display_pub.publish, shell.display_pub.clear_output = sender.publish, sender.clear_output
     elif _FUNCTIONS in sys.modules:
         _replace(sys.modules[_FUNCTIONS], sender)
     else:
+        # Replaced as it is imported, not imported here: that takes half a second, also of ranks that display nothing.
         sys.meta_path.insert(0, _Finder(sender))
 
 
@@ -61,6 +63,7 @@ class _Sender:
         if line is None:
             most = f"{rich_output.LIMIT >> 20} MiB"
             text = f"{str(data.get('text/plain', 'an object'))[:200]} (not shown: it takes more than {most})"
+            # Bounded, as the caller holds a bundle whole before it shows it.
             line = rich_output.line_of({"data": {"text/plain": text}, "metadata": {}, **options})
         self._write(line or b"")
 
@@ -78,6 +81,7 @@ class _Sender:
         with self._lock:
             rest = memoryview(line)
             while rest:
+                # A pipe takes a part of a large bundle; the lock keeps another thread's out of it.
                 rest = rest[os.write(self._pipe.fd, rest) :]
 
     def format(self, thing: Any, include: Any, exclude: Any) -> tuple[dict[str, Any], dict[str, Any]]:

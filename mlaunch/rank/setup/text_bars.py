@@ -36,6 +36,7 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Affects imports that come later, and bars that a fork of the caller has imported already."""
+    # First, so that the module is made here also where tqdm's own would be found.
     sys.meta_path.insert(0, _TextBars())
     imported = getattr(sys.modules.get(_NAME), "tqdm_notebook", None)
     if imported is not None:
@@ -46,6 +47,8 @@ def _turn_to_text(bar: Any) -> None:
     """Takes from the class of widgets, which others have as their base, all that draws otherwise than its own base."""
     from tqdm import std
 
+    # The class itself is changed and not replaced: a function that came by value may hold it, or a class made from
+    # it.
     for name in vars(bar).keys() & vars(std.tqdm).keys() - {"__module__", "__doc__", "__init__"}:
         delattr(bar, name)
 

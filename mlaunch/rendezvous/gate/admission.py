@@ -15,6 +15,7 @@ from typing import Any
 from mlaunch.rendezvous.control_protocol import LINE_LIMIT
 
 STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
+# Each costs a descriptor, a task and some memory; all else waits in the kernel, for nothing.
 STRANGERS = 512  # connections at a time that have not proved themselves
 PATIENCE, CROWDED_PATIENCE = 10.0, 2.0  # seconds that one has for it; as soon as half of the places are taken
 _BACKLOG = 65_535  # the system cuts it to its own limit (net.core.somaxconn)
@@ -48,6 +49,7 @@ class Guest:
         if isinstance(reader, StrangersReader):
             reader.trust()
         if self._stranger:
+            # Before leave(), which lets the next one in at once.
             self._stranger = False
             self._door.leave()
 
@@ -108,6 +110,7 @@ class Door:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:
+                # Until then the listener would be ready in each turn of the loop, which could do nothing about it.
                 self._loop.call_later(_PAUSE, self._watch)
                 break
             self._strangers += 1
@@ -122,6 +125,8 @@ class Door:
         self._watch()
 
     async def _attend(self, end: socket.socket) -> None:
+        # Half of the places are free for machines whatever strangers do: these are sent away sooner the more there
+        # are.
         guest = Guest(self, CROWDED_PATIENCE if 2 * self._strangers > STRANGERS else PATIENCE)
         try:
             with contextlib.suppress(OSError):  # it is gone already
@@ -135,6 +140,7 @@ class Door:
         try:
             transport, _ = await self._loop.create_connection(lambda: protocol, sock=end)
         except OSError:
+            # asyncio closes what it has taken over, and here it has not.
             end.close()
             raise
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)

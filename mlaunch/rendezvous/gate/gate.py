@@ -146,6 +146,7 @@ class Gate:
 
     def _tell_soon(self) -> None:
         """Tells those who wait who has come, and whoever comes until then; the more they are, the later."""
+        # Bounded, and seldom: each newcomer's name to everybody was 9.8 GB with 1,250 machines.
         if self._word is None:
             least, each = _WORD_DELAY
             delay = max(least, each * len(self._members))
@@ -165,6 +166,7 @@ class Gate:
             "attempt": max(join.attempt for join in joins),  # one that comes back begins with 0
             "num_nodes": len(joins),
             "world_size": joins[0].world_size,
+            # Ranks sign what they exchange with it. It can be read on its way, so with a token both together sign.
             "secret": secrets.token_hex(16),
         }
         self._world_size = joins[0].world_size
@@ -210,6 +212,8 @@ class Gate:
 
         One that looks like the consequence of another waits a moment for its cause.
         """
+        # "connection closed by peer" comes from all other machines, and mostly before the word of the one that
+        # failed.
         if failure.get("consequence"):
             await asyncio.sleep(CAUSE_DELAY)
         if self._failure is None:
@@ -240,6 +244,8 @@ class Gate:
             await control_protocol.send(master.writer, record)
 
     def _tell(self, record: control_protocol.Record, besides: _JoinedMachine | None = None) -> None:
+        # Encoded once for all: 0.16 s for 1,250 machines, most of it the kernel's. A tree of machines would have to
+        # be mended whenever one of them is what failed.
         line = control_protocol.encode(record)
         for member in self._members:
             if member is not besides and not member.gone.is_set():

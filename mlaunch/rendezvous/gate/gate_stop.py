@@ -58,6 +58,7 @@ class GateStop:
             return
         if self._unsure is not None and (agreed.freeze.complete or loop.time() >= agreed.due):
             asked_by, self._unsure = self._unsure, None
+            # Ranks that never look would be waited for in vain; whoever asked hears it instead, and may end them.
             if not any(agreed.freeze.counts.values()):
                 agreed.freeze.thaw()
                 self._agreed = None

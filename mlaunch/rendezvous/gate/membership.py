@@ -18,6 +18,7 @@ _LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what i
 _SHORT = 100
 MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
 _LARGEST = 1 << 31  # of other numbers: a pid, an exit code
+# Without a token, whatever answers at the master's port sends the plan, and files are named by the id in it.
 _PART_OF_A_PATH = re.compile("[0-9A-Za-z]{1,64}")  # by the launch's id files are named
 # What other machines hear of a failure, in bytes of UTF-8: altogether less than half of a record between processes, and
 # as JSON, where each may become six, less than a line of the control protocol.
@@ -155,6 +156,7 @@ def failure_of_record(record: Any) -> RankFailure:
     known: dict[str, Any] = {
         name: value
         for name, value in record.items()
+        # A failure is told with what of it makes sense: it may be all that is known about the launch's end.
         if type(value) is wanted.get(name) and (type(value) is not int or is_number(value, -_LARGEST, _LARGEST))
     }
     hints = tuple(map(str, record["hints"])) if isinstance(record.get("hints"), list) else ()

@@ -61,6 +61,7 @@ class Roster:
             other = self._joins.get(new.place)
             both = f"both have --node-rank {new.machine}"
             return "" if other is None else f"host {other.host} and host {new.host} {both}"
+        # Only the neighbours can overlap, since those that are there do not: all pairs would be N squared.
         at = bisect_left(self._starts, _span(new))
         for start, end in self._starts[max(0, at - 1) : at + 1]:
             shared = range(max(start, new.rank_start), min(end, new.ranks.stop))

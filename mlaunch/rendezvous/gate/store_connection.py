@@ -24,6 +24,7 @@ class StoreConnection:
         """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
         for request in self._requests.feed(piece):
             self._do(request)
+        # Half a request counts, too: otherwise many clients that never end one would fill the memory.
         self._hold(self._requests.unfinished)
 
     def _hold(self, size: int) -> None:

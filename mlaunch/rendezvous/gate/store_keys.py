@@ -36,6 +36,7 @@ class StoreKeys:
 
     def set(self, key: bytes, value: bytes) -> None:
         old = self._values.get(key)
+        # Before anything has changed: who asks for too much is let go, and nobody else notices.
         self._take_room(len(value) - len(old) if old is not None else _EACH + len(key) + len(value))
         self._values[key] = value
         if key in self._waits:
@@ -100,6 +101,7 @@ class StoreKeys:
         self._queues.setdefault(key, deque()).append(value)
         waiting = self._waits.get(key)
         if waiting:
+            # One value is for one: all others would wake to find the queue empty.
             first = next(iter(waiting))
             self._forget(self._waits, key, first)
             self._wake(key, [first])

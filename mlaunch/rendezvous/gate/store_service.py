@@ -24,6 +24,8 @@ async def serve_store(keys: StoreKeys, reader: asyncio.StreamReader, writer: asy
             if stream == MACHINE:
                 machine.take(data)
                 continue
+            # Only the next number begins a stream: one that was ended must not come to life by what was still on its
+            # way.
             if stream == begun:
                 begun += 1
                 sessions[stream] = StoreConnection(keys, _answering(pieces, stream))

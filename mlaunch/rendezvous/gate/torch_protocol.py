@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SIZE, NUMBER, SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
+# torch's: the first request of each client carries it, and a server of torch's hangs up on others.
 _MAGIC = 0x3C85F7CE
 _MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own store takes
 LONGEST = 1 << 23
@@ -88,6 +89,7 @@ class Requests:
         self._data += piece
         while (request := self._next()) is not None:
             yield request
+        # Once for each piece and not for each request: each cut moves what is left.
         del self._data[: self._at]
         self._at = 0
 
@@ -125,6 +127,7 @@ class Requests:
             stop = start + length_of_string(SIZE.unpack_from(data, at)[0])
             if stop > end:
                 break
+            # A copy: the buffer is cut and reused.
             request.strings.append(bytes(data[start:stop]))
             self._taken += stop - start + _EACH
             request.lacking -= 1

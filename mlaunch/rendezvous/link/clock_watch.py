@@ -53,6 +53,7 @@ class ClockWatch:
             return
         if now is None or begun is None or not (is_time(now) and is_time(begun)):
             return
+        # As NTP does: the answer was given at some time between, so the middle is wrong by half of the round at most.
         at, error = (self._asked + heard) / 2, (heard - self._asked) / 2
         ahead = now - at
         if self._ranks.start == 0:  # where the gate is: it is the same clock

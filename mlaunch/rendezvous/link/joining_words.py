@@ -10,6 +10,7 @@ from collections.abc import Callable
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.rendezvous import control_protocol
 
+# Most launches have all their machines by then, and print nothing.
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
 _REMINDER_DELAY = 30.0  # seconds between words that say the same
 _LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say

@@ -30,6 +30,7 @@ class Link:
         self.channel: Channel[LinkSays, LinkHears]
         self.channel, theirs = Channel.pair()
         parent = os.getpid()
+        # A process beside the agent: heartbeats go on while that is busy with its ranks, and it has no event loop.
         self.pid = os.fork()
         if self.pid == 0:
             self.channel.close()

@@ -1,6 +1,13 @@
 """One machine's end of the connection to the other machines of a launch, in a process beside the agent.
 
-It joins at the gate, passes on what agent and gate say, sends heartbeats, and carries ranks' traffic with the store.
+It joins at the gate, passes on what agent and gate say, sends heartbeats, and carries ranks' traffic with the store. ::
+
+    agent <--records (Channel)--> this process --control: JSON lines, heartbeats-----------> gate
+    ranks --torch's protocol, loopback--> streams --store: pieces of many streams---------> gate, which is the store
+
+    connecting --join--> waiting --plan--> running --"over", or the gate is lost--> the agent ends this process
+        ^   |                |
+        +---+----trouble-----+   (again and again, until join_timeout)
 """
 
 from __future__ import annotations
@@ -63,7 +70,7 @@ class LinkProcess:
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
             if listener is not None:
-                self._begin(self._carry(listener), "the way to the store")
+                self._begin(self._carry(listener), "the connection of host {}'s ranks to the store")
             await self._hear_gate_to_the_end()
         except asyncio.TimeoutError:
             over = f"join_timeout={self._cluster.join_timeout:g} s is over"
@@ -172,6 +179,7 @@ class LinkProcess:
     def _hear_agent(self) -> None:
         record, fds = self._agent.hear()
         match record:
+            # The agent is gone, and with it all that this process is for; tasks that are left have nobody to tell.
             case None:
                 os._exit(0)
             case Value():
@@ -188,7 +196,7 @@ class LinkProcess:
             case _:
                 assert_never(record)
 
-    def _begin(self, exchange: Coroutine[Any, Any, None], what: str = "the exchange of values") -> None:
+    def _begin(self, exchange: Coroutine[Any, Any, None], what: str = "the exchange of values on host {}") -> None:
         task = asyncio.ensure_future(self._see_through(exchange, what))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -220,7 +228,7 @@ class LinkProcess:
             if self._failed:  # which is why
                 return
             self._failed, host = True, socket.gethostname()
-            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=f"{what} on host {host}")
+            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=what.format(host))
             self._post({"failure": asdict(failure)})
             self._agent.try_send(failure)
 
@@ -233,6 +241,7 @@ class LinkProcess:
 
     async def _carry(self, listener: socket.socket) -> None:
         """Carries the ranks' traffic with the store."""
+        # A connection of its own, so that a large value on its way to the store holds up no news of a failure.
         async with self._dialled("store") as streams:
             with contextlib.suppress(OSError):
                 await RankStreams(self._join.n_gpus, self._world_size).serve(listener, streams)

@@ -22,6 +22,7 @@ from mlaunch.rendezvous.peer_user import PeerUser
 
 COMING, PASSED = struct.Struct("<QQQ"), struct.Struct("<Q")  # a meeting's number, how many came, how many are to come
 _MARKS_DELAY = 1.0  # seconds for the other ranks of a machine to leave theirs
+# As memory of this process, for all ranks together: a gate that is slow slows down who writes, and fills nothing.
 _AHEAD = 1 << 22  # bytes that may wait to be sent before the ranks' connections are not read any more
 _BACKLOG = 4096
 
@@ -67,11 +68,13 @@ class RankStreams:
     def connect(self, end: asyncio.Transport) -> None:
         """Takes in a rank's connection."""
         self._connected.add(end)
+        # A newcomer would be read while all others are held back.
         if self._resuming is not None:
             end.pause_reading()
 
     def begin(self, end: asyncio.Transport) -> int:
         """Returns the number of the stream of a connection that has something for the store."""
+        # A rank that only pings or meets has none: the gate hears of nobody who has nothing to say to it.
         stream = self._number()
         self._ends[stream] = end
         return stream
@@ -85,6 +88,7 @@ class RankStreams:
         """Sends what a rank has said; b"": that it is gone."""
         if self._pieces is None:
             return
+        # First: who asks for the marks must find those of ranks that had come before the question.
         if self._marks:
             self._tell_marks()
         self._pieces.send(stream, data)
