@@ -49,6 +49,7 @@ class Launch:
 
 def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
     """Begins a launch; of its descriptors the socket stays here. ``owned``: what is none of its agent's business."""
+    # Each launch looks after what the ones before have left: an agent that was told to leave while it was stopped.
     for child in children:
         child.end_stopped()
     # A new agent costs a third of what a rank does: its fork, 1,500 page faults, its end. So calls in a row share
@@ -71,6 +72,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
     link, agents_link = Channel.pair() if launch.more else (None, None)
     pid = fork(launch.socket)
     if pid == 0:
+        # Asked for in the child: what is open there is what the fork has, whatever was opened meanwhile.
         foreign = owned()
         if link is not None:
             foreign.add(link.fileno())
@@ -83,6 +85,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
     if pid is not None:
         child = Child(pid, os.pidfd_open(pid), None, is_agent=True, link=link, directory=launch.directory)
         children.add(child)
+        # The pidfd first: a pid alone could be another process's by the time that the launcher uses it.
         child.begin(Channel.adopt(launch.socket))
     elif link is not None:
         link.close()
@@ -92,6 +95,7 @@ def fork(channel_fd: int) -> int | None:
     """Forks as os.fork; None if the system refuses, which is said on the channel: other launches go on."""
     try:
         return os.fork()
+    # EAGAIN or ENOMEM: a limit of processes, or of memory, which may be gone by the next launch.
     except OSError:
         channel: AgentsEnd = Channel.adopt(channel_fd)
         channel.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))

@@ -39,7 +39,7 @@ class Child:
 
     @property
     def is_trial(self) -> bool:
-        """It tries an import."""
+        """Whether this child tries an import."""
         return self.channel is None
 
     def fds(self) -> list[int]:
@@ -61,6 +61,8 @@ class Child:
 
     def serves(self, launch: ServeNext, fds: Sequence[int]) -> bool:
         """Asks an agent that rests to serve one more launch; False if it cannot."""
+        # Whether somebody has stopped it, its main thread's state says: waitid tells only when the last thread has
+        # stopped, too late for the store's, and a launch given to a stopped agent would wait.
         if not self.rests or self.link is None or self._is_stopped():
             return False
         try:
@@ -76,10 +78,11 @@ class Child:
             self.channel.close()
         self.channel = channel
         self.launches += 1
+        # With a pidfd, by which the launcher can kill the agent, and no other process that has got its number since.
         channel.try_send(AgentStarted(self.pid), [self.pidfd])
 
     def dismiss(self) -> None:
-        """Has an agent end that rests, or else after its launch."""
+        """Lets an agent end: at once if it rests, else after its launch."""
         if self.link is None:
             return
         self.link.close()
@@ -88,6 +91,7 @@ class Child:
 
     def end_stopped(self) -> None:
         """Ends an agent that has been told to leave, but was stopped and so would stay."""
+        # Its launch is over, so nothing is lost; a process that is stopped would never see the end of its channel.
         if self.rests and self.link is None and self._is_stopped():
             os.kill(self.pid, signal.SIGKILL)
 
@@ -109,6 +113,7 @@ class Child:
     def reap(self) -> int:
         """Takes in that it has ended; returns its status, as os.waitpid does."""
         _, status = os.waitpid(self.pid, 0)
+        # Here, not in the agent: that may have been killed.
         if self.directory:
             shutil.rmtree(self.directory, ignore_errors=True)
         return status
@@ -177,7 +182,7 @@ class Children:
         return next((child for child in self if child.rests and child.link is not None), None)
 
     def dismiss(self) -> None:
-        """Has that agent end."""
+        """Lets the agent end that rests."""
         if (child := self.resting) is not None:
             child.dismiss()
 

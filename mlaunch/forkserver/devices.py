@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import first_bytes
+from mlaunch.forkserver.agents import fork
+from mlaunch.forkserver.children import Child
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.server_messages import DeviceCount
@@ -17,11 +19,22 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import CountingSays
 
 
-def count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) -> NoReturn:
+def begin_count(environ_fd: int, answer_fd: int, *, named: bool) -> Child | None:
+    """Begins to count, and owns the descriptors; returns the process that does, None if the system refuses one."""
+    parent = os.getpid()
+    pid = fork(answer_fd)
+    if pid == 0:
+        _count_devices(environ_fd, answer_fd, parent, named=named)
+    os.close(environ_fd)
+    return None if pid is None else Child(pid, os.pidfd_open(pid), Channel.adopt(answer_fd))
+
+
+def _count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) -> NoReturn:
     """Answers on the channel and ends: counting may wake a driver, after which no fork could use it."""
     try:
         linux.die_with(parent)
         name_process("device count")
+        # The caller's variables, not the server's: those that hide devices may have changed since it started.
         os.environ.clear()
         os.environ.update(payload.read(environ_fd))
         count = _count()
@@ -38,6 +51,7 @@ def count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) 
 def _count() -> int:
     import torch
 
+    # Asked first in either case: a name of an instance that is not there counts for nothing.
     return torch.accelerator.device_count() and (len(_instances()) or torch.accelerator.device_count())
 
 
@@ -55,6 +69,7 @@ def _names(count: int) -> tuple[str, ...]:
     if instances := _instances():
         return tuple(instances)
     kind = device.accelerator() or ""
+    # Of other kinds torch tells no UUID.
     if kind == "cuda" and count and hasattr(torch.cuda.get_device_properties(0), "uuid"):
         return tuple(f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(count))
     runtime = device.runtime_of(kind) or kind

@@ -22,6 +22,7 @@ def _read_ahead() -> None:
     """Reads the file that most tracebacks of collectives show: 7,000 lines, for each rank that loses its partner."""
     from torch.distributed import distributed_c10d
 
+    # Once here: read in each rank, it would be read by all of them just when their partner is lost.
     linecache.getlines(distributed_c10d.__file__)
 
 
@@ -31,8 +32,10 @@ def _use_huge_pages() -> None:
     torch leaves some 40,000 pages in the heap, and each fork copies every entry of a page table.
     """
     for mapping in memory_maps.mappings():
+        # Private memory alone: of a file, or of what others share, nothing is copied at a fork.
         if not mapping.permissions.startswith("rw") or mapping.inode != 0 or mapping.path not in {"", "[heap]"}:
             continue
         start, end = -(-mapping.start // _HUGE_PAGE) * _HUGE_PAGE, mapping.end // _HUGE_PAGE * _HUGE_PAGE
         if start < end:
+            # A call that fails (an older kernel, no memory in one piece) leaves the pages as they are.
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)

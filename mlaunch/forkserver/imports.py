@@ -34,6 +34,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     from mlaunch.protocol.messages import launch_messages, server_messages
     from mlaunch.rendezvous import tcp_store
 
+    # Begun here and heard of in finish(): it runs beside the caller, who has its answer by then.
     asked = tcp_store.ask_for_libuv()
     Evidence()  # which looks for the cgroup's files once
     channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
@@ -53,6 +54,7 @@ def finish(asked: int, *, collect: bool) -> None:
     """Ends what ``load`` has begun. ``collect``: looks for garbage before."""
     from mlaunch.rendezvous import tcp_store
 
+    # Garbage would be frozen with the rest, and stay for good.
     if collect:
         gc.collect()
     tcp_store.hear_of_libuv(asked)
@@ -71,4 +73,6 @@ def _leave_operators() -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = finalizer.peek()
         if found is not None and found[1] is take_apart:
+            # torch.library unregisters each operator at the end of an interpreter, which copied 27 MB of shared pages
+            # in each rank of a command.
             finalizer.atexit = False

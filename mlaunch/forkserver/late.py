@@ -19,7 +19,7 @@ _NICE = 5  # a launch that comes meanwhile is more urgent
 
 
 class LateImports:
-    """Has a fork try first. What opens a device, or starts a thread, would make the server useless."""
+    """Imports what a fork has tried first. What opens a device, or starts a thread, would make the server useless."""
 
     def __init__(self) -> None:
         self._off = os.environ.get("MLAUNCH_PREPARE") == "0"
@@ -36,6 +36,9 @@ class LateImports:
             [name for name in names if name not in self._given_up]
             for names in (late_imports.missing(), late_imports.missing_standard())
         )
+        # These make each later fork slower (26 to 31 ms for a call of 2 ranks, back to back, and 36 to 40 with
+        # torch._dynamo), so they are imported only where a rank needed them: the first optimizer takes 0.95 s
+        # without, and 0.03 s with.
         return torch or standard
 
     def begin(self, owned: OwnedFds) -> Child | None:
@@ -63,17 +66,19 @@ class LateImports:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it warns of comes again
             before = held()
             self._import()
+            # Threads do not survive a fork, and an open file would be shared by all ranks.
             code = int(held() != before)
         finally:
             os._exit(code)
 
     def end(self, status: int) -> None:
-        """Does as the fork did, if all went well. What is missing then is not tried again."""
+        """Imports the modules here, too, if the trial went well; else gives them up for good."""
         with contextlib.suppress(Exception, SystemExit):  # what is half there harms nobody, and ranks say what is wrong
             if status == 0:
                 self._import()
                 gc.collect()
                 share()
+        # Also what went well: a module that removes itself from sys.modules would be tried for ever.
         self._given_up.update(self._on_trial)
         self._on_trial = ()
 

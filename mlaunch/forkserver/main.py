@@ -1,5 +1,10 @@
-"""The fork server: imports torch once, then forks an agent per launch and keeps order behind each.
+"""The fork server: imports torch once, then forks an agent per launch and keeps order behind each. ::
 
+    launcher --StartLaunch: spec, call, socket--> fork server --fork--> agent --fork--> ranks
+       ^ ^--AgentStarted, then Reaped, the last word, on the launch's socket----+
+       +--all else of the launch, on the same socket: the agent itself
+
+    importing --Ready--> serving --20 ms without a launch--> improving, preparing the next launch --> serving
 The same code serves as the warm server of a caller, as a fresh interpreter that serves one launch
 (``start_method="spawn"``) and as a fork of the caller that serves one (``"fork"``). It never touches an accelerator,
 runs no user code and has one Python thread, so what is forked from it is clean.
@@ -20,9 +25,9 @@ from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver import imports
-from mlaunch.forkserver.agents import Launch, begin, fork
+from mlaunch.forkserver.agents import Launch, begin
 from mlaunch.forkserver.children import Child, Children
-from mlaunch.forkserver.devices import count_devices
+from mlaunch.forkserver.devices import begin_count
 from mlaunch.forkserver.huge_pages import settle
 from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
@@ -187,7 +192,8 @@ class _ForkServer:
                 if record.soon and self.next.wanted and self.children.resting and not self.retiring:
                     self._prepare_next(caller)
             case CountDevices():
-                self._count(fds, named=record.named)
+                if (child := begin_count(*fds, named=record.named)) is not None:
+                    self.children.add(child)
             case Retire():
                 self.retiring = True
             case _:
@@ -218,16 +224,6 @@ class _ForkServer:
 
     def _launch(self, launch: Launch, caller: int) -> None:
         begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds))
-
-    def _count(self, fds: list[int], *, named: bool) -> None:
-        environ_fd, answer_fd = fds
-        parent = os.getpid()
-        pid = fork(answer_fd)
-        if pid == 0:
-            count_devices(environ_fd, answer_fd, parent, named=named)
-        if pid is not None:
-            self.children.add(Child(pid, os.pidfd_open(pid), Channel.adopt(answer_fd)))
-        os.close(environ_fd)
 
     def _owned(self, caller: int, spare: Sequence[int] = ()) -> OwnedFds:
         ours = {caller, self.control.fileno(), *self.next.fds()} | self.children.fds()

@@ -33,6 +33,8 @@ class NextLaunch:
 
     def want(self, socket: int, *, soon: bool = False) -> None:
         """Takes the socket of the launch that is to be prepared; closes it if none can be."""
+        # The launcher waits for one prepared launch at a time; it sees from the socket that the last is none any
+        # more.
         self.drop()
         self.soon = soon
         if self._like:

@@ -20,6 +20,7 @@ _KEY_SIZE = 32  # bytes of multiprocessing's key
 
 def take_over(caller: CallersProcess, path: Sequence[str], stdin: int, stderr: int) -> None:
     """Takes over a caller's surroundings, and a session of its own. Owns the descriptors."""
+    # Away from the terminal of whoever has started the zygote, whose Ctrl-C is not this caller's.
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for fd, standard in ((stdin, 0), (null, 1), (stderr, 2)):
@@ -30,6 +31,7 @@ def take_over(caller: CallersProcess, path: Sequence[str], stdin: int, stderr: i
     sys.path[:] = path
     sys.executable = caller.executable
     multiprocessing.set_executable(caller.executable)
+    # Finders have cached directories as they were when the zygote began.
     importlib.invalidate_caches()
     settings.apply(caller.settings)
     _draw_afresh()
@@ -43,6 +45,7 @@ def _take_signals(ignored: Sequence[int]) -> None:
         if signal.getsignal(number) != wanted:
             with contextlib.suppress(OSError, ValueError):  # the C library keeps some for itself
                 signal.signal(number, wanted)
+    # Last: what was held back until here meets the caller's dispositions, not the zygote's.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

@@ -111,12 +111,15 @@ class Zygote:
 
     def _turn(self, ready: list[int]) -> None:
         if not ready:
+            # Half a gigabyte that nobody uses is the first thing to give back.
             self.ending = linux.memory_is_short()
         if self._removals in ready:
             linux.take_removals(self._removals)
         if not ready or self._removals in ready:
+            # Without its name nobody finds it: it would stay, unseen, until its time is over.
             self.ending |= not zygote_place.is_there(self.directory, self.key, self._inode)
         for visitor in list(self.visitors):
+            # The end before what was said: a visitor whose fork has ended is told that, and has nothing else to ask.
             if visitor.pidfd >= 0 and visitor.pidfd in ready:
                 self._reap(visitor)
             elif visitor.channel.fileno() in ready:
@@ -127,6 +130,7 @@ class Zygote:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
+            # The directory is this user's, but root and who has the descriptor can connect all the same.
             if is_this_user(connection):
                 self.visitors.append(_Visitor(Channel(connection)))
             else:
@@ -171,6 +175,8 @@ class Zygote:
     def _fork(self, visitor: _Visitor, asked: AskFork, fds: list[int]) -> None:
         try:
             refusal = self._refusal(asked)
+            # A server for each caller, not an agent: a fork server has state (late imports, what is prepared,
+            # descriptors), of which nothing may be there for the next caller.
             pid = 0 if refusal else os.fork()
         except OSError as error:
             refusal = str(error)
@@ -183,11 +189,14 @@ class Zygote:
         close_all(fds)
         visitor.pid, visitor.pidfd = pid, os.pidfd_open(pid)
         self.served += 1
+        # A fork cannot be the caller's child, so the caller gets a pidfd to watch it by; how it ended comes over this
+        # channel.
         visitor.channel.try_send(Forked(pid), [visitor.pidfd])
 
     def _refusal(self, asked: AskFork) -> str:
         """Says why it has no fork that would do; "" if it has."""
         if changed := self.files.changed():
+            # Not imported anew: half of a new version would be there, beside half of the old one.
             self.ending = True
             return f"{changed} has changed since it was imported"
         return self.files.why_others(asked.path)

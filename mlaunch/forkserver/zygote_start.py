@@ -49,8 +49,10 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
         zygote = _import(Path(directory), idle, tuple(preload), word)
         if zygote is not None:
             zygote.open()
+            # Not if it was started ahead: whoever did so need not be there any more.
             zygote.ending = not _tell(word, zygote) and awaited
             word.close()
+            # Only now that it listens: whoever waits for the lock finds a zygote, and starts no second one.
             os.close(lock_fd)
             _silence()
             zygote.run()
@@ -67,6 +69,7 @@ def _import(
     """Imports all; None if something cannot be, or leaves behind what no fork may have, which is told."""
     if sys.path[:1] == [""]:
         del sys.path[0]  # the directory of the moment
+    # Before the imports: what counts is what they have read, and libraries change variables as they are loaded.
     facts = import_facts.of_this_process(os.environ)
     try:
         offered, asked = imports.load(_USUAL)
@@ -83,6 +86,7 @@ def _import(
         return None
     gc.collect()
     imports.share()
+    # Once for all forks; each of them would have a heap of its own to move.
     settle()
     return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
 
