@@ -12,6 +12,7 @@ _FORM = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 def duration(name: str, text: str) -> float:
     """Returns the seconds. ValueError that names the option, or the variable, and what is allowed."""
     found = _FORM.fullmatch(text.strip())
+    # A unit is asked for: "30" of a lease might be seconds or hours.
     seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 0 < seconds <= _LONGEST:
         given = f"{name} {text}" if name.startswith("-") else f"{name}={text}"

@@ -91,6 +91,7 @@ class LaunchError(RuntimeError):
         self.stacks = dict(stacks or {})
 
     def __reduce__(self) -> tuple[object, ...]:
+        # pickle's own way would call the class with its message alone, and lose the failures.
         return type(self), (str(self), self.failures, self.results, self.stacks)
 
 

@@ -19,7 +19,7 @@ def memory_file(name: str) -> int:
 
 
 def fix_size(fd: int) -> int:
-    """Has a file in memory keep its size, before it is mapped; returns that.
+    """Makes the size of a file in memory final, before it is mapped; returns the size.
 
     Whoever has a file that others have mapped could shrink it otherwise, and the kernel would kill them as they read.
     One that other code has made may not allow it.
@@ -129,6 +129,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 def ready(readers: Iterable[int], writers: Iterable[int], milliseconds: float | None) -> set[int]:
     """Waits until one can be read, or written to, and returns all that can. In both, writing counts."""
+    # Not select(), which takes no descriptor from 1024 on.
     poll = select.poll()
     for fds, event in ((readers, select.POLLIN), (writers, select.POLLOUT)):
         for fd in fds:

@@ -16,7 +16,7 @@ _owners: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_forks(owner: _Closable) -> None:
-    """Has a fork of this process close what this owns, while it lives."""
+    """Lets each fork of this process close what ``owner`` holds, as long as that lives."""
     _owners.add(owner)
 
 
@@ -26,4 +26,5 @@ def _close() -> None:
             owner.close()
 
 
+# Also the user's own forks: one that keeps a connection would keep machines from noticing that the caller is gone.
 os.register_at_fork(after_in_child=_close)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 _REMOVED = 0x40 | 0x200 | 0x400 | 0x800  # IN_MOVED_FROM, IN_DELETE, IN_DELETE_SELF, IN_MOVE_SELF
 _EVENTS = 65_536  # bytes of them at a time
-_libc = ctypes.CDLL(None, use_errno=True)
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STDERR = 2
@@ -31,7 +29,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel SIGKILL this process when the thread of ``parent`` that forked it ends.
+    """Asks the kernel to SIGKILL this process when the thread of ``parent`` that forked it ends.
 
     SIGKILL, since a death signal that can be ignored is ignored under ``nohup``.
     """
@@ -41,7 +39,7 @@ def die_with(parent: int) -> None:
 
 
 def wake_with(parent: int) -> None:
-    """Has the kernel send SIGCONT when the thread of ``parent`` that forked this process ends.
+    """Asks the kernel for SIGCONT when the thread of ``parent`` that forked this process ends.
 
     It wakes a process that somebody has stopped, which then sees that its parent is gone; to others it does nothing.
     """
@@ -92,6 +90,7 @@ def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
 
 def open_standard_streams() -> None:
     """Puts /dev/null where a standard stream is closed, lest another file take its number."""
+    # The kernel gives the lowest number that is free, so what is closed is filled first.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -108,12 +107,13 @@ def memory_is_short() -> bool:
 
 
 def print_by_lines() -> None:
-    """Has C code write each line as it prints it, even into a pipe."""
+    """Lets C code write each line as it prints it, even into a pipe."""
     _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _IOLBF, 0)
 
 
 def signal_group(pgid: int, number: int) -> None:
     """Signals a process group; one that has no process left is fine."""
+    # PermissionError: a process of another user (sudo) is all that is left in the group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 
@@ -245,7 +245,7 @@ def take_removals(fd: int) -> None:
 
 
 def working_directory() -> str:
-    """Returns it; FileNotFoundError, with what to do, if somebody has removed it."""
+    """Returns this process's directory; FileNotFoundError, with what to do, if somebody has removed it."""
     try:
         return os.getcwd()
     except FileNotFoundError as error:

@@ -22,6 +22,7 @@ class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
 
 log = logging.getLogger("mlaunch")
 _last_resort = _LastResort()
+# A handler of our own, not a NullHandler: what is worth a warning is seen without any configuration, too.
 log.addHandler(_last_resort)
 
 

@@ -23,6 +23,7 @@ def give_back_openmp_threads() -> None:
     libraries = {mapping.path for mapping in mappings() if _OPENMP.match(os.path.basename(mapping.path))}
     for path in libraries:
         with contextlib.suppress(OSError, AttributeError):
+            # Of each OpenMP that is loaded: torch and numpy may have brought one of their own.
             ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 

@@ -46,7 +46,7 @@ def _wait(spare: Collection[int], *, ask: bool) -> None:
 
 
 def _ask(pid: int) -> None:
-    """Asks it to end. A tracker would not heed it, and torch's manager die of it without tidying up."""
+    """Asks a process to end. A tracker would not heed SIGTERM, torch's manager would die of it without tidying up."""
     with contextlib.suppress(ProcessLookupError):
         if not _tidies_up(pid):
             os.kill(pid, signal.SIGTERM)

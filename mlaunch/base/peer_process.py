@@ -1,4 +1,4 @@
-"""Who is at the other end of a connected socket of the Unix family: the kernel noted it as they met."""
+"""The process at the other end of a connected socket of the Unix family, which the kernel noted as they met."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ def apply_on_cpu(seed: int) -> None:
 
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
+    # Imported if it can be: the function may import it later, and would find it as each process seeds it.
     if "numpy" in sys.modules or _numpy_exists():
         import numpy
 

@@ -10,6 +10,7 @@ _REASONS = {
     signal.SIGINT: "Ctrl-C ends a call at once, and stays so",
     signal.SIGCHLD: "it tells of the end of any child",
 }
+# A handler in Python runs after the faulting instruction, which comes again at once, for ever.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 

@@ -64,6 +64,8 @@ class Acquisition:
         try:
             with self._site:
                 last = max((int(name.removeprefix(TICKET)) for name in self._site.names(TICKET)), default=0)
+                # By the clock, so that numbers go on where all tickets were removed; the clock may have been set
+                # back.
                 self.number = max(last + 1, time.time_ns())
                 wanted = {**self._said, "names": list(wish.names), "count": wish.count}
                 self._ticket = self._site.take(self._name, wanted)
@@ -117,6 +119,7 @@ class Acquisition:
 
     def _before(self) -> tuple[int, str] | None:
         """Returns the last ticket before ours whose owner lives and wants some of the same, with what watches it."""
+        # Only the nearest one before us is watched: each end of a ticket then wakes one process, not the whole queue.
         for name in reversed(self._site.names(TICKET)):
             if name >= self._name:
                 continue
@@ -141,6 +144,7 @@ class Acquisition:
                 self._watch(watched, name)
         if len(free) < self._wish.count:
             return None
+        # All of them or none, under the lock: two that took theirs one by one would wait for each other.
         lease = DeviceLease(tuple(free[: self._wish.count]), [os.dup(self._site.fd)])
         _open.update(lease.fds)
         try:
@@ -150,6 +154,7 @@ class Acquisition:
         except BaseException:
             lease.close()
             raise
+        # After the devices are held: the next in the queue is woken by this, and looks at once.
         self._leave()
         return lease
 
@@ -180,6 +185,7 @@ def _let_go() -> None:
     _open.clear()
 
 
+# A lease is an open file, and a fork that outlives its parent would keep the devices.
 os.register_at_fork(after_in_child=_let_go)
 
 

@@ -32,6 +32,7 @@ def idle_first(names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _library() -> Iterator[Any]:
+    # Asked by the caller: a driver that does not answer would hold up an agent, and with it the end of a launch.
     nvml: Any = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()

@@ -44,6 +44,7 @@ class LeaseSite:
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
+            # Not followed: /tmp is everybody's, and a link there could lead anywhere.
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise OSError(
@@ -80,7 +81,9 @@ class LeaseSite:
     def take(self, name: str, said: Mapping[str, Any]) -> int:
         """Takes a FIFO that nobody has; returns the descriptor that holds it. Called under the lock."""
         with contextlib.suppress(FileExistsError):
+            # A FIFO: its reader hears HUP when the last writer is gone, killed or not, and nobody polls.
             os.mkfifo(name, 0o600, dir_fd=self.fd)
+        # For reading, too, or Linux would refuse to open a FIFO for writing that nobody reads.
         fd = os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,6 +100,7 @@ class LeaseSite:
         except FileNotFoundError:
             return None
         try:
+            # The lock says whether somebody has it, and is gone with the last descriptor, whoever inherited it.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return fd

@@ -18,7 +18,7 @@ PAUSE = 1.0  # seconds in which they go on before they are asked again
 
 
 class Members(Protocol):
-    """Who has to agree, by number."""
+    """Those that have to agree, by number."""
 
     def working(self) -> Collection[int]:
         """Returns those who have not ended."""
@@ -116,10 +116,13 @@ class AgreedStop:
         now = self._clock()
         if self.freeze.complete or (now >= self._round_ends and now >= self._without_at and self.freeze.counts):
             self._round_ends = self._next_at = float("inf")
+            # Plus one: the rank with the highest count has that look behind it, and has gone on.
             self.freeze.stop_at(max(self.freeze.counts.values()) + 1)
             self.freeze.counts = {}
             return True
         if now >= self._round_ends:
+            # Those that wait are at work again meanwhile: a rank that cannot answer costs the others half of the time
+            # at most.
             self.freeze.thaw()
             self._round_ends, self._next_at = float("inf"), now + PAUSE
         if now >= self._next_at:

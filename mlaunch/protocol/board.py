@@ -25,6 +25,7 @@ _APART_AT = 4
 _NAME_AT = 8
 _NAME_LIMIT = _HEAD - _NAME_AT  # bytes
 _STAMP = struct.Struct("=qqd")  # start, end, when
+# A reader that comes later than that many writes shows them in the order of their arrival, as without stamps.
 _STAMPS = 256  # of the latest writes
 _COUNT = struct.Struct("=q")
 _STREAM = _COUNT.size + _STAMPS * _STAMP.size
@@ -86,6 +87,7 @@ class Board:
 
     def __setitem__(self, local_rank: int, phase: Phase) -> None:
         index, row = _PHASES.index(phase), _HEAD + local_rank * _ROW  # written out, since it comes often
+        # The time before the phase: a reader in between finds the old phase, not a new one without its time.
         _TIME.pack_into(self._memory, row + _TIMES_AT + _TIME.size * index, time.monotonic())
         self._memory[row] = index
 
@@ -163,7 +165,11 @@ class Board:
         _CALL.pack_into(self._memory, self._done_at + local_rank * _CALL.size, number)
 
     def all_done(self, number: int) -> bool:
-        """Tells whether all ranks have. One of them hears so that ask after a system call that follows their note."""
+        """True once every rank has noted this call.
+
+        Of the ranks that ask after ``note_done``, at least one hears so: between their note and their question each
+        makes a system call, which orders their writes.
+        """
         return self._memory[self._done_at : self._rings_at] == _CALL.pack(number) * self._ranks
 
     def stop(self, local_rank: int, number: int) -> None:

@@ -45,6 +45,7 @@ def to_plain(call: Call) -> tuple[object, ...]:
     function: object = call.function
     if isinstance(function, Reference):
         function = (function.module, function.qualname, function.depth)
+    # pickle would look the class up by its name in each rank, for every short call.
     return function, call.args, call.kwargs, call.freed, call.held, call.seed
 
 
@@ -80,6 +81,7 @@ def _importable(module: str) -> bool:
         module not in {"__main__", "__mp_main__"}
         and getattr(loaded, "__spec__", None) is not None
         and is_importable(module)
+        # A user who registers a package with cloudpickle wants its functions to go by value, decorated or not.
         and not any(module == name or module.startswith(name + ".") for name in by_value)
     )
 

@@ -58,6 +58,7 @@ class Channel(Generic[Incoming, Outgoing]):
     @classmethod
     def pair(cls) -> tuple[Channel[Incoming, Outgoing], Channel[Outgoing, Incoming]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A process whose standard streams are closed would get their numbers, and print into a channel.
         return cls.adopt(linux.above_standard(ours.detach())), Channel.adopt(linux.above_standard(theirs.detach()))
 
     @classmethod
@@ -114,6 +115,7 @@ class Channel(Generic[Incoming, Outgoing]):
             data, fds, flags = self._take()
         if not data:
             raise EOFError("the other end of the channel is closed")
+        # The kernel drops without an error what finds no room, a record's end or descriptors.
         if flags & (_LESS_CAME | _FDS_LACK):
             for fd in fds:
                 os.close(fd)
@@ -136,6 +138,7 @@ class Channel(Generic[Incoming, Outgoing]):
             return data, [], flags
         fds = array.array("i")
         for _, _, found in beside:
+            # A message that was cut may end in the middle of a descriptor's number.
             fds.frombytes(found[: len(found) - len(found) % fds.itemsize])
         return data, fds.tolist(), flags
 
@@ -155,5 +158,6 @@ class Channel(Generic[Incoming, Outgoing]):
     def close(self) -> None:
         """Closes the descriptor, unless it has become somebody else's."""
         if self._socket.fileno() >= 0 and not self.intact():
+            # Not closed: the number is that of somebody else's file.
             self._socket.detach()
         self._socket.close()

@@ -61,6 +61,8 @@ def _own_directory(spec: LaunchSpec) -> str:
 
 def copy_into(path: str, crash_fd: int) -> None:
     """Copies the rank's error file into its crash memfd if faulthandler wrote nothing there."""
+    # Stacks of a crash are nearer to the cause: an error file may be of an earlier failure that the program has
+    # survived.
     if not path or os.fstat(crash_fd).st_size:
         return
     with contextlib.suppress(OSError), open(path, "rb") as file:

@@ -38,6 +38,7 @@ def culprit(value: object, name: str) -> tuple[str, object]:
             break
         name, value, user = found
         users += user
+        # Values may hold themselves.
         seen.add(id(value))
     if not users:
         return f"{name} is a {type_name(value)}", value
@@ -109,7 +110,10 @@ def pickle_exception(error: BaseException) -> bytes | None:
 def _best(error: BaseException) -> tuple[_Likeness, bytes | None]:
     """Returns the way that keeps most of it."""
     best: tuple[_Likeness, bytes | None] = _Likeness.NONE, None
+    # The class's own way first: it knows best what its exceptions need.
     for candidate in (error, _Rebuilt(error)):
+        # Tried here, in the rank: one that does not unpickle in the caller would hide the failure that it was to
+        # tell.
         likeness, pickled = _round_trip(candidate, error)
         if likeness > best[0]:
             best = likeness, pickled

@@ -52,7 +52,9 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
         "mlaunch": f"{__version__} {_file(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}",
         "flags of the interpreter": " ".join(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]
         "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)} {_text('oom_score_adj')}",
+        # Soft ones travel with the call; a hard limit that was lowered cannot be raised again.
         "hard limits": " ".join(str(resource.getrlimit(number)[1]) for number in _limits()),
+        # Its memory and CPU would count for another job.
         "cgroup": _text("cgroup"),
         "security label": _text("attr/current"),
         "personality": _text("personality"),
@@ -66,6 +68,7 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
 def key_of(facts: Facts) -> str:
     """Returns a name for these facts, which no others have."""
     whole = "\0".join(f"{name}\0{value}" for name, value in sorted(facts.items()))
+    # The socket's name is a hash of the facts, so whoever would be refused finds nothing, and asks nobody.
     return hashlib.sha256(whole.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
@@ -82,6 +85,7 @@ def foreign_entries(path: Sequence[str], base: Sequence[str]) -> tuple[list[str]
     """Returns what ``path`` has besides ``base``, and what it lacks of it; all of that if their order differs."""
     common = [entry for entry in path if entry in base]
     lacking = [entry for entry in base if entry not in path]
+    # Order counts: the first of two modules with one name is imported.
     return [entry for entry in path if entry not in base], lacking if lacking or common == list(base) else list(base)
 
 

@@ -21,6 +21,7 @@ _SIZE = 4096  # bytes of names
 _NEVER = {"antigravity", "this", "readline", "rlcompleter", "idlelib", "turtledemo", "turtle", "tkinter", "test"}
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 
+# Shared memory and no message: a rank notes it after its answer, when nobody listens to it any more.
 _noted = mmap.mmap(-1, len(NAMES))  # a fork writes to the same memory
 _standard = mmap.mmap(-1, _SIZE)  # names of Python's own modules, with commas
 

@@ -25,6 +25,7 @@ _made: weakref.WeakSet[Any] = weakref.WeakSet()  # here, of what was sent
 _of_call: weakref.WeakSet[Any] = weakref.WeakSet()
 kinds: set[type] = set()  # of all that was sent
 _count = itertools.count()
+# Numbers are of one process: a value that has come from another launch must not be taken for one of ours.
 _process = os.urandom(16).hex()
 
 
@@ -51,6 +52,7 @@ def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
     """Returns what was sent by value, to be filled; where it comes from, the original. Called as it is unpickled."""
     known = _by_number.get(number)
     if known is not None and known not in _made:
+        # This process has sent it: two copies of one class would not be the same to isinstance().
         return known
     made = make(*args)
     _remember(made, number)

@@ -26,6 +26,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
+# As torch aligns tensors: vector instructions want it, and a cache line is as long.
 _ALIGNMENT = 64
 _ENTRY = struct.Struct("<QQ")  # offset, size
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # that are the same in each process
@@ -119,6 +120,7 @@ def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
     if type(value) in _PICKLED_AS_IT_IS and len(data := pickle.dumps(value, 5)) <= most:
+        # Plain values need no pickler of ours, which takes longer to make than they to pickle.
         return data
     memfd = fd if callable(fd) else lambda: fd
     return _write(_Spool(memfd, most), value, pickle_by_name if to_caller else pickle_by_value)
@@ -153,6 +155,7 @@ class _Spool:
         """Returns the file, which has what was written."""
         if self._file is None:
             fd = self._memfd()
+            # The file may have an older, longer answer.
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)
             self._file = open(fd, "wb", closefd=False)  # noqa: SIM115 - who has the spool closes it
@@ -175,6 +178,7 @@ def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], P
         table = bytearray()
         for buffer in parts.buffers:
             with buffer.raw() as raw:
+                # By write(): to copy into a mapping faults page by page, which is slower.
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 table += _ENTRY.pack(file.tell(), raw.nbytes)
                 file.write(raw)

@@ -53,10 +53,12 @@ class Parts:
 
 def pickle_by_name(file: Sink, value: object, *, in_band: bool = False) -> Parts:
     """Pickles to a reader that has what the call brought; what has neither a number nor a name goes by value."""
+    # To ask for numbers takes 0.2 us for each object of a value, so it is not done where nothing has one.
     base = _ByNumberPickler if originals.any_came() else _ByNamePickler
     try:
         return _pickle_with(base, dict(copyreg.dispatch_table), file, value, Parts(in_band))
     except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
+        # What was written by name until it failed is worth nothing.
         file.seek(0)
         file.truncate()
         return _by_value(_BackByValuePickler, file, value, Parts(in_band))
@@ -163,6 +165,7 @@ def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, 
     pickler: Any = base.__new__(base)
     pickler.parts = parts
     pickler.dispatch_table = table | tensors.reducers(parts.alive)  # a pickler reads it when it is initialised
+    # The table is set first: C's pickler reads it once.
     pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)
     pickler.dump(value)
     return parts

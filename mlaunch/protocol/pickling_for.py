@@ -19,6 +19,7 @@ class Destination:
     used: list[int] = field(default_factory=list)
 
 
+# By thread: a second one may be pickling for other ranks, or for none.
 class _PresentTarget(threading.local):
     destination: Destination | None = None
 

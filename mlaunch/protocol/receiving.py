@@ -25,6 +25,7 @@ class _StandIn:
         self.of = of
 
 
+# Python's own, which is slow and can be looked into; it runs only once C's has failed.
 class _Unpickler(pickle._Unpickler):
     """Keeps the first error, and goes on."""
 

@@ -39,6 +39,8 @@ def of_function(function: types.FunctionType) -> Reduced | None:
     if not links:  # torch.compiler.disable's
         return None
     fullgraph = getattr(closure.get("self"), "fullgraph", type(links[1]).__name__ == "ConvertFrameAssert")
+    # What torch.compile returns is a closure over locks of dynamo's. Ranks compile at their first call, as they would
+    # have.
     return _compile_again, (original, {**_backend(links[-1]), "dynamic": links[-1].dynamic, "fullgraph": fullgraph})
 
 
@@ -152,6 +154,7 @@ def _reduce_text_file(file: io.TextIOWrapper) -> Reduced:
     """Refuses an open file, of which cloudpickle would make a StringIO of its content, without a name."""
     if file in {sys.stdout, sys.stderr}:
         return cast(Reduced, cloudpickle.cloudpickle._file_reduce(file))  # type: ignore[attr-defined]
+    # A StringIO would take writes in the rank that nobody sees.
     raise TypeError("cannot pickle an open file")
 
 

@@ -28,6 +28,7 @@ class ReportRing:
         """Adds an entry of ``LIMIT`` bytes at most."""
         count = self.count()
         place = self._place(count)
+        # Void while it is written: a reader that finds another number than it came for leaves the entry out.
         _NUMBER.pack_into(self._memory, place, 0)
         begin = place + _NUMBER.size + _LENGTH.size
         self._memory[begin : begin + len(data)] = data
@@ -47,6 +48,7 @@ class ReportRing:
         begin = place + _NUMBER.size + _LENGTH.size
         (length,) = _LENGTH.unpack_from(self._memory, place + _NUMBER.size)
         data = self._memory[begin : begin + min(length, LIMIT)]
+        # Read after the content, so that a writer which has come round meanwhile is noticed.
         (written,) = _NUMBER.unpack_from(self._memory, place)
         return data if written == number + 1 else None
 

@@ -60,6 +60,8 @@ class ResultQueue(SimpleQueue[R]):
     def put(self, obj: R) -> None:
         """Sends an answer, pickled as it is: it holds nothing that multiprocessing pickles in ways of its own."""
         data = pickle.dumps(obj)
+        # One write, below PIPE_BUF: the kernel takes it whole, so a rank that is killed while it sends leaves no
+        # half.
         os.write(self._writer_fd, _LENGTH.pack(len(data)) + data)
 
     def drain(self) -> list[R]:
@@ -130,6 +132,7 @@ class Results:
             return
         self.board.note_done(rank, number)
         if answer.kind is AnswerKind.VALUE and answer.data:
+            # Before it is sent: the agent, which sleeps meanwhile, must never find an answer given that is not noted.
             self.board.note_answer(rank, number)
             self.to_launcher.put((rank, number, answer.stale, answer.data))
         else:

@@ -29,6 +29,7 @@ Settings = tuple[tuple[str, object], ...]  # in types that any process knows
 _UMASK = re.compile(r"^Umask:\s+(\d+)$", re.MULTILINE)
 _LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 _SCORE = Path("/proc/self/oom_score_adj")
+# Machines of an engine keep what their system gives to a process, and take over the rest.
 _OF_THE_MACHINE = {"nice", "affinity", "limits", "score", "slack"}
 _NUMPY = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 # By name: the settings of torch with what they are at first.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from mlaunch.base.frames import RUNPY, is_bottom, mentions_bottom
 
+# Counted from the end: the C library keeps the first real-time signals for itself.
 STACK_SIGNAL = signal.SIGRTMAX - 1  # real-time signals, which programs hardly ever use
 ALL_STACKS_SIGNAL = signal.SIGRTMAX - 2
 STACKS_TIMEOUT = 0.3  # seconds for all ranks together
@@ -44,6 +45,7 @@ def in_letters(text: str) -> str:
 
     What cannot be printed stays as it is written, be it the end of a line or what is no text (PEP 383).
     """
+    # Needed to find our own frames below a directory like "Jörg", too.
     return _ESCAPE.sub(_letter, text)
 
 

@@ -34,6 +34,7 @@ def reducers(alive: list[object]) -> Reducers:
 
     def reduce_untyped(storage: torch.UntypedStorage) -> Reduction:
         on_cpu = storage if storage.device.type == "cpu" else _to_cpu(storage)
+        # The buffer is an address: the memory must live until it is written.
         alive.extend((storage, on_cpu))
         return rebuild_storage, (_buffer(on_cpu),)
 
@@ -54,6 +55,7 @@ def reducers(alive: list[object]) -> Reducers:
 def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     import torch
 
+    # Waited for: a copy that is still on its way would be pickled half.
     return torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage, non_blocking=False)
 
 

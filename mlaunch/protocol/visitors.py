@@ -79,6 +79,7 @@ class Reception:
         return [(visitor, word) for visitor, word in heard if word and word not in {STOP, END}]
 
     def _take_stopper(self, visitor: socket.socket, word: bytes) -> None:
+        # Kept open: that its connection closes is how whoever waits hears of the end, even if this process is killed.
         self._stoppers.append(visitor)
         if word == END:
             self.stopped_by = pid_of(visitor)
@@ -153,6 +154,7 @@ def in_memory(status: Mapping[str, Any]) -> int:
     """Returns a memory file with the status in JSON."""
     memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
     with open(memfd, "w", encoding="utf-8", closefd=False) as file:
+        # JSON, so that one version's command can ask another's launch.
         json.dump(status, file)
     return memfd
 

@@ -16,6 +16,7 @@ def of_this_process() -> tuple[tuple[object, ...], ...]:
     return tuple(
         (action, _pattern(text), f"{kind.__module__}:{kind.__qualname__}", _pattern(module), line)
         for action, text, kind, module, line in warnings.filters[:_MOST_FILTERS]
+        # A rank has no __main__ of the script's yet, when filters are set.
         if isinstance(kind, type) and kind.__module__ != "__main__"
     )
 
@@ -33,6 +34,7 @@ def apply(value: tuple[tuple[Any, ...], ...]) -> None:
         with contextlib.suppress(Exception):  # whatever a module may raise
             found.append((action, _compiled(text), _class(kind), _compiled(module), line))
     warnings.filters[:] = [*found, *(one for one in warnings.filters if one not in found)]  # type: ignore[index]
+    # The list was changed in place, which the C code's cache of answers does not notice.
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 

@@ -65,6 +65,8 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[int]:
 
 def _lock(fd: int, *, last: bool) -> bool:
     try:
+        # By descriptor, not by process: the starter hands it to the zygote, which keeps the lock when the starter is
+        # gone.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if last:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mlaunch.protocol import payload
 from mlaunch.protocol.machines.frame_codes import Code
 
+# As much as an unprivileged user may make of a pipe (fs.pipe-max-size).
 CHUNK = 1 << 20  # bytes that are read or written at once
 
 
@@ -29,6 +30,7 @@ class Piece:
         return self.data
 
     def _read(self) -> bytes:
+        # pread: several streams may be sent the same file, whose place they would share.
         data = os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset)
         self.offset += len(data)
         if not data:

@@ -83,6 +83,7 @@ class Where:
         end.settimeout(None)
         with Connection(end.detach()) as connection:
             limit_reads(connection.fileno(), _PROOF_TIMEOUT)
+            # multiprocessing's own handshake, HMAC of a challenge on both sides: the secret does not travel.
             answer_challenge(connection, self.secret.encode())
             deliver_challenge(connection, self.secret.encode())
             limit_reads(connection.fileno(), 0)

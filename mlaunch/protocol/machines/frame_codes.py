@@ -45,6 +45,7 @@ class FrameCodes:
 
     def __init__(self, secret: str, sender: str) -> None:
         self.size = _SIZE if secret else 0
+        # A key for each direction: what this side has sent, turned back to it, has another code.
         self._key = hmac.digest(secret.encode(), b"mlaunch frames\0" + sender.encode(), "sha256")
         self._frame = 0
         self._forged = False
@@ -57,6 +58,7 @@ class FrameCodes:
 
     def of_record(self, data: bytes) -> bytes:
         """Returns that of the next frame's head and record."""
+        # Counted on both sides and never sent: what is left out, sent twice or moved does not fit any more.
         self._frame += 1
         code = self._begin(b"record")
         code.update(data)

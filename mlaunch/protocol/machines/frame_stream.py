@@ -47,6 +47,7 @@ class FrameStream:
         os.set_blocking(outgoing, False)
         for end in (incoming, outgoing):
             with contextlib.suppress(OSError):  # it is no pipe, or this user has too many large ones
+                # 64 KiB is the default: many small turns for a value of gigabytes.
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, CHUNK)
         self.heard_at = time.monotonic()  # when something came last
         self._sending = threading.RLock()  # several threads may
@@ -188,6 +189,7 @@ class FrameStream:
             if self._came[size : size + len(_END)] != _END:
                 raise _noise(self._came[size:])
             del self._came[: size + len(_END)]
+            # Only now that the code was right: to unpickle is to run code.
             found.append((pickle.loads(content.record), content.release()))
             self._content = None
 
@@ -196,6 +198,7 @@ class FrameStream:
         if len(self._came) < _HEAD.size:
             return False
         size, content = _HEAD.unpack_from(self._came)
+        # What is no frame says a size all the same; to wait for so much would be to wait for ever.
         if size > _MOST:
             raise _noise(self._came)
         end = _HEAD.size + size
@@ -212,6 +215,7 @@ class FrameStream:
             self.forget()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.outgoing)) as connection:
                 connection.shutdown(socket.SHUT_WR)  # others have duplicates of it
+            # The number stays taken: another thread may be about to write to it.
             os.dup2(nothing.fileno(), self.outgoing, inheritable=False)
 
     def close(self) -> None:
