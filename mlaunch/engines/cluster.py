@@ -54,6 +54,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # An exception leaves the block, Ctrl-C among them: to wait for calls of other threads would hold it up.
         if kind is not None:
             self._queue.close("its block was left with an exception")
             self._queue.end_all()
@@ -95,6 +96,7 @@ class Cluster:
         """Returns these machines as an engine, the same one for the same machines: ranks stay there."""
         with self._lock:
             self._parts = {there: part for there, part in self._parts.items() if not any(one.lost for one in there)}
+            # The same object for the same machines: keep= finds its ranks by the engine.
             return self._parts.setdefault(tuple(machines), HeldPart(self, self._machines, machines))
 
     def open_on_part(self, part: HeldPart, options: Options, idle_timeout: float | None) -> RanksLaunch:
@@ -160,6 +162,7 @@ class Cluster:
             self._leave()
 
     def _leave(self) -> None:
+        # In line behind the calls that wait already: these were promised the machines.
         claim = self._queue.join(None, ends=True)
         try:
             claim.wait()
@@ -174,6 +177,7 @@ class Cluster:
         with self._lock:
             if self._timer is not threading.current_thread():  # close() was called
                 return
+            # Ranks that stay count as use: they would be lost without anybody's having asked for that.
             in_use = self._queue.in_use or any(not session.over for _, session in self._sessions)
             if in_use or self._left() > 0:
                 self._start_timer(again=in_use)
@@ -190,6 +194,7 @@ class Cluster:
             self._timer = threading.Timer(
                 self._idle_timeout if again else max(0.0, self._left()), self._leave_if_unused
             )
+            # A daemon: the interpreter's end gives the machines back, and must not wait for the timer.
             self._timer.daemon = True
             self._timer.start()
 

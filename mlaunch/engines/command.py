@@ -96,10 +96,13 @@ class _Started(Placement):
             raise LaunchError(f"{self._name} has started {len(self._found)} processes, but machines={self._wanted}")
         self._ordered = ordered = sorted(self._found, key=lambda where: where.number)
         self.sizes = [None] * len(ordered)
+        # One program has one stream for all: a line feed after each frame keeps frames whole on its way (Slurm's step
+        # daemon passes on whole lines).
         self._stream.send(Lead(ordered[0].name, dict(enumerate(ordered))))
         theirs = {}
         for place in range(len(ordered)):
             self._streams[place], theirs[place] = socket.socketpair()
+        # A daemon: at the interpreter's end the stream closes, which is what the other side waits for.
         threading.Thread(target=self._carry, args=(Mux(self._stream, theirs),), daemon=True).start()
 
     def _carry(self, mux: Mux) -> None:
@@ -117,6 +120,7 @@ class _Started(Placement):
             data = os.read(self._stderr, _READ)
             if not data:
                 return
+            # Read also where it is not wanted: a program whose standard error is full would stop.
             self._words = (self._words + data)[-_KEPT:]
 
     def _why_not(self) -> str:

@@ -29,6 +29,7 @@ class Engine(ABC):
             asked for.
     """
 
+    # Of a caller whose machine is cut off no packet tells, so the end of its stream is not enough.
     lease: float | None = 300.0
 
     def __init__(self, python: str | None = None) -> None:

@@ -33,7 +33,7 @@ class Holds(Protocol):
 
 
 class HeldPart(PlacedMachines):
-    """They belong to one launch at a time, which has claimed them. As ``engine=``, for ``keep=``, one of its own."""
+    """Machines of one launch at a time, which has claimed them. For ``engine=`` and ``keep=`` an engine of its own."""
 
     def __init__(self, holder: Holds, whole: Machines, machines: Sequence[Machine]) -> None:
         super().__init__(whole.n_gpus, whole.lease)
@@ -53,6 +53,7 @@ class HeldPart(PlacedMachines):
         def plan(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
             return with_hosts(output(spec), hosts)
 
+        # Ranks of keep= stay there between trials, and would share the devices.
         self._holder.make_room(self.machines)
         work = Work(name, Call(calls.portable(call.function), call.args, call.kwargs))
         return MachinesLaunch(self, options, work, plan, number).start_it()

@@ -54,6 +54,7 @@ class Hosts(Engine):
         if machines is not None and machines > len(self._hosts):
             raise ValueError(f"machines={machines} with {len(self._hosts)} hosts: allowed: 1 to {len(self._hosts)}")
         wanted = self._hosts[:machines]
+        # exec: a shell between ssh and the member would outlive a member that is killed.
         there = " ".join(["exec", shlex.join(command)])
         if self._cwd is not None:
             there = f"cd {shlex.quote(self._cwd)} && {there}"

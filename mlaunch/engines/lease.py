@@ -28,6 +28,7 @@ class Renewal:
         self._streams = streams
         self._lease = lease
         self._closed = threading.Event()
+        # A thread: between calls nobody in this process hears or tells the machines anything.
         self._thread = threading.Thread(target=self._run, name="mlaunch-lease", daemon=True)
         self._thread.start()
 
@@ -42,6 +43,6 @@ class Renewal:
                 return
 
     def close(self) -> None:
-        """Ends it. May be called in a fork, which has no such thread."""
+        """Ends the thread. May be called in a fork, which has no such thread."""
         self._closed.set()
         self._thread.join()

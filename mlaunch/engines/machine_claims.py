@@ -1,4 +1,4 @@
-"""Which launch has which machines of an allocation: in order of arrival, all that it wants or none."""
+"""The queue for the machines of an allocation: each launch gets, in order of arrival, all that it wants or none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class MachineQueue:
     """Of one allocation, for any thread. A machine that is lost is given to nobody."""
 
     def __init__(self, machines: Machines) -> None:
+        # Not threading's: Ctrl-C within it can leave its lock taken, with every launch behind it.
         self.changed = interrupts.Condition()
         self.closed = ""  # why nobody gets machines any more
         self._machines = machines
@@ -44,6 +45,7 @@ class MachineQueue:
         with self.changed:
             if self.closed and not claim.ends:
                 raise LaunchError(f"this allocation was given back ({self.closed}); hold() another one")
+            # Only the first: a launch that wants many would wait for ever behind small ones that overtake it.
             if self._row[0] is not claim or not self._give(claim):
                 return False
             self._row.remove(claim)

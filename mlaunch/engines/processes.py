@@ -34,6 +34,7 @@ class Processes:
         )
         self._running[machine] = process
         ours = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
+        # Duplicates that Popen knows nothing of: it would close them when it is collected.
         ends = [os.dup(stream.fileno()) for stream in ours]
         for stream in ours:
             stream.close()
@@ -61,6 +62,7 @@ class Processes:
 
         What somebody has stopped goes on first, helpers of theirs, too, which would stay.
         """
+        # Time to tidy up first: they end with their standard input, as their caller's streams are closed by now.
         self._wait()
         for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._running.values():
@@ -71,6 +73,7 @@ class Processes:
     def _wait(self) -> None:
         until = time.monotonic() + _END_TIMEOUT
         for process in self._running.values():
+            # A stopped srun keeps its helper, which has the job's step.
             linux.continue_group_of(process.pid)
         for process in self._running.values():
             if process.returncode is None and _has_ended(process.pid, max(0.0, until - time.monotonic())):

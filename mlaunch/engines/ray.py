@@ -49,6 +49,7 @@ class Ray(Engine):
             raise LaunchError("the engine Ray needs ray: pip install 'mlaunch[ray]'") from error
         if not ray.is_initialized():
             try:
+                # Ray would print into the caller's output, and set up logging for the whole process.
                 ray.init(address=self._address, log_to_driver=False, configure_logging=False)
             except (ConnectionError, RuntimeError) as error:
                 raise LaunchError(
@@ -122,6 +123,7 @@ class _InBundles(Placement):
         self._resources = dict(resources)
         self._command = list(command)
         self._lease = lease
+        # One bundle for each node: two members on one would take each other's devices.
         self._group = placement_group([dict(resources)] * machines, strategy="STRICT_SPREAD")
         self._ready = self._group.ready()
         self._fates: dict[int, str] = {}
@@ -147,6 +149,7 @@ class _InBundles(Placement):
                 num_cpus=self._resources.get("CPU", 0),
                 num_gpus=self._resources.get("GPU", 0),
                 resources=others,
+                # One call each of write, read of both streams, and renew may wait inside at the same time.
                 max_concurrency=4,
             )
             .remote(self._command, self._lease)
@@ -171,6 +174,7 @@ class _InBundles(Placement):
 
         with end, contextlib.suppress(Exception):  # the actor is gone, which reading tells
             while self._lease is not None and not linux.wait_readable([end.fileno()], self._lease / PARTS):
+                # Until the member's own lease counts: an actor is not told that its owner is cut off.
                 ray.get(actor.renew.remote())
             while True:
                 data = end.recv(_READ)

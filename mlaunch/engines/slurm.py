@@ -101,6 +101,7 @@ class Shell:
                 capture_output=True,
                 encoding="utf-8",
                 env=self.environ(),
+                # ssh reads what it finds there, which is the caller's.
                 stdin=subprocess.DEVNULL,
                 timeout=_COMMAND_TIMEOUT,
             )
@@ -131,7 +132,9 @@ class _OnNodes(Placement):
 
     def start(self, machine: int) -> Ends:
         node = self._allocation.nodes[machine]
+        # --overlap: a step would else wait until the steps of others have left their resources.
         step = ["srun", f"--jobid={self._allocation.job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+        # Slurm would bind the member, and so all ranks of the node, to the cores of one task.
         step += ["--cpu-bind=none", "--kill-on-bad-exit=1", "--job-name=mlaunch", *self._per_task]
         try:
             command = self._shell.command([*step, *self._command])

@@ -108,6 +108,7 @@ class Allocation:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._shell.environ(),
+            # Ctrl-C in a terminal must not end the guard, which gives the job back.
             start_new_session=True,
         )
         if guard.stdin is not None:
@@ -122,6 +123,7 @@ class Allocation:
         code, self.job = asked
         if code != "0" or not self.job:
             raise LaunchError("\n".join(["Slurm gives no allocation:", *(f"  {line}" for line in self._words())]))
+        # By the job's name, which is drawn: a number is reused, and is not known before sbatch has answered.
         known = self._shell.answer("squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%T %r")
         if known is None:
             return f"job {self.job} waits, and Slurm does not say for what: its controller does not answer"
@@ -163,6 +165,7 @@ class Allocation:
 
     def release(self) -> None:
         """Gives it back, without waiting, also if somebody has stopped the guard. May be called again."""
+        # A guard that somebody has stopped would not see the end of its input, and the job would stay.
         linux.continue_group_of(self._guard.pid)
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             with contextlib.suppress(OSError):

@@ -62,7 +62,7 @@ _PIPE = 65536  # bytes that wait in a pipe at most
 
 
 class MachineLaunch:
-    """Starts it. ``call``: the memfd with the call, which stays the caller's of this; -1: ranks run a command."""
+    """Starts a launch here. ``call``: the memfd of the call, which stays the creator's; -1: ranks run a command."""
 
     def __init__(self, stream: FrameStream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
         self._stream = stream
@@ -222,6 +222,7 @@ class MachineLaunch:
     def _end_call(self, record: CallOver, fds: Sequence[int]) -> None:
         """Tells that ranks that stay are back, after what they have done, printed and returned."""
         self._tell_rows()
+        # As much as a pipe can hold: what ranks printed in this call, not what they print from then on.
         for _ in range(_PIPE // _READ):
             for fd in list(self._pipes):
                 self._carry(fd)

@@ -28,6 +28,7 @@ class MachinePlan:
     def __init__(self, order: AskOffer) -> None:
         self._order = order
         self._options = Options(**order.options)
+        # This machine's own: paths and devices of the caller's mean nothing here.
         self._environ = {**os.environ, **(self._options.env or {})}
         self._cwd = order.cwd if os.path.isdir(order.cwd) else os.getcwd()
         self.server = warm_server.get(self._environ)
@@ -84,6 +85,7 @@ def _of_command(spec: LaunchSpec, command: ScriptTarget, order: Start) -> Launch
 
 def _free_port() -> int:
     """Returns a port at which nobody listens, of those that the system gives to no client."""
+    # Drawn: two launches that ask at the same time would both find the first one free.
     for port in random.SystemRandom().sample(_PORTS, 100):
         if not is_taken(port):
             return port

@@ -62,11 +62,12 @@ def main(secret: str = "") -> NoReturn:
     finally:
         warm_server.close()
         sys.stderr.flush()
+        # Threads of libraries, or of the user's preloads, must not keep a machine that is to be given back.
         os._exit(code)
 
 
 def ignore(numbers: Collection[signal.Signals]) -> None:
-    """Has this process live on when such signals come. Ranks have the usual dispositions all the same."""
+    """Lets this process live on when such signals come. Ranks have the usual dispositions all the same."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
@@ -76,6 +77,7 @@ def _take_over_streams(secret: str) -> FrameStream:
     stream = FrameStream(linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1)), secret, member=True)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    # A library that prints would put its words between the frames.
     os.dup2(2, 1)
     os.close(null)
     return stream

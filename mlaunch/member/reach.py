@@ -39,6 +39,7 @@ def failures_at(addresses: Sequence[str], port: int) -> tuple[str, ...]:
 
 
 def _begin(end: socket.socket, address: str, port: int) -> int:
+    # All at once: an address of another network may be silent, for minutes.
     end.setblocking(False)
     return end.connect_ex((address, port))
 

@@ -44,6 +44,7 @@ _NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_
 def main() -> NoReturn:
     """Serves until the caller ends, or the first one."""
     incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
+    # Standard output carries frames; what else is printed goes to standard error.
     os.dup2(2, 1)
     member.ignore(member.FOR_RANKS)
     secret, starter = secrets.token_hex(32), os.getppid()
@@ -76,6 +77,7 @@ def _hear(stream: FrameStream, where: Where) -> Lead | None:
             for record, _ in stream.receive(1):  # what follows it is for who carries
                 if isinstance(record, Lead) and record.name == where.name:
                     return record
+                # A program that copies its input to all stops at the first process that does not read.
                 threading.Thread(target=_drain, args=(stream.incoming,), daemon=True).start()
                 return None
     if where.number == 0:  # to whom it would have come: the caller is gone
@@ -108,6 +110,7 @@ class _Strangers:
             end, _ = listener.accept()
             with self._lock:
                 self._ends.append(end)
+                # The oldest makes way and not the newest, which may be the one that has the secret.
                 first = self._ends.popleft() if len(self._ends) > _STRANGERS else None
             if first is not None:
                 with contextlib.suppress(OSError):  # it is gone already

@@ -58,6 +58,7 @@ class Term:
         if self.lease is not None and self.lease.farewell:
             time.sleep(_OTHERS_DELAY)
             for _ in range(_FAREWELLS):
+                # By this process, since whoever would give the machines back is gone.
                 done = subprocess.run(self.lease.farewell, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr)
                 if done.returncode == 0:
                     return

@@ -27,6 +27,8 @@ class TraceParts:
         self.spec = spec
         if spec.profile is not None:
             try:
+                # Here, as a machine knows no path of its caller's; not in memory: profiles have hundreds of
+                # megabytes.
                 directory = tempfile.mkdtemp(prefix="mlaunch-profile-")
             except OSError as error:
                 text = f"the parts of profile= cannot be written to {tempfile.gettempdir()}: {error.strerror or error}"
@@ -54,6 +56,7 @@ def _pieces_of(path: str, rank: int) -> Iterator[TracePart]:
     with open(path, "rb") as file:
         written = os.fstat(file.fileno()).st_mtime
         while data := file.read(_READ):
+            # In pieces, and not as one value, which would be a memory file.
             if packed := packer.compress(data):
                 yield TracePart(rank, packed, written)
     yield TracePart(rank, packer.flush(), written)

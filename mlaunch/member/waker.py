@@ -26,6 +26,7 @@ def watch(incoming: int) -> None:
     member = os.pidfd_open(os.getpid())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it has no use for
+        # A process: a member that is stopped cannot see the end of its input, and would hold the machine for good.
         pid = os.fork()
     if pid == 0:
         _live(incoming, member)

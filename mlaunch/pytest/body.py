@@ -54,6 +54,7 @@ def import_definition(definition: Definition) -> None:
 def load(test: RankTest) -> None:
     """Imports the test's module, before its deadline begins; what that raises, the test will raise again."""
     _, explanation, baseline = _here[0]
+    # Outside of the deadline: the first import of torch's libraries in a module may take longer than any test.
     with contextlib.suppress(Exception), isolation.surrounded(baseline, test.surroundings):
         explanation.function_of(test.definition)
 
@@ -73,6 +74,7 @@ def run_test(sent: RankTest | bytes) -> Verdict:
     test: RankTest = pickle.loads(sent) if isinstance(sent, bytes) else sent
     station, explanation, baseline = _here[0]
     verdict = _verdict(test, station, explanation, baseline)
+    # Raised, so that the launcher ends the call on the others, who wait in a collective for this rank.
     if not station.finish(test.number, verdict):
         raise EndedAloneError(verdict.reason)
     return verdict
@@ -93,6 +95,8 @@ def _verdict(test: RankTest, station: Station, explanation: Explanation, baselin
             raise
         except BaseException as error:
             _examined(error)
+            # Before the failure is described, which takes time: the others wait for this one no longer than for a
+            # running rank.
             station.leave(test.number)
             found = _of_error(error, test, explanation)
     station.leave(test.number)
@@ -106,6 +110,7 @@ def _bound(function: Callable[..., Any], test: RankTest) -> Callable[..., Any]:
         return function
     if issubclass(owner, unittest.TestCase):
         return functools.partial(cases.run_case, owner, test.definition.qualname.rpartition(".")[2], test.state)
+    # Not its constructor, which has run in pytest's process, maybe with a fixture's values.
     instance = owner.__new__(owner)
     instance.__dict__.update(test.state)
     bound: Callable[..., Any] = getattr(instance, function.__name__)

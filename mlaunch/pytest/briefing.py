@@ -17,6 +17,7 @@ from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Verdict
 def beginning_of(config: pytest.Config, size: int, board: int, log: int) -> Beginning:
     """Returns what new ranks are told. ``board``, ``log``: descriptors of this process."""
     ini = None if config.inipath is None else str(config.inipath)
+    # By path: ranks are forks of another process, and have none of our descriptors.
     here = f"/proc/{os.getpid()}/fd"
     return Beginning(
         str(config.invocation_params.dir),

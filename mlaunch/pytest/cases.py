@@ -23,7 +23,7 @@ _begun: list[type[unittest.TestCase]] = []  # of this rank: the class that is se
 
 
 def take_in(item: pytest.Item, run: Callable[[pytest.Function], object]) -> None:
-    """Has ``run`` called for a method of a TestCase: pytest calls none of its hooks for these."""
+    """Lets ``run`` run a method of a TestCase: pytest calls none of its hooks for these."""
     if is_case(item):
         item.runtest = functools.partial(run, item)  # type: ignore[assignment, arg-type, method-assign]
 
@@ -41,6 +41,7 @@ def state_of(item: pytest.Function) -> dict[str, Any] | None:
     given = dict(vars(item.instance))
     if not is_case(item):
         return given
+    # What each instance has by itself is unittest's own, and the rank's instance has it as well.
     return {name: given[name] for name in given.keys() - vars(item.cls(item.name)).keys()} | torch_cases.file_for(item)
 
 
@@ -62,6 +63,7 @@ class FirstProblem(unittest.TestResult):
         self.found: BaseException | None = None
 
     def _note(self, error: BaseException) -> None:
+        # tearDown often fails because setUp or the test did.
         self.found = self.found or error
 
     def addError(self, _: Any, found: Any) -> None:

@@ -34,6 +34,7 @@ class Debugging:
         self._traced = bool(config.getoption("trace"))
         self.wanted = (self._traced or bool(config.getoption("usepdb"))) and self._somebody_is_there()
         if self.wanted and (plugin := config.pluginmanager.get_plugin(_PROMPT)) is not None:
+            # pytest's own prompt would open in this process, in frames that show nothing of the test.
             config.pluginmanager.unregister(plugin)
             config.pluginmanager.register(_PromptElsewhere(plugin), _PROMPT)
 
@@ -96,6 +97,6 @@ class _PromptElsewhere:
         self.pytest_internalerror = plugin.pytest_internalerror
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
-        """Opens it."""
+        """Opens pytest's prompt."""
         if call.when != "call" or not node.stash.get(DEBUGGED, False):
             self._plugin.pytest_exception_interact(node, call, report)

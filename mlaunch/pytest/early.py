@@ -11,6 +11,7 @@ from _pytest.config import default_plugins
 from mlaunch.caller.server.warm import warm_server
 
 PRELOADED = ("pytest", "mlaunch.pytest.body", "mlaunch.collectives.exchange", "mlaunch.collectives.local_group")
+# Each rank makes a configuration of pytest's; the imports for that took more than half of a new rank's time.
 _PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)  # which each rank's configuration has
 _SEEDED = "numpy.random"  # before each test, where it is installed; numpy itself imports it late
 _RECORDER = "coverage"  # ranks import it if this process has
@@ -25,6 +26,6 @@ def prepare() -> None:
 
 
 def start() -> None:
-    """Starts it; does not wait for it."""
+    """Starts the fork server; does not wait for it."""
     prepare()
     warm_server.get(os.environ)

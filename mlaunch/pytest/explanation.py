@@ -88,6 +88,7 @@ def _note_owner(function: Any, owner: type) -> None:
 
 def _configured(beginning: Beginning) -> pytest.Config:
     """Returns a configuration with the options that pytest was given, and few of its plugins."""
+    # addopts and required_plugins were obeyed in pytest's process, and may name plugins that are not loaded here.
     args = ["--rootdir", beginning.rootdir, "--noconftest", "-o", "addopts=", "-o", "required_plugins="]
     args += ["-c", beginning.ini] if beginning.ini is not None else []
     config = pytest.Config.fromdictargs({**beginning.options, "plugins": []}, [*args, beginning.rootdir])
@@ -111,7 +112,7 @@ class RankTerminal:
 
 
 def _bind_comparisons(config: pytest.Config) -> None:
-    """Has assertions ask the hook that explains comparisons, for good: by pytest's own code."""
+    """Lets assertions ask the hook that explains comparisons, for good: by pytest's own code."""
     import _pytest.assertion
 
     around = _pytest.assertion.pytest_runtest_protocol(types.SimpleNamespace(config=config, ihook=config.hook))  # type: ignore[arg-type]
@@ -126,6 +127,7 @@ _kept: list[object] = []  # what ends with the rank
 def _quietly(directory: str) -> Iterator[None]:
     """Makes a configuration as in pytest's directory, without installed plugins, and without its warnings."""
     before, there = os.environ.get(_NO_PLUGINS), os.getcwd()
+    # Installed plugins may start servers, take locks, or write files, once for each rank.
     os.environ[_NO_PLUGINS] = "1"
     try:
         with warnings.catch_warnings():
@@ -170,6 +172,7 @@ def _from_file(name: str, file: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"no module can be made of {file}", name=name)
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed, as the import system does: it may import itself, and dataclasses look it up.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -50,6 +50,8 @@ def for_class(number: int) -> Iterator[None]:
 def _apart(prefix: str, first: int) -> Iterator[None]:
     import torch.distributed as dist
 
+    # Only now: at the test's end another rank may still be in one of its collectives, and would fail with "Connection
+    # closed by peer" in place of what it has found.
     _destroy(_left)
     _left.clear()
     if device.version() >= group.DESTRUCTIBLE:
@@ -75,6 +77,8 @@ def _own_names(prefix: str, first: int) -> Iterator[None]:
         yield
         return
     backend, store = world.pg_map[default]
+    # torch names groups by a count, and their keys in the store by the name: a rank that made one more in the last
+    # test would meet the others of this one under another name.
     world.pg_map[default] = backend, dist.PrefixStore(prefix, store)
     world.group_count = first
     try:

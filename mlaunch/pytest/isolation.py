@@ -42,7 +42,7 @@ class Baseline:
 
 @contextlib.contextmanager
 def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
-    """Has the environment, the directory and the search path of pytest's process, and afterwards none of the test's."""
+    """Takes over environment, directory and search path of pytest's process; afterwards none of the test's are left."""
     for name, value in changes.variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -95,6 +95,7 @@ def collect() -> int:
 
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # torch keeps freed memory of a device for itself, where the next test's ranks would miss it.
         torch.cuda.empty_cache()
     return resident()
 
@@ -180,7 +181,7 @@ def _plain(found: warnings.WarningMessage) -> tuple[str, str, str, int]:
 
 
 def _set_filters(config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
-    """Has the filters of the configuration, the command line and the test's marks, as pytest has them."""
+    """Sets the filters of the configuration, the command line and the test's marks, as pytest does."""
     from _pytest.config import apply_warning_filters, parse_warning_filter
 
     if not sys.warnoptions:

@@ -78,6 +78,7 @@ def _cause(verdicts: dict[int, Verdict]) -> int:
     """Returns the rank whose failure is shown first: the earliest, or of equal ones the lowest rank's."""
     failed = {rank: verdict for rank, verdict in verdicts.items() if verdict.outcome == "failed"}
     earliest = min(failed, key=lambda rank: failed[rank].at)
+    # All ranks of most failures raise the same within milliseconds; rank 0's is then what people expect to see.
     return min(rank for rank in failed if _shown(failed[rank]) == _shown(failed[earliest]))
 
 

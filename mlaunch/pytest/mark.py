@@ -54,6 +54,7 @@ def take_in(item: pytest.Item) -> None:
     size = sizes[0] if callspec is None else callspec.params.get(SIZE, sizes[0])
     shape = Shape(size, options.get("device_type") or "cpu", options.get("backend"))
     item.stash[WANTED] = Wanted(shape, options.get("deadline"), options.get("fresh", False))
+    # pytest selects by keyword arguments of marks alone.
     item.add_marker(pytest.mark.ranks(n=size))
 
 

@@ -42,6 +42,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     config = parent.config
     if not config.getini("ranks_early") or _is_controller(config) or config.getoption("collectonly"):
         return
+    # A guess from the text: to know would take the import that this is to run beside.
     if _IN_SOURCE in module_path.read_bytes():
         from mlaunch.pytest.early import start
 
@@ -60,7 +61,7 @@ def _size(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Reads the mark, and has the plugin proper run what is marked."""
+    """Reads the mark, and hands what is marked to the plugin proper."""
     if item.get_closest_marker(NAME) is None:
         return
     take_in(item)
@@ -68,6 +69,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if runner is None:
         from mlaunch.pytest.runner import Runner
 
+        # Only now: a suite without the mark neither imports torch nor pays for the rest of the plugin.
         runner = Runner(item.config)
         item.config.pluginmanager.register(runner, RUNNER)
     runner.take_in(item)

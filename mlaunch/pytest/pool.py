@@ -52,6 +52,7 @@ class RankPool:
         """
         if not (self._config.getini("ranks_reserve") and self.sets):
             return
+        # Several workers have no cores to spare; and what records coverage would record the ranks in reserve, too.
         if workers.count() > 1 or rank_coverage.plan(self._config) is not None:
             return
         like = list(self.sets.values())[-1]
@@ -92,6 +93,7 @@ class RankPool:
     def _make_room(self, shape: Shape) -> None:
         """Ends sets on the same accelerators, and on CPUs those unused for longest where there are many."""
         alike = [other for other in self.sets if other.device_type == shape.device_type]
+        # On accelerators one: two sets would share their memory.
         most = _SETS_ON_CPUS if shape.device_type == "cpu" else 1
         for other in alike[: max(0, len(alike) - most + 1)]:
             self.drop(other)

@@ -32,6 +32,7 @@ def plan(config: pytest.Config) -> CoveragePlan | None:
         **{name: value for name, value in found.items() if value},
         "config_file": current.config.config_file or False,
         "data_file": os.path.abspath(current.config.data_file),
+        # Each process a file of its own, which pytest-cov combines; a shared one would be overwritten.
         "data_suffix": True,
         "messages": False,
     }
@@ -54,7 +55,7 @@ def start(plan: CoveragePlan, directory: str) -> None:
 
 
 def enter(test: str) -> None:
-    """Has what runs from here on count for a test, where each is a context."""
+    """Counts what runs from here on for a test, where each test is a context."""
     for recorder, contexts in _recording:
         if contexts:
             recorder.switch_context(f"{test}|run")

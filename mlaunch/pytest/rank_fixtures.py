@@ -60,6 +60,7 @@ def _stand_in(function: Callable[..., Any], size: int | None) -> Callable[..., A
 
     ours = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     theirs = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
+    # pytest reads the names of arguments there, to set other fixtures up before.
     stand_in.__signature__ = signature.replace(parameters=[*ours, *theirs])  # type: ignore[attr-defined]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(stand_in, name, getattr(function, name))

@@ -46,7 +46,7 @@ class Runner:
         self._to_come = 0  # tests on ranks
 
     def take_in(self, item: pytest.Item) -> None:
-        """Has a method of a TestCase run by this, which no hook would be asked for."""
+        """Takes over a method of a TestCase, for which no hook would be asked."""
         cases.take_in(item, self.run)
 
     # Hooks
@@ -90,6 +90,7 @@ class Runner:
     ) -> Generator[None, Any, Any]:
         """Notes values that several tests use: they travel once. Classes that ranks set up are not set up here."""
         if cases.is_set_up_on_ranks(request, fixturedef.argname):
+            # Its own function would run setUpClass in pytest's process.
             object.__setattr__(fixturedef, "func", _nothing)
         value = yield
         if fixturedef.scope != "function" and not isinstance(value, _SMALL):

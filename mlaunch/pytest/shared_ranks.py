@@ -23,6 +23,7 @@ from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, l
 from mlaunch.pytest.mark import Shape
 
 _REMEMBERED = 20  # tests
+# Not the launcher's 5 s: a test that hangs is not saving anything.
 _GRACE = 2.0  # seconds
 Wide = dict[int, tuple[object, Any]]  # values of wider scope than a test's, by id, and the fixtures that they are of
 
@@ -74,6 +75,7 @@ class SharedRanks:
     def _started(self) -> Ranks:
         early.prepare()
         return Ranks(
+            # Lost ranks are replaced here: new ones must begin with the configuration, and the test's report says so.
             restart=False,
             n_gpus=self.shape.size,
             devices=self._place.devices,
@@ -145,6 +147,7 @@ class SharedRanks:
         key = owner, id(value)
         if key not in self.fixtures:
             try:
+                # Once for each set of ranks: a data set of a session's fixture would travel with each test.
                 self.fixtures[key] = self.ranks.hold(_same, value)
             except TypeError:  # it cannot travel; the call names it
                 return value

@@ -56,6 +56,7 @@ def _put_logging(found: tuple[int, list[logging.Handler], int]) -> None:
 
 
 def _umask() -> int:
+    # The kernel tells it only in exchange for another one.
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

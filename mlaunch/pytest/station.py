@@ -32,11 +32,13 @@ class Station:
             self._board = mmap.mmap(fd, _CELL.size * self._size)
         finally:
             os.close(fd)
+        # O_APPEND: the kernel puts each write at the end, so verdicts of several ranks do not overwrite each other.
         self._log = os.open(beginning.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self.leave(0)
 
     def leave(self, number: int) -> None:
         """Says that this rank has left the test's function."""
+        # Shared memory: a rank may leave its test while no thread of it can send anything.
         _CELL.pack_into(self._board, _CELL.size * self._rank, number, os.getpid())
 
     def finish(self, number: int, verdict: Verdict) -> bool:
@@ -49,6 +51,8 @@ class Station:
     def _all_left(self, number: int) -> bool:
         begun = ran = time.monotonic()
         while missing := [pid for done, pid in _CELL.iter_unpack(self._board[:]) if done < number]:
+            # A rank that runs may have something to say, one that sleeps for 20 ms waits, in a collective, for this
+            # one.
             now = time.monotonic()
             ran = now if any(map(_runs, missing)) else ran
             if now - begun > _MOST_PATIENCE or now - ran > _PATIENCE:

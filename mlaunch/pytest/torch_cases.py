@@ -20,6 +20,8 @@ from mlaunch.pytest import group_names
 
 FILE = "_mlaunch_file"  # the attribute with the name of the file that the ranks of a test share
 _MODULE = "torch.testing._internal.common_distributed"
+# These begin without a process group, as they make one: with the ranks' own init_process_group would do nothing, and
+# the test's store, timeout and backend would not be those that it gets.
 _FOR_A_METHOD = {"MultiProcessTestCase"}
 _THREADED = {"MultiThreadedTestCase"}
 _adapted: dict[type[unittest.TestCase], type[unittest.TestCase]] = {}  # of this rank

@@ -68,6 +68,8 @@ class WorkerDevices:
         name = f"pytest's worker {os.environ.get(_WORKER, '')}"
         request = leasing.request_of(options, warm_server.get(os.environ), os.environ, name)
         if request.numbers is not None:  # else the ranks are on CPUs
+            # One set at a time: a worker that kept devices while it waits for more could wait for one that does the
+            # same.
             self._lease = _wait(request, patience)
             granted = request.granted(self._lease)
             self.devices = granted.options.devices

@@ -1,8 +1,7 @@
-"""The agents of all machines, as one agent that a launch's handle can hear.
+"""The agents of all machines, as one that a launch's handle can hear: so output, report and restarts are one code. ::
 
-A thread of the caller's turns what members tell into records and descriptors on a channel: values into memfds, what
-ranks print into pipes, rows of boards into one board, times into those of this machine's clock. So all that a caller
-makes of a launch on its own machine (output, progress, report, restarts, the first failure) it makes of this one, too.
+members --frames--> this thread --records, descriptors--> channel --> LaunchHandle, as of an agent on this machine
+  values -> memfds   what ranks print -> pipes   rows of boards -> one board   times -> this machine's clock
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class MergedAgent:
         self._backlog = Backlog()
         self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
         self._started = self._refused = self._lost = False  # _lost: some machine, or a process there
-        self._hopeless = False  # the launch's handle has let go of it
-        self._hearsay: RankFailure | None = None  # what others say of a machine, which may be about to say more itself
+        self._abandoned = False  # the launch's handle has closed its channel
+        self._second_hand: RankFailure | None = None  # what others report of a machine; its own report is preferred
         self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
 
     def start(self) -> None:
@@ -87,7 +86,7 @@ class MergedAgent:
     def _run(self) -> None:
         try:
             self.lookout.open()
-            while self._open and not self._hopeless:
+            while self._open and not self._abandoned:
                 self._step()
         except Exception as error:  # of ours: the handle must not wait for ever
             self._tell(AgentFailed(f"{type(error).__name__}: {error}"))
@@ -95,8 +94,8 @@ class MergedAgent:
             for machine in self._open.values():
                 machine.lost = True
             self.lookout.close()
-            if self._hearsay is not None and not self._lost:
-                self._tell(self._hearsay)
+            if self._second_hand is not None and not self._lost:
+                self._tell(self._second_hand)
             self._tell(Finished())
             self._backlog.see_out(range(self._world_size), self._theirs.fileno(), self._hear_handle)
             self._theirs.close()
@@ -142,13 +141,13 @@ class MergedAgent:
         """Passes on what it wants: that the launch ends. False: it is gone."""
         record, fds = self._theirs.hear()
         if record is None:
-            record, self._hopeless = Cancel(force=True), True
+            record, self._abandoned = Cancel(force=True), True
         if isinstance(record, AskToStop):
             self._stop.ask(record.reason, record.call)
         elif not self.lookout.obey(record, list(self._open.values()), self._theirs):
             self._obey(record, fds)
         close_all(fds)
-        return not self._hopeless
+        return not self._abandoned
 
     def _obey(self, record: AgentHears, _fds: Sequence[int]) -> None:
         self._backlog.limit = None
@@ -230,15 +229,15 @@ class MergedAgent:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
         if record.late:
             self._tell(DeadlinePassed())
-        if record.rank is None and self._hearsay is None:
-            self._hearsay = record if record.host else dataclasses.replace(record, host=machine.host)
+        if record.rank is None and self._second_hand is None:
+            self._second_hand = record if record.host else dataclasses.replace(record, host=machine.host)
             self._times.begin_to_give_up()
 
     def _give_up(self) -> None:
         """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
-        if self._hearsay is not None and self._open:
+        if self._second_hand is not None and self._open:
             silent = f"nothing more came from host {', '.join(machine.host for machine in self._open.values())}"
-            self._hearsay = dataclasses.replace(self._hearsay, hints=(*self._hearsay.hints, silent))
+            self._second_hand = dataclasses.replace(self._second_hand, hints=(*self._second_hand.hints, silent))
         for machine in self._open.values():
             machine.lost = True
             self._backlog.end(machine.ranks)

@@ -38,6 +38,7 @@ class Attempts:
                 break
             count = f"preemption {number + 1} of at most {most}"
             self._tell(f"{self._work.name} starts anew on other machines ({count}): the scheduler has taken these")
+            # All of them: machines that are left of a preempted job end with it.
             self._machines.close()
             if self._options.deadline is not None:
                 left = max(0.0, self._options.deadline - (time.monotonic() - begun))

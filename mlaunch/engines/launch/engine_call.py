@@ -33,6 +33,7 @@ def call_on_machines(
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     work = Work(name, Call(calls.portable(function), args, kwargs))
     log_dir = new_directory(options.log_dir, name)
+    # What this process has printed before the call comes before what the ranks print.
     flush_streams()
     if log_dir is not None:
         options = options.replaced({"log_dir": log_dir})

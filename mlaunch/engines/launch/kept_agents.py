@@ -72,7 +72,7 @@ class KeptAgents(MergedAgent):
             super()._obey(record, fds)
 
     def _end_call(self, number: int, failed: Machine | None = None) -> None:
-        """Has the machines end it, save one where it has failed, which does it by itself."""
+        """Lets the machines end the call, save the one where it has failed: that one does so by itself."""
         if self._state is _State.RUNNING:
             self._send(EndCall(number), but=failed)
             if len(self._machines) > 1:
@@ -105,9 +105,12 @@ class KeptAgents(MergedAgent):
         if len(self._back) == len(self._machines):
             self._state = _State.OVER
             self._stop.end_call()
+            # Not told yet: the handle would show the call's last lines in the next one's cell.
             self._unsaid, self._printed = CallOver(self._number), self._backlog.ends()
 
     def _compare(self) -> None:
+        # Decided here, since a rank that is alone behind may be on another machine; the gate, which knows all
+        # machines, too, would have to learn what a call is.
         complete = len(self._complete) == len(self._machines)
         if complete and in_step.agree([numbers for _, numbers in sorted(self._told.items())]):
             self._back.clear()
@@ -119,7 +122,7 @@ class KeptAgents(MergedAgent):
             self._end_those_inside()
 
     def _end_those_inside(self) -> None:
-        """Has those end who wait in vain; all others after them, whose end would break what these are asked about."""
+        """Ends the ranks that wait in vain; all others later, as their end would break what these are asked about."""
         for machine in self._open.values():
             if machine.number not in self._complete:
                 machine.stream.send(Cancel())

@@ -49,6 +49,7 @@ class Machines(PlacedMachines):
         self.renew()
         if self.machines:
             return
+        # Before anything is asked for: an exit while a queue is waited for must give the job back as well.
         atexit.register(self.close)
         try:
             self._open(timeout, tell)

@@ -34,6 +34,7 @@ def _tried(placed: PlacedMachines, port: int) -> str:
     for address, *failures in zip(offered, *told, strict=True):
         if not any(failures):
             return str(address)
+    # Named is the machine that reached least: it is the one to look at.
     cut = max(range(len(others)), key=lambda number: sum(map(bool, told[number])))
     tried = ", ".join(f"{address} ({words})" for address, words in zip(offered, told[cut], strict=True) if words)
     raise LaunchError(

@@ -8,6 +8,7 @@ import select
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+# Beyond it machines wait, and their ranks with them, as a rank here waits at a pipe that is full.
 _LIMIT = 1 << 22  # bytes
 
 
@@ -43,6 +44,7 @@ class Backlog:
         readers = []
         for stream in streams:
             reader, writer = os.pipe()
+            # The thread must hear machines whatever people do with their terminal.
             os.set_blocking(writer, False)
             self._pipes[rank, stream] = _Pipe(writer)
             readers.append(reader)
@@ -113,6 +115,8 @@ class Backlog:
 
         ``hear``: takes in what comes at ``other``; False: nobody reads any more.
         """
+        # After the launch's last word: a longer wait before that would hold up errors behind a slow reader. 300 MB of
+        # four ranks arrived whole over ssh, mpirun and Slurm, at a reader that took two minutes for them.
         self.end(ranks)
         goes_on = True
         while goes_on and self.blocked():

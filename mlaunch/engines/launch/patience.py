@@ -1,4 +1,4 @@
-"""When the thread that hears the machines of a launch must act though nothing has come."""
+"""The times at which the thread that hears the machines of a launch must act though nothing has come."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ _MISSED = 2.5  # signs of life without an answer
 
 
 class Patience:
-    """Of one launch, in seconds. ``patience``: that ranks may take to end, after which a machine that is said to be
-    lost is. ``deadline``: after which what nobody reads holds up nothing any more; None: it does until the end.
-    ``lease``: the engine's, which says how often machines are asked for an answer; None: they are not."""
+    """The time limits of one launch, in seconds.
+
+    ``patience``: to wait for a machine's ranks once another machine reports that machine lost. ``deadline``: after it,
+    unread output no longer delays the launch; None: it does until the end. ``lease``: the engine's, which says how
+    often machines are asked for an answer; None: they are not.
+    """
 
     def __init__(self, patience: float, deadline: float | None, lease: float | None = None) -> None:
         self._patience = patience

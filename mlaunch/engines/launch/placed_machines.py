@@ -107,6 +107,7 @@ class PlacedMachines:
 
     def end_of(self, machine: Machine) -> tuple[str, str]:
         """Returns what the engine says of a member that has ended, and what that wrote last."""
+        # The stream ends before standard error does: srun and ssh say why only then.
         until = time.monotonic() + _LAST_WORDS_TIMEOUT
         fate = self.placement.fate(machine.number) if self.placement is not None else ""
         writer = next((one for one in (machine, *self.machines) if one.writes_here), machine)

@@ -55,6 +55,7 @@ class Lookout:
             for _, connection in registry.connections(self._environ):
                 connection.close()
         self._reception.open()
+        # A fork of the caller that stays would keep the launch listed after its end.
         close_in_forks(self._reception)
 
     @property
@@ -104,7 +105,7 @@ class Lookout:
         )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
-        """Has the launch's handle told what it asks for; False if the record is about something else."""
+        """Tells the launch's handle what the record asks for; False if the record is about something else."""
         if isinstance(record, TellStatus):
             self.ask(record.word, there, functools.partial(tell_launcher, launcher, record.number))
         return isinstance(record, TellStatus)
