@@ -66,6 +66,7 @@ def write(findings: Iterator[str], environ: Mapping[str, str], failure: str | No
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
     """Returns a text without what the environment keeps secret, without logins in addresses, and without the home."""
     for name, value in environ.items():
+        # Also within other texts: a token stands in command lines and tracebacks.
         if _SECRET.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, f"({name})")
     home = environ.get("HOME", "")

@@ -68,7 +68,7 @@ def role_of(text: str) -> str:
 
 
 def _number(value: float | str) -> float:
-    """Returns it; NaN, which is in no range, for what is no finite number."""
+    """Returns the number; NaN, which is in no range, for what is no finite number."""
     try:
         number = float(value)
     except ValueError:

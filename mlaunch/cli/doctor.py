@@ -123,6 +123,7 @@ def _open_files() -> Finding:
 
 def _runtime_directory() -> Finding:
     try:
+        # Tried and not guessed: rights, free space and the length of a socket's path all count.
         registry.listen(os.environ, f"doctor-{os.getpid()}").close()
     except OSError as error:
         return Finding("mlaunch ps", NOTE, f"cannot see launches: {error}")
@@ -151,6 +152,7 @@ def _launches() -> Iterator[Finding]:
     look: Callable[[], dict[str, Any]] = _look_around
     start = time.monotonic()
     try:
+        # On CPUs: devices may be in use by somebody, and are looked at within a rank, since that may wake the driver.
         launcher(look, n_gpus=2, device_type="cpu", join=False, deadline=120)()
         first = time.monotonic() - start
         start = time.monotonic()

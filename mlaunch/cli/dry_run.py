@@ -56,6 +56,7 @@ def _guess(job: Job, size: int) -> str:
 
 def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
     """Returns the launch as far as it is known before anything starts, by the code that plans real ones."""
+    # No process is started for a plan, so nothing is known of torch and devices.
     nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
     spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.deadline), _AT_THE_START)
     if spec.command is None or job.run_id:

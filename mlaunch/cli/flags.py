@@ -16,6 +16,7 @@ from mlaunch.cli.completion import PrintCompletion, PrintManPage
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+# Named, so that a script written for torchrun is told why, and not that there is no such flag.
 _REFUSED = {
     "--start-method": "ranks are always forked from one fresh interpreter",
     "--event-log-handler": "there is no event log",
@@ -52,6 +53,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = copy.copy(action)
+        # torchrun has both spellings, --nproc_per_node too, and a help of both is twice as long.
         shown.option_strings = [name for name in action.option_strings if "_" not in name]
         return super()._format_action_invocation(shown)
 

@@ -52,7 +52,7 @@ class There:
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
     def run(self, order: StopOrder, trace: CallTrace) -> Ended:
-        """Runs it; returns how the last attempt ended."""
+        """Runs the job; returns how the last attempt ended."""
         made = Attempts(self._machines, _options(self._job), self._work, self._output, self._tell)
         return made.run(order, trace, self._job.max_preemptions)
 

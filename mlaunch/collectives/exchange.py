@@ -30,7 +30,9 @@ from mlaunch.collectives import seal, world
 from mlaunch.protocol import explain
 from mlaunch.protocol.pickling import pickle_by_name
 
+# These are not signed, either: they are bytes, of which nothing is executed.
 _LARGE = 1024 * 1024  # bytes from which a buffer travels by itself
+# One step for all: each broadcast waits for its root, so small objects of many ranks would take as many turns.
 _PADDED = 64 * 1024  # bytes up to which blobs are gathered in one step, padded
 _CHUNK = 256 * 1024 * 1024  # bytes per operation
 _FAILED = -1  # instead of a size
@@ -48,8 +50,10 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = group or world.group()
     if "cpu:" in dist.get_backend_config(group):
         return group
+    # Kept: to form a group takes a round of all its ranks through the store.
     if group not in _gloo_twins:
         ranks = dist.get_process_group_ranks(group)
+        # NCCL carries no CPU tensors, and an object would have to go by way of the device.
         _gloo_twins[group] = world.subgroup(ranks, "gloo")
     return _gloo_twins[group]
 
@@ -121,6 +125,7 @@ class _Packed:
         """Sends the large buffers."""
         for buffer in self.large:
             with buffer.raw() as raw:
+                # torch.frombuffer takes no memory that is read-only.
                 send(bytearray(raw) if raw.readonly else raw)
 
 
@@ -168,6 +173,7 @@ def _prepare(value: object, link: _Link, what: str) -> tuple[_Packed, list[int]]
     gathered = torch.empty(link.size, dtype=torch.int64)
     dist.all_gather(list(gathered.view(link.size, 1)), _size_tensor(mine), group=link.group)
     sizes: list[int] = gathered.tolist()
+    # After the sizes, which say so to everybody: a rank that raised alone would leave the others waiting.
     _raise_if_unpicklable(sizes, mine, link, what)
     link.seal.put(mine.blob, link.rank)
     return mine, sizes

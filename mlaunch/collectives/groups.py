@@ -161,6 +161,7 @@ def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
         return
     source = group.ranks[0]
     work = [
+        # All are on their way before one is waited for.
         dist.broadcast(tensor.detach(), source, group=group.process_group, async_op=True)
         for tensor in inps
     ]  # fmt: skip

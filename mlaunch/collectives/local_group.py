@@ -100,6 +100,7 @@ def together(ranks: list[int]) -> bool:
 
 def _current() -> dist.ProcessGroup | None:
     """Returns the group, unless the world in which it was made is gone."""
+    # By identity: a world that was made anew may be of other ranks.
     return _made[0].group if _made and _made[0].world is dist.group.WORLD else None
 
 

@@ -18,6 +18,7 @@ def reduce_dict(values: Mapping[str, Any], *, average: bool) -> dict[str, Any]:
     """Does what ``mlaunch.comm.reduce_dict`` says."""
     if world.get_world_size() == 1:
         return {name: _shaped(_tensor(name, value).to(torch.float64), value, average) for name, value in values.items()}
+    # Dicts keep the order of their making, which need not be the same on all ranks.
     names = sorted(values)
     signature = [_describe(values[name]) for name in names]
     _check_alike(list(zip(names, signature, strict=True)))
@@ -26,6 +27,7 @@ def reduce_dict(values: Mapping[str, Any], *, average: bool) -> dict[str, Any]:
         return {}
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     device = devices.pop() if devices else torch.device("cpu")
+    # One collective for all values, in float64: sums of counts stay exact up to 2**53.
     total = torch.cat([tensor.to(device, torch.float64).flatten() for tensor in tensors])
     dist.all_reduce(total, group=exchange.cpu_group(None) if device.type == "cpu" else None)
     if average:
@@ -64,6 +66,7 @@ def _check_alike(mine: list[tuple[str, str]]) -> None:
     """Raises on every rank unless all passed the same. One small collective, more words only if they differ."""
     digest = int.from_bytes(hashlib.blake2b(repr(mine).encode(), digest_size=_DIGEST).digest(), "big")
     unusable = any(what.startswith("unusable") for _, what in mine)
+    # The maximum of a number and of its negative: equal on all ranks only if all have the same.
     extremes = torch.tensor([digest, -digest, int(unusable)], dtype=torch.int64)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=exchange.cpu_group(None))
     highest, lowest, any_unusable = extremes.tolist()

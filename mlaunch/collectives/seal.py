@@ -46,6 +46,7 @@ class Seal:
         if count.call != call:  # one that was broken off may have left members with different counts
             count.call, count.exchanges = call, 0
         count.exchanges += 1
+        # Group, call and number: what was sent before, or elsewhere, bears another code.
         self._place = b"mlaunch object\0%d\0%d\0%b\0" % (call, count.exchanges, count.group)
 
     def put(self, blob: bytearray, source: int) -> None:

@@ -36,6 +36,7 @@ def subgroup(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
         if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
             raise ValueError(f"torch {torch.__version__} forms groups of ascending ranks; allowed: {sorted(ranks)}")
         ordered["sort_ranks"] = False
+    # use_local_synchronization: members alone take part, as the other ranks need not call it.
     made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True, **ordered)
     return made
 

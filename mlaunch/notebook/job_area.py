@@ -13,6 +13,7 @@ from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.notebook.told import traceback_lines
 
 _MOST = 64 * 1024  # bytes of output that it shows, of the end
+# A frontend draws each update anew, and would fall behind ranks that print in a loop.
 _PERIOD = 0.1  # seconds between two looks
 
 

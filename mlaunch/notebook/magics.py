@@ -142,6 +142,7 @@ class CellRanks:
 
     def _restart(self, words: LineWords) -> None:
         options = words.options or self._options
+        # Checked before the old ranks end: a mistyped option must not cost what they hold.
         Options().replaced({name: value for name, value in options.items() if name not in {"restart", "idle_timeout"}})
         self.close()
         self._open_ranks(LineWords("open", options=options))
@@ -177,6 +178,7 @@ class CellRanks:
 
 def load(shell: Any) -> None:
     """Brings the magics into an IPython shell; those that are there stay, with their ranks."""
+    # %load_ext and an import of the extension may both come.
     if getattr(shell, "mlaunch_ranks", None) is None:
         shell.mlaunch_ranks = CellRanks(shell)
         shell.register_magic_function(shell.mlaunch_ranks.magic, "line_cell", "ranks")

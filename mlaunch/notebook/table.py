@@ -12,7 +12,7 @@ _NO_NAMES = "cells have left no names there"
 
 
 def table(devices: Sequence[str], state: str, told: Sequence[NamesOfRank]) -> str:
-    """Writes it. ``told``: by rank; empty while the ranks are busy and cannot be asked."""
+    """Writes the table. ``told``: by rank; empty while the ranks are busy and cannot be asked."""
     if not told:
         return f"{_head(len(devices), devices, state)}\n(busy ranks cannot be asked for their memory and names)"
     rows = [("rank", "pid", "device", "memory", "on device")]

@@ -7,7 +7,7 @@ from mlaunch.base.misuse import is_misuse
 
 
 def told_in_cell(error: BaseException) -> BaseException:
-    """Has IPython show what ranks report, in place of the frames by which the magic was called.
+    """Lets IPython show what ranks report, in place of the frames by which the magic was called.
 
     IPython asks an exception for ``_render_traceback_``, where there is one.
     """

@@ -53,6 +53,7 @@ _FLAGS: Mapping[tuple[str, str], bool] = {
 
 def of_this_process() -> Settings:
     """Returns what a rank has to ``apply``."""
+    # A tenth of a millisecond of each call, all together.
     found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": warning_filters.of_this_process()}
     if "numpy" in sys.modules:
         import numpy as np

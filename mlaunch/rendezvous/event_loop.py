@@ -14,6 +14,8 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     """Runs a process's only coroutine to its end."""
     if os.environ.get(VARIABLE) != "0":
         try:
+            # Most of what is left of their work is asyncio's, in Python: six turns of the loop for a new connection,
+            # a few calls for each byte. In C it is a third less for links, and a fifth for the gate.
             import uvloop
         except ImportError:
             pass

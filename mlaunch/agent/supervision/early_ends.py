@@ -41,6 +41,8 @@ class Endings:
         if self.due is not None and self._system.clock() >= self.due:
             self._watch()
         failing = False
+        # From SIGKILL of 1 of 8 ranks on 2 cores to the exception it takes 21 ms so instead of 30; in three of four
+        # launches no other rank has seen its connections close by then, and the report says where all of them were.
         for thread in self._watched.keys() & set(ready):
             rank = self._watched.pop(thread)
             os.close(thread)
