@@ -377,6 +377,8 @@ def test_a_trial_takes_what_was_prepared_while_another_ran_and_all_its_processes
             launch = prepared()
             expected, agent = pids_of(launch), launch["agent"]
             assert not any(held(pid) for pid in (*expected, agent))
+            ordinary = os.getpriority(os.PRIO_PROCESS, 0)  # it is worth as much as the trials that run
+            assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in (*expected, agent)} == {ordinary}
         for pid in pids:
             (tmp_path / f"{name}-{pid}").unlink()
     assert runs.results(LIMIT) == [["place on the CPUs 0"] * 2] * 3
