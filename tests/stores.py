@@ -76,4 +76,4 @@ def store_of_one_machine() -> Iterator[int]:
 
 async def carry(gate: int, listener: socket.socket) -> None:
     async with control_protocol.dialled(LOOPBACK, gate, "store", None) as streams:
-        await RankStreams(2, 2).serve(listener, streams)
+        await RankStreams().serve(listener, streams)

@@ -1,8 +1,8 @@
 """Many streams on one connection: a machine's link carries all of its ranks' traffic with the store to the gate.
 
 Each piece of a stream comes after its stream's number and its size; one without bytes ends the stream. Numbers count
-from 0 in the order in which the streams begin, and none is used twice; ``MACHINE`` is the machine's own. What is to be
-sent within one turn of the event loop goes out in one write.
+from 0 in the order in which the streams begin, and none is used twice. What is to be sent
+within one turn of the event loop goes out in one write.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 
 from mlaunch.rendezvous import control_protocol
 
-MACHINE = (1 << 64) - 1  # the stream of what the ranks of a machine say together
 HEAD = struct.Struct("<QQ")  # stream, size
 LONGEST = 1 << 20  # bytes that a piece has at most, so that one side's memory is not what the other says
 _READ = 1 << 18  # bytes at a time

@@ -29,7 +29,7 @@ class StoreClient:
 
     def meet(self, key: str, size: int) -> None:
         """Returns once ``size`` ranks have called it with this key, once each; raises as the store does."""
-        if hasattr(self.connection, "barrier"):  # one operation, which links count for all of their machine
+        if hasattr(self.connection, "barrier"):  # one operation instead of three
             self.connection.barrier(f"{self._namespace}/{key}", size)
             return
         barrier = Barrier(self.store, key, size)
@@ -38,7 +38,7 @@ class StoreClient:
         self.store.wait([turn.end])
 
     def arrive(self, rank: int) -> None:
-        """Leaves a mark for ``missing``. A link collects those of its machine's ranks."""
+        """Leaves a mark for ``missing``."""
         self.store.append(ARRIVED, f"{rank},")
 
     def missing(self, world_size: int) -> str:

@@ -342,7 +342,7 @@ def test_a_cause_outranks_its_consequence(gate: Served) -> None:
 async def carry_for_ranks(gate: int, listener: socket.socket, over: Coroutine[Any, Any, Any]) -> None:
     """The joining side, as the link does it."""
     async with control_protocol.dialled("127.0.0.1", gate, "store", TOKEN) as streams:
-        carrying = asyncio.ensure_future(RankStreams(1024, 1024).serve(listener, streams))
+        carrying = asyncio.ensure_future(RankStreams().serve(listener, streams))
         await over
         carrying.cancel()
         await asyncio.wait([carrying])

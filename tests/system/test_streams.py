@@ -12,13 +12,12 @@ import pytest
 
 from mlaunch.rendezvous import multiplex
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.gate.store_keys import ARRIVED, StoreKeys
+from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.store_service import serve_store
-from mlaunch.rendezvous.gate.torch_protocol import GIVE_UP, GIVEN_UP, GO, LONGEST, SIZE, Asked
-from mlaunch.rendezvous.link import meetings, streams
-from mlaunch.rendezvous.link.store_split import marks
-from mlaunch.rendezvous.link.streams import COMING, PASSED, RankStreams
-from mlaunch.rendezvous.multiplex import HEAD, MACHINE, Pieces
+from mlaunch.rendezvous.gate.torch_protocol import GIVEN_UP, GO, LONGEST, SIZE, Asked
+from mlaunch.rendezvous.link import streams
+from mlaunch.rendezvous.link.streams import RankStreams
+from mlaunch.rendezvous.multiplex import HEAD, Pieces
 
 VALIDATE = b"\0\xce\xf7\x85\x3c"
 
@@ -52,7 +51,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def link() -> AsyncIterator[tuple[RankStreams, int, asyncio.StreamReader, asyncio.StreamWriter]]:
     """A link's streams; yields also where its ranks connect, and the gate's side of its connection."""
     near, far = socket.socketpair()
-    carried, listener = RankStreams(ranks=2, world_size=4), listen()
+    carried, listener = RankStreams(), listen()
     ours = await asyncio.open_connection(sock=near)
     task = asyncio.ensure_future(carried.serve(listener, ours))
     reader, writer = await asyncio.open_connection(sock=far)
@@ -74,8 +73,8 @@ def test_a_rank_waits_while_the_gate_does_not_read() -> None:
     async def flood() -> tuple[int, bytes]:
         async with link() as (carried, port, reader, writer):
             _, flooding = await rank(port)
-            said = LARGE
-            flooding.write(VALIDATE + said)
+            said = VALIDATE + LARGE
+            flooding.write(said)
             await until(lambda: carried._resuming)
             assert carried._pieces is not None
             kept = carried._pieces.unsent
@@ -89,7 +88,7 @@ def test_a_rank_waits_while_the_gate_does_not_read() -> None:
             return kept, bytes(came)
 
     kept, came = asyncio.run(flood())
-    assert came == LARGE
+    assert came == VALIDATE + LARGE
     assert kept < 2 * streams._AHEAD
 
 
@@ -110,7 +109,7 @@ def test_streams_are_numbered_as_they_first_speak() -> None:
                 end.close()
             return heard
 
-    asked = [(stream, asking(Asked.GET, b"%d" % number)) for stream, number in enumerate((2, 0, 1))]
+    asked = [(stream, VALIDATE + asking(Asked.GET, b"%d" % number)) for stream, number in enumerate((2, 0, 1))]
     assert asyncio.run(speak()) == [*asked, (1, b"")]
 
 
@@ -118,156 +117,14 @@ def test_nothing_is_kept_of_ranks_that_have_left() -> None:
     async def come_and_leave() -> None:
         async with link() as (carried, port, _, __):
             ends = [await rank(port) for _ in range(20)]
-            for number, (_, end) in enumerate(ends):
-                end.write(VALIDATE + asking(Asked.GET, b"x") + meeting(b"%d" % number, 4))
-            await until(lambda: len(carried._ends) == len(carried.meetings._coming) == 20)
+            for _, end in ends:
+                end.write(VALIDATE + asking(Asked.GET, b"x"))
+            await until(lambda: len(carried._ends) == 20)
             for _, end in ends:
                 end.close()
             await until(lambda: not carried._ends and not carried._connected)
-            assert not any(carried.meetings._coming.values())
 
     asyncio.run(come_and_leave())
-
-
-def test_what_is_no_client_of_torchs_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
-    async def come() -> list[bytes]:
-        said = []
-        async with link() as (_, port, __, ___):
-            nobody = VALIDATE + meeting(b"a", (1 << 64) - 1)
-            for nonsense in (b"GET / HTTP/1.1", meeting(b"a", 4), VALIDATE + b"\xff", b"\0\0\0\0\0", nobody):
-                reader, end = await rank(port)
-                end.write(nonsense)
-                said.append(await asyncio.wait_for(reader.read(), 60))
-                end.close()
-        return said
-
-    assert asyncio.run(come()) == [b""] * 5
-    assert capfd.readouterr().err == ""  # a log would be theirs to fill
-
-
-# Meetings
-
-
-async def next_piece(coming: AsyncIterator[tuple[int, bytes]]) -> tuple[int, bytes]:
-    return await asyncio.wait_for(anext(coming), 60)
-
-
-async def told_of_one(said: bytes) -> tuple[int, bytes]:
-    """What the gate hears first when one rank of two says that."""
-    async with link() as (_, port, reader, writer):
-        _, end = await rank(port)
-        end.write(VALIDATE + said)
-        told = await next_piece(Pieces(reader, writer).received())
-        end.close()
-        return told
-
-
-def test_a_machine_says_once_how_many_of_its_ranks_have_come() -> None:
-    async def meet() -> list[bytes]:
-        async with link() as (_, port, reader, writer):
-            ends, coming = [await rank(port) for _ in range(2)], Pieces(reader, writer).received()
-            for _, end in ends:
-                end.write(VALIDATE + meeting(b"all", 4))
-            assert await next_piece(coming) == (MACHINE, COMING.pack(0, 2, 4) + b"all")
-            writer.write(piece(MACHINE, PASSED.pack(0)))
-            told = [await asyncio.wait_for(reader.readexactly(1), 60) for reader, _ in ends]
-            for _, end in ends:
-                end.close()
-            return told
-
-    assert asyncio.run(meet()) == [GO, GO]
-
-
-def test_a_meeting_of_some_ranks_does_not_wait_for_the_others_of_a_machine() -> None:
-    assert asyncio.run(told_of_one(meeting(b"some", 2))) == (MACHINE, COMING.pack(0, 1, 2) + b"some")
-
-
-def test_who_comes_alone_is_told_of_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody says that each rank comes once: a machine whose ranks come less often must not hold up the others."""
-    monkeypatch.setattr(meetings, "_PATIENCE", 0.0)
-    assert asyncio.run(told_of_one(meeting(b"all", 4))) == (MACHINE, COMING.pack(0, 1, 4) + b"all")
-
-
-def test_one_that_gives_up_is_not_counted_while_nobody_was_told_of_it() -> None:
-    async def meet() -> tuple[bytes, list[tuple[int, bytes]]]:
-        async with link() as (_, port, reader, writer):
-            ends, coming = [await rank(port) for _ in range(3)], Pieces(reader, writer).received()
-            ends[0][1].write(VALIDATE + meeting(b"all", 4) + GIVE_UP)
-            answer = await asyncio.wait_for(ends[0][0].readexactly(1), 60)
-            for _, end in ends[1:]:
-                end.write(VALIDATE + meeting(b"all", 4))
-            heard = [await next_piece(coming)]
-            ends[0][1].write(GIVE_UP)  # of something else that it asked the store for
-            heard.append(await next_piece(coming))
-            for _, end in ends:
-                end.close()
-            return answer, heard
-
-    told = (MACHINE, COMING.pack(0, 2, 4) + b"all")
-    assert asyncio.run(meet()) == (GIVEN_UP, [told, (0, GIVE_UP)])
-
-
-def test_the_gate_counts_machines_and_single_ranks_alike() -> None:
-    async def meet() -> list[tuple[int, bytes]]:
-        async with store() as (keys, reader, writer):
-            writer.write(piece(MACHINE, COMING.pack(7, 2, 4) + b"all") + piece(0, VALIDATE + meeting(b"all", 4)))
-            await until(lambda: len(keys._meetings.get(b"all", ())) == 2)
-            writer.write(piece(MACHINE, COMING.pack(8, 1, 4) + b"all"))
-            coming = Pieces(reader, writer).received()
-            return [await next_piece(coming) for _ in range(3)]
-
-    assert asyncio.run(meet()) == [(MACHINE, PASSED.pack(7)), (0, GO), (MACHINE, PASSED.pack(8))]
-
-
-def test_a_meeting_is_forgotten_with_its_machine() -> None:
-    async def come_and_leave() -> StoreKeys:
-        async with store() as (keys, _, writer):
-            writer.write(piece(MACHINE, COMING.pack(0, 2, 4) + b"all"))
-            await until(lambda: keys._meetings)
-        return keys
-
-    assert not asyncio.run(come_and_leave())._meetings
-
-
-def test_what_no_machine_says_ends_its_connection() -> None:
-    async def speak(said: bytes) -> None:
-        near, far = socket.socketpair()
-        far.send(piece(MACHINE, said))
-        reader, writer = await asyncio.open_connection(sock=near)
-        with far, contextlib.closing(writer), pytest.raises(ConnectionError, match="no word of a machine"):
-            await asyncio.wait_for(serve_store(StoreKeys(), reader, writer), 60)
-
-    asyncio.run(speak(b"short"))
-    asyncio.run(speak(b""))
-
-
-# Marks
-
-ARRIVALS = f"launch/{ARRIVED}".encode()
-
-
-def test_the_marks_of_a_machines_ranks_go_out_together_before_anything_else() -> None:
-    async def arrive() -> list[tuple[int, bytes]]:
-        async with link() as (carried, port, reader, writer):
-            ends, coming, heard = [await rank(port) for _ in range(2)], Pieces(reader, writer).received(), []
-            for turn in range(2):
-                for number, (_, end) in enumerate(ends):
-                    end.write(VALIDATE * (turn == 0) + asking(Asked.APPEND, ARRIVALS, b"%d," % number))
-                    await until(lambda number=number: len(carried._marks.get(ARRIVALS, ())) > number)  # type: ignore[misc]
-                ends[turn][1].write(asking(Asked.GET, b"x"))
-                heard += [await next_piece(coming) for _ in range(2)]
-            for _, end in ends:
-                end.close()
-            return heard
-
-    told, got = (0, marks(ARRIVALS, [b"0,", b"1,"])), asking(Asked.GET, b"x")
-    assert asyncio.run(arrive()) == [told, (1, got), told, (2, got)]
-
-
-def test_marks_do_not_wait_for_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_MARKS_DELAY", 0.0)
-    told = asyncio.run(told_of_one(asking(Asked.APPEND, ARRIVALS, b"0,")))
-    assert told == (0, asking(Asked.APPEND, ARRIVALS, b"0,"))
 
 
 def test_ranks_lose_their_connections_with_the_gate() -> None:
@@ -297,6 +154,45 @@ async def store() -> AsyncIterator[tuple[StoreKeys, asyncio.StreamReader, asynci
         writer.close()
         await asyncio.wait_for(asyncio.wait([task]), 60)
         ours[1].close()
+
+
+def test_what_is_no_client_of_torchs_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    async def come() -> list[tuple[int, bytes]]:
+        async with store() as (_, reader, writer):
+            nonsense = (b"GET / HTTP/1.1", meeting(b"a", 4), VALIDATE + b"\xff", b"\0\0\0\0\0")
+            writer.write(b"".join(piece(stream, said) for stream, said in enumerate(nonsense)))
+            answers = Pieces(reader, writer).received()
+            return [await next_piece(answers) for _ in nonsense]
+
+    assert asyncio.run(come()) == [(stream, b"") for stream in range(4)]
+    assert capfd.readouterr().err == ""  # a log would be theirs to fill
+
+
+async def next_piece(coming: AsyncIterator[tuple[int, bytes]]) -> tuple[int, bytes]:
+    return await asyncio.wait_for(anext(coming), 60)
+
+
+def test_ranks_of_several_machines_meet() -> None:
+    async def meet() -> list[tuple[int, bytes]]:
+        async with store() as (keys, reader, writer):
+            first, second, third = (piece(stream, VALIDATE + meeting(b"all", 2)) for stream in range(3))
+            writer.write(first)
+            await until(lambda: len(keys._meetings.get(b"all", ())) == 1)
+            writer.write(piece(0, asking(Asked.GIVE_UP)) + second + third)
+            coming = Pieces(reader, writer).received()
+            return [await next_piece(coming) for _ in range(3)]
+
+    assert asyncio.run(meet()) == [(0, GIVEN_UP), (1, GO), (2, GO)]
+
+
+def test_a_meeting_is_forgotten_with_its_machine() -> None:
+    async def come_and_leave() -> StoreKeys:
+        async with store() as (keys, _, writer):
+            writer.write(piece(0, VALIDATE + meeting(b"all", 4)))
+            await until(lambda: keys._meetings)
+        return keys
+
+    assert not asyncio.run(come_and_leave())._meetings
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlaunch.rendezvous.gate.store_keys import StoreKeys, Wait
-from mlaunch.rendezvous.gate.torch_protocol import GIVEN_UP, GO, NUMBER, SHORT, SIZE, Asked, Request, Requests
+from mlaunch.rendezvous.gate.torch_protocol import (
+    GIVEN_UP,
+    GO,
+    NUMBER,
+    SHORT,
+    SIZE,
+    Asked,
+    Request,
+    Requests,
+    check_greeting,
+)
 
 _READY, _NOT_READY = b"\0", b"\1"
 
@@ -17,13 +27,18 @@ class StoreConnection:
         self._keys = keys
         self._answer = answer
         self._requests = Requests()
+        self._greeted = False
         self._wait: Wait | None = None
         self._held = 0  # bytes that are kept for it
 
     def feed(self, piece: bytes) -> None:
         """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
         for request in self._requests.feed(piece):
-            self._do(request)
+            if self._greeted:
+                self._do(request)
+            else:
+                check_greeting(request)
+                self._greeted = True
         # Half a request counts, too: otherwise many clients that never end one would fill the memory.
         self._hold(self._requests.unfinished)
 
@@ -92,7 +107,6 @@ def _names(keys: StoreKeys, _: list[bytes], __: int) -> bytes:
 
 # What is answered at once, b"": not at all.
 _ANSWERS: dict[Asked, Callable[[StoreKeys, list[bytes], int], bytes]] = {
-    Asked.VALIDATE: lambda _keys, _strings, _number: b"",
     Asked.PING: lambda _keys, _strings, number: SHORT.pack(number),
     Asked.SET: _set,
     Asked.MULTI_SET: _set,

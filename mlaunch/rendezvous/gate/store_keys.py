@@ -133,9 +133,9 @@ class StoreKeys:
             self._waits.setdefault(key, {})[wait] = None
         return wait
 
-    def meet(self, key: bytes, size: int, go: Callable[[], None], count: int = 1) -> Wait | None:
-        """Counts so many more under a key; calls ``go`` when there are as many as ``size``, as ``wait`` does."""
-        if self.add(key, count) >= size:
+    def meet(self, key: bytes, size: int, go: Callable[[], None]) -> Wait | None:
+        """Counts one more under a key; calls ``go`` when there are as many as ``size``, as ``wait`` does."""
+        if self.add(key, 1) >= size:
             for wait in self._meetings.pop(key, ()):
                 wait.go()
             go()

@@ -18,7 +18,6 @@ _MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own
 LONGEST = 1 << 23
 _EACH = 40  # bytes that Python takes for a string besides
 GO, GIVEN_UP = b"\0", b"\1"
-GIVE_UP = b"\x0c"
 
 
 class Asked(IntEnum):
@@ -51,13 +50,7 @@ _STRINGS = {
     Asked.POP: 1, Asked.LENGTH: 1, Asked.MEET: 1,
 }  # fmt: skip
 _COUNTED = {Asked.CHECK: 1, Asked.WAIT: 1, Asked.MULTI_GET: 1, Asked.MULTI_SET: 2}
-NUMBERS = {Asked.VALIDATE: SHORT, Asked.PING: SHORT, Asked.ADD: NUMBER, Asked.MEET: NUMBER}
-
-
-def shape(asked: Asked) -> tuple[int | None, int, int]:
-    """Returns the strings for each of a count (None: there is no count), the strings, and the bytes of the number."""
-    number = NUMBERS.get(asked)
-    return _COUNTED.get(asked), _STRINGS.get(asked, 0), 0 if number is None else number.size
+_NUMBERS = {Asked.VALIDATE: SHORT, Asked.PING: SHORT, Asked.ADD: NUMBER, Asked.MEET: NUMBER}
 
 
 @dataclass
@@ -108,10 +101,10 @@ class Requests:
             count = self._take(SIZE.size)
             if count is None:
                 return False
-            request.lacking = count_of_strings(SIZE.unpack(count)[0]) * _COUNTED[request.asked]
+            request.lacking = _bounded(SIZE.unpack(count)[0], _MOST_STRINGS) * _COUNTED[request.asked]
         if not self._take_strings(request):
             return False
-        kind = NUMBERS.get(request.asked)
+        kind = _NUMBERS.get(request.asked)
         if kind is not None:
             number = self._take(kind.size)
             if number is None:
@@ -124,7 +117,7 @@ class Requests:
         data, at, end = self._data, self._at, len(self._data)
         while request.lacking and end - at >= SIZE.size:
             start = at + SIZE.size
-            stop = start + length_of_string(SIZE.unpack_from(data, at)[0])
+            stop = start + _bounded(SIZE.unpack_from(data, at)[0], LONGEST)
             if stop > end:
                 break
             # A copy: the buffer is cut and reused.
@@ -143,30 +136,14 @@ class Requests:
         return bytes(self._data[start : self._at])
 
 
-def greets(said: object) -> bool:
-    """Is true. ValueError if that is not what every client says first."""
-    if not isinstance(said, Request) or (said.asked, said.number) != (Asked.VALIDATE, _MAGIC):
+def check_greeting(said: Request) -> None:
+    """ValueError if that is not what every client says first."""
+    if (said.asked, said.number) != (Asked.VALIDATE, _MAGIC):
         raise ValueError("no client of torch's store")
-    return True
 
 
-def pong(request: Request) -> bytes:
-    """Returns the answer to a PING."""
-    return SHORT.pack(request.number)
-
-
-def count_of_strings(said: int) -> int:
-    """Returns how many strings follow. ValueError for more than any client has."""
-    return bounded(said, _MOST_STRINGS)
-
-
-def length_of_string(said: int) -> int:
-    """Returns how many bytes follow. ValueError for more than any client has."""
-    return bounded(said, LONGEST)
-
-
-def bounded(number: int, most: int, least: int = 0) -> int:
-    """Returns the number. ValueError if it is more, or less."""
-    if not least <= number <= most:
-        raise ValueError(f"a request with {number}; from {least} to {most}")
+def _bounded(number: int, most: int) -> int:
+    """Returns the number. ValueError if it is more than any client says."""
+    if number > most:
+        raise ValueError(f"a request with {number}; at most {most}")
     return number

@@ -244,6 +244,6 @@ class LinkProcess:
         # A connection of its own, so that a large value on its way to the store holds up no news of a failure.
         async with self._dialled("store") as streams:
             with contextlib.suppress(OSError):
-                await RankStreams(self._join.n_gpus, self._world_size).serve(listener, streams)
+                await RankStreams().serve(listener, streams)
         await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
         raise ConnectionError("its connection was closed")
