@@ -1,4 +1,4 @@
-"""A notebook in JupyterLab, in a real browser: live output, the stop button, the next cell."""
+"""A notebook in JupyterLab, in a real browser: live output, the stop button, the next cell, and Tab."""
 
 from __future__ import annotations
 
@@ -32,10 +32,20 @@ with s.lab(folder) as address, s.browser() as page:
     s.until(page, "[0, 1]")
     print(*live, sep="\\n")
     print("STOPPED", *stopped, sep="\\n")
+    there = "%%ranks\\nmodel_there, model_there_too = 1, 2"
+    s.write(folder, "%load_ext mlaunch", "%ranks 2 --device-type cpu", there, "model_here = 1", "%%ranks\\nmodel_")
+    s.open_notebook(page, address)
+    s.run_all(page)
+    s.until(page, "NameError")
+    page.locator(".jp-CodeCell").nth(4).locator(".cm-line").last.click()
+    page.keyboard.press("End")
+    page.keyboard.press("Tab")
+    page.locator(".jp-Completer-item").first.wait_for(timeout=60_000)
+    print("OFFERED", *page.locator(".jp-Completer-match").all_inner_texts())
 """
 
 
-def test_live_output_and_the_stop_button(tmp_path: Path) -> None:
+def test_live_output_the_stop_button_and_tab(tmp_path: Path) -> None:
     missing = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
     missing += [] if shutil.which("chromium") else ["chromium"]
     if missing:
@@ -49,7 +59,8 @@ def test_live_output_and_the_stop_button(tmp_path: Path) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    live, _, stopped = done.stdout.partition("STOPPED")
+    shown, _, offered = done.stdout.partition("OFFERED")
+    live, _, stopped = shown.partition("STOPPED")
     assert "[3] my rank is 3" in live
     assert "step 20" in live
     assert "train()  0:" in live
@@ -59,3 +70,4 @@ def test_live_output_and_the_stop_button(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in stopped
     assert "train() was ended by this; " in stopped
     assert "next cell" not in stopped  # an error ends a run of all cells
+    assert offered.split() == ["model_there", "model_there_too"]
