@@ -29,7 +29,8 @@ class JobArea:
         self._lock = threading.Lock()
         self._turn = threading.RLock()  # to show something
         self._timer: threading.Timer | None = None  # that shows what came too soon after the last look
-        self._is_over = False
+        self._is_open = self._is_over = False
+        job.begins = self._show_beginning
 
     @property
     def sink(self) -> Any:
@@ -38,17 +39,34 @@ class JobArea:
 
     def open(self) -> None:
         """Makes the place."""
-        self._show(f"{self._job.name}: running", update=False)
+        head = self._head()
+        self._show(head, update=False)
+        self._is_open = True
+        if self._head() != head:
+            self._show_beginning()
         self._job.add_done_callback(self._close)
+
+    def _head(self) -> str:
+        has_begun = self._job.running() or self._job.done()
+        return f"{self._job.name}: {'running' if has_begun else 'waits for the cells before it'}"
+
+    def _show_beginning(self) -> None:
+        """Shows that the cell runs: by another thread, since this one holds a lock of the ranks."""
+        with self._lock:
+            if self._is_open and self._in_kernel and self._timer is None:
+                self._start_timer(0.0)
+
+    def _start_timer(self, wait: float) -> None:
+        self._timer = threading.Timer(wait, self._show_text)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _take(self, _stream: int, data: bytes) -> None:
         with self._lock:
             self._text = last_bytes(self._text + data.decode(errors="replace"), _MOST)
             wait = self._shown_at + _PERIOD - time.monotonic()
             if wait > 0 and self._timer is None:  # nothing more may be printed for long
-                self._timer = threading.Timer(wait, self._show_text)
-                self._timer.daemon = True
-                self._timer.start()
+                self._start_timer(wait)
         if wait <= 0:
             self._show_text()
 
@@ -57,7 +75,7 @@ class JobArea:
             with self._lock:
                 self._timer = None
             if not self._is_over:
-                self._show(f"{self._job.name}: running")
+                self._show(self._head())
 
     def _close(self, job: Any) -> None:
         took = in_seconds(time.monotonic() - self._begun)

@@ -130,6 +130,7 @@ def area_of(job: CellJob) -> tuple[JobArea, list[tuple[str, bool]]]:
 
 def test_a_job_shows_what_it_prints_and_how_it_ends() -> None:
     job = CellJob("job")
+    job.set_running_or_notify_cancel()
     area, shown = area_of(job)
     area.sink(1, b"hello\n")
     job.set_result([CellAnswer(Bundle({"text/plain": "3"}, {}, {})), None])
@@ -143,17 +144,21 @@ def test_a_job_shows_what_it_prints_and_how_it_ends() -> None:
     assert shown[-1] == ("job: failed after N s\nNameError: no x", True)
     waiting = CellJob("job")
     _, shown = area_of(waiting)
+    assert shown == [("job: waits for the cells before it", False)]
     assert waiting.cancel()
     assert shown[-1] == ("job: cancelled after N s", True)
 
 
-def test_a_jobs_last_line_is_shown_though_none_follows() -> None:
+def test_a_job_shows_that_it_begins_and_its_last_line_though_none_follows() -> None:
     """One that comes just after another waits for a moment, and for no other line."""
     shown: queue.Queue[str] = queue.Queue()
     publisher = types.SimpleNamespace(publish=lambda data, _metadata, **_how: shown.put(data["text/plain"]))
     job = CellJob("job")
     area = JobArea(types.SimpleNamespace(kernel=object(), display_pub=publisher), job)
     area.open()
+    assert shown.get(timeout=30) == "job: waits for the cells before it"
+    job.set_running_or_notify_cancel()
+    assert shown.get(timeout=30) == "job: running"
     area.sink(1, b"first\n")
     area.sink(1, b"second\n")
     while not shown.get(timeout=30).endswith("first\nsecond"):

@@ -21,10 +21,12 @@ class CellJob(RanksFuture):
         name: What the notebook calls it.
         call: It, once it was queued.
         sink: Takes what its ranks print. None: that is shown as always.
+        begins: Called when it does, after the cells before it, under the lock of the ranks.
     """
 
     call: KeptCall | None = None
     sink: Callable[[int, bytes], None] | None = None
+    begins: Callable[[], None] | None = None
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -36,6 +38,13 @@ class CellJob(RanksFuture):
         self.call = call
         if self.sink is not None:
             call.plan = dataclasses.replace(call.plan, area=None, sink=self.sink)
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Takes in that the cell begins; False if it was cancelled."""
+        begins = super().set_running_or_notify_cancel()
+        if begins and self.begins is not None:
+            self.begins()
+        return begins
 
     def set_result(self, result: Sequence[CellAnswer | None]) -> None:
         """Takes what the ranks have answered."""
