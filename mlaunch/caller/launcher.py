@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames
-from mlaunch.caller import arguments, interrupts, nesting, ways
+from mlaunch.caller import arguments, nesting, ways
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.many.submitting import Submitting
 from mlaunch.caller.options import option_text
@@ -20,7 +20,6 @@ from mlaunch.caller.report.user_frames import hide_ours, without_ours
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
 
 P = ParamSpec("P")
@@ -148,7 +147,7 @@ class launcher(Submitting[P, R]):
             arguments.check_values(self._function, args, kwargs)
         self._calls.begin()
         try:
-            ended = self._ended(args, kwargs)
+            ended = ways.make_call(self._options, self._function, args, kwargs)
         finally:
             self._calls.end()
         self._calls.reports.append(ended.report())
@@ -156,13 +155,6 @@ class launcher(Submitting[P, R]):
             return ended.result()
         finally:
             del ended  # see there
-
-    def _ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
-        # Imported here, so that importing the name stays cheap; and before Python 3.12, a KeyboardInterrupt while a
-        # dataclass is made is raised as a RuntimeError.
-        with interrupts.deferred():
-            call = ways.way_of(self._options)
-        return call(self._options, self._function, args, kwargs)
 
     @property
     def _wrapped_call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -27,12 +27,22 @@ _PLACE = "place on the CPUs"
 
 @frozen_record
 class Grant:
-    """What a launch may use. ``fds``: what its processes are to hold meanwhile. ``more``: others wait for the same."""
+    """What a launch may use. ``lease``: None where it needs none. ``more``: others wait for the same."""
 
     options: Options
     environ: Mapping[str, str]
-    fds: Sequence[int] = ()
+    lease: DeviceLease | None = None
     more: bool = False
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """What the launch's processes are to hold meanwhile."""
+        return self.lease.fds if self.lease is not None else ()
+
+    def close(self) -> None:
+        """Gives the lease back, unless the launch's processes hold it."""
+        if self.lease is not None:
+            self.lease.close()
 
     @property
     def of_ranks_that_stay(self) -> Options:
@@ -70,7 +80,7 @@ class LeaseRequest:
             chosen = [self.numbers[name] for name in lease.names]
             changes |= {"devices": chosen, "n_gpus": len(chosen)}
         held = ",".join([*held_around(self.environ), *lease.names])
-        return Grant(self.options.replaced(changes), {**self.environ, VARIABLE: held}, lease.fds)
+        return Grant(self.options.replaced(changes), {**self.environ, VARIABLE: held}, lease)
 
     def waits_for(self, acquisition: Acquisition) -> str:
         """Says for what, and for whom: "waits for 2 of devices 0-7, which search() (pid 7) has"."""
@@ -168,44 +178,24 @@ def _check_hint(kind: str, server: ForkServer) -> None:
         )
 
 
-class leased:
-    """Holds what a launch wants of devices, for a block in which that is started.
+def granted(
+    options: Options, server: ForkServer, environ: Mapping[str, str], name: str, tell: Callable[[str], None]
+) -> Grant:
+    """Returns what the launch may use, to be closed once it is started: at once, or after a wait for its lease.
 
-    ``tell`` is told of a wait. No context manager of contextlib's; see ``interrupts``.
+    ``tell`` is told of a wait. Can be interrupted.
     """
-
-    def __init__(self, options: Options, server: ForkServer, environ: Mapping[str, str], name: str,
-                 tell: Callable[[str], None]) -> None:  # fmt: skip
-        self._wants = options, server, environ, name
-        self._tell = tell
-        self._lease: DeviceLease | None = None
-
-    def take(self) -> Grant:
-        """Returns what the launch may use: at once, or after a wait for its lease. Can be interrupted."""
-        options, _, environ, _ = self._wants
-        if not wants_lease(options):
-            return Grant(options, environ)
-        request = request_of(*self._wants)
-        acquisition = request.begin()
-        try:
-            told = ""
-            while (lease := request.look(acquisition)) is None:
-                if (text := request.waits_for(acquisition)) != told:
-                    self._tell(text)
-                    told = text
-                interrupts.wait_readable(acquisition.fds())
-        finally:
-            acquisition.close()
-        self._lease = lease
-        return request.granted(lease)
-
-    @property
-    def fds(self) -> Sequence[int]:
-        """What the launch's processes are to hold."""
-        return self._lease.fds if self._lease is not None else ()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.close()
+    if not wants_lease(options):
+        return Grant(options, environ)
+    request = request_of(options, server, environ, name)
+    acquisition = request.begin()
+    try:
+        told = ""
+        while (lease := request.look(acquisition)) is None:
+            if (text := request.waits_for(acquisition)) != told:
+                tell(text)
+                told = text
+            interrupts.wait_readable(acquisition.fds())
+    finally:
+        acquisition.close()
+    return request.granted(lease)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.text import in_two_units
-from mlaunch.caller.leasing import leased
+from mlaunch.caller.leasing import Grant, granted
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError, at_least
@@ -30,19 +30,16 @@ def check(args: argparse.Namespace, job: Job) -> Job:
     return dataclasses.replace(job, lease=args.lease, size=args.lease if args.nproc_per_node is None else job.size)
 
 
-def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[str], None]) -> tuple[
-    Job, dict[str, str], leased
-]:  # fmt: skip
-    """Returns the job on what it has got, its environment, and what holds that; at once for one without a lease."""
+def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[str], None]) -> tuple[Job, Grant]:
+    """Returns the job on what it has got, and that; at once for one without a lease."""
     options = Options(n_gpus=job.lease, devices=job.devices if job.lease else None, lease=job.lease is not None)
-    lease = leased(options, server, environ, job.name, tell)
     try:
-        grant = lease.take()
+        grant = granted(options, server, environ, job.name, tell)
     except ValueError as error:
         raise UsageError(f"--lease {job.lease}: {error}") from None
     if grant.options.devices is not None:
         job = dataclasses.replace(job, devices=tuple(grant.options.devices))
-    return job, dict(grant.environ), lease
+    return job, grant
 
 
 def rows(environ: Mapping[str, str]) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,9 +59,10 @@ def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wish
                 return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), trace)
             from mlaunch.cli import on_lease
 
-            job, environ, held = on_lease.take(job, server, environ, say)
-            with held:
-                return _carry_out(job, _on_its_devices(job, server, environ, wishes, held.fds), trace)
+            job, held = on_lease.take(job, server, environ, say)
+            with contextlib.closing(held):
+                attempts = _on_its_devices(job, server, dict(held.environ), wishes, held.fds)
+                return _carry_out(job, attempts, trace)
     except LaunchError as error:
         return _failed(error)
 

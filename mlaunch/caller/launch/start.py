@@ -17,7 +17,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.in_memfds import in_memfds
 from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.protocol import explain, instead, payload
+from mlaunch.protocol import calls, explain, instead, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
@@ -25,6 +25,42 @@ from mlaunch.protocol.spec import LaunchSpec
 if TYPE_CHECKING:
     from mlaunch.caller.leasing import Grant
     from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
+
+
+def start(
+    grant: Grant, server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
+) -> LaunchHandle:
+    """Starts an attempt at a call: in the launch that a server which stays has prepared if that can serve it.
+
+    In any case the next one is to be prepared; after one with a lease, if others wait for the same.
+
+    Raises:
+        ServerGoneError: The fork server is gone; nothing was started.
+        TypeError: The function or an argument cannot be pickled.
+    """
+    if grant.options.start_method == "fork":  # the ranks have the call in memory
+        return start_launch(server, spec, None, output, history, grant.fds)
+    sent = Call(calls.portable(call.function), call.args, call.kwargs)
+    leases = grant.fds
+    if grant.options.start_method != "forkserver" or (leases and spec.device_type != "cpu"):
+        # One on devices would seldom be on those that are free next.
+        return start_launch(server, spec, sent, output, history, leases)
+    spec = with_pipes(spec, output)
+    agent = preparation.take(server, spec)
+    if prepared := agent is not None:
+        _send_call(server, agent, spec, sent, leases)
+    following = preparation.expect(server, spec) if grant.more or not leases else None
+    try:
+        if agent is None:
+            more = spec.cluster is None
+            agent = send_launch(server, spec, sent, following, more=more, leases=leases)
+        elif following is not None:
+            with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
+                server.prepare(following, soon=bool(leases))
+    finally:
+        if following is not None:
+            following.close()
+    return _handle(server, spec, agent, output, history, prepared=prepared)
 
 
 def start_launch(
@@ -35,62 +71,38 @@ def start_launch(
     history: History,
     leases: Sequence[int] = (),
 ) -> LaunchHandle:
-    """Sends the launch to the fork server. ``call`` None: the ranks have it in memory, or run a command.
+    """Starts a launch of its own, with the errors of ``start``. ``call`` None: the ranks have it, or run a command.
 
     ``leases``: descriptors that its processes are to hold, too.
-
-    Raises:
-        ServerGoneError: The fork server is gone.
-        TypeError: The function or an argument cannot be pickled.
     """
     spec = with_pipes(spec, output)
     return _handle(server, spec, send_launch(server, spec, call, leases=leases), output, history)
 
 
-def start_or_take(
-    server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History, grant: Grant
-) -> LaunchHandle:
-    """Does the same with a server that stays: takes the launch that it has prepared, if it can serve this call.
-
-    In any case the next one is to be prepared; after one with a lease, if others wait for the same.
-    """
-    spec = with_pipes(spec, output)
-    agent = preparation.take(server, spec)
-    if agent is not None:
-        _send_call(server, agent, spec, call, grant.fds)
-    following = preparation.expect(server, spec) if grant.more or not grant.fds else None
-    try:
-        if agent is None:
-            more = spec.cluster is None
-            sent = send_launch(server, spec, call, following, more=more, leases=grant.fds)
-            return _handle(server, spec, sent, output, history)
-        if following is not None:
-            with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
-                server.prepare(following, soon=bool(grant.fds))
-    finally:
-        if following is not None:
-            following.close()
-    handle = _handle(server, spec, agent, output, history)
-    handle.prepared = True
-    return handle
-
-
 def _handle(
-    server: ForkServer, spec: LaunchSpec, agent: LaunchersEnd, output: OutputPlan, history: History
+    server: ForkServer,
+    spec: LaunchSpec,
+    agent: LaunchersEnd,
+    output: OutputPlan,
+    history: History,
+    *,
+    prepared: bool = False,
 ) -> LaunchHandle:
     kind = LaunchHandle
     if spec.debug == PROMPT:
         from mlaunch.caller.debugging.debugged_handle import DebuggedHandle as kind  # for this alone
-    return kind(spec, server, agent, Relay(output, spec.local_world_size, spec.restart_count), history)
+    relay = Relay(output, spec.local_world_size, spec.restart_count)
+    return kind(spec, server, agent, relay, history, prepared=prepared)
 
 
 def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: Call, leases: Sequence[int]) -> None:
     """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
-        with naming_culprits(spec, call), in_memfds([("call", call)]) as memfds:
+        with in_memfds([("call", call)]) as memfds:
             agent.try_send(BeginCall(details_of(spec, len(leases))), [*memfds, *leases])
-    except BaseException:
+    except BaseException as error:
         agent.close()
+        name_culprit(error, call, spec.name)
         raise
     server.adopt(agent)
 
@@ -111,26 +123,20 @@ def send_launch(
 ) -> LaunchersEnd:
     """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
-        with naming_culprits(spec, call):
-            return server.launch(spec, call, following, more=more, leases=leases)
+        return server.launch(spec, call, following, more=more, leases=leases)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
+    except Exception as error:
+        name_culprit(error, call, spec.name)
+        raise
 
 
-class naming_culprits:
-    """Says what of a call cannot be pickled, if that is why a block fails."""
-
-    def __init__(self, spec: LaunchSpec, call: Call | None) -> None:
-        self._name, self._call = spec.name, call
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
-            return
-        if self._call is None or is_misuse(error) or interrupts.by_handler(error):
-            return
-        raise unpicklable_call(self._call, self._name, error) from explain.below_the_pickler(error)
+def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
+    """Raises the TypeError that says what of the call of this name cannot be pickled, if the error came of that."""
+    if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
+        return
+    if call is not None and not is_misuse(error) and not interrupts.by_handler(error):
+        raise unpicklable_call(call, name, error) from explain.below_the_pickler(error)
 
 
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:

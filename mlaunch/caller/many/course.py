@@ -14,20 +14,20 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from mlaunch.base.log import log
-from mlaunch.caller.launch.call import TRIES, flush_streams, planned, sent_as, start
+from mlaunch.caller.launch.call import TRIES, flush_streams, planned
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import again, may_be_repeated
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.start import start
 from mlaunch.caller.leasing import Grant, request_of, wants_lease
 from mlaunch.caller.many.run_future import RunCourse, found_as
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import new_directory, output_plan, place_of
+from mlaunch.caller.output.output_options import output_plan, place_of, with_directory
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases.acquisition import DeviceLease
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -55,9 +55,8 @@ _rows: dict[tuple[str, ...], deque[RunCourse]] = {}
 def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts) -> Steps:
     """Runs a call to its end, restarts included. CancelledError: it was cancelled before it began."""
     go_on(course)
-    course.log_dir = new_directory(options.log_dir, name)
-    if course.log_dir is not None:
-        options = options.replaced({"log_dir": course.log_dir})
+    options = with_directory(options, name)
+    course.log_dir = None if options.log_dir is None else os.fspath(options.log_dir)
     flush_streams()
     begun, left = time.monotonic(), options.deadline
     for restart_count in range(options.max_restarts):
@@ -88,28 +87,19 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
         yield Need(server.waits_for)
         go_on(course)
     ready = server.ready()
-    lease = None
+    grant = Grant(options, environ)
     try:
-        grant = Grant(options, environ)
         if wants_lease(options):
-            lease, grant = yield from _leased(options, server, grant, name, course)
+            grant = yield from _leased(options, server, grant, name, course)
         go_on(course)
         course.begins()
         if options.keep is not None:
             return (yield from on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course))
         spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
         history.ready = time.monotonic()
-        handle = start(
-            grant,
-            server,
-            spec,
-            sent_as(options, call),
-            output_of(options, spec, course),
-            history,
-        )
+        handle = start(grant, server, spec, call, output_of(options, spec, course), history)
     finally:
-        if lease is not None:
-            lease.close()
+        grant.close()
     return (yield from driven(handle, course))
 
 
@@ -126,7 +116,7 @@ def go_on(course: RunCourse) -> None:
 
 def _leased(
     options: Options, server: ForkServer, grant: Grant, name: str, course: RunCourse
-) -> Generator[Need, None, tuple[DeviceLease, Grant]]:
+) -> Generator[Need, None, Grant]:
     request = request_of(options, server, grant.environ, name)
     row = _rows.setdefault(tuple(request.wish.names), deque())
     row.append(course)
@@ -143,7 +133,7 @@ def _leased(
         finally:
             acquisition.close()
         course.starting = True
-        return lease, dataclasses.replace(request.granted(lease), more=len(row) > 1 or course.has_followers())
+        return dataclasses.replace(request.granted(lease), more=len(row) > 1 or course.has_followers())
     finally:
         row.remove(course)
         if row:

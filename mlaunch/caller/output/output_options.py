@@ -14,14 +14,14 @@ from mlaunch.protocol import rich_output
 from mlaunch.protocol.spec import LaunchSpec
 
 
-def new_directory(log_dir: str | os.PathLike[str] | None, name: str) -> str | None:
-    """Returns a directory of this call's own in ``log_dir``. OSError where there can be none."""
-    if log_dir is None:
-        return None
+def with_directory(options: Options, name: str) -> Options:
+    """Returns the options with a directory of this call's own in ``log_dir``. OSError where there can be none."""
+    if options.log_dir is None:
+        return options
     try:
-        return files.new_directory(log_dir, name)
+        return options.replaced({"log_dir": files.new_directory(options.log_dir, name)})
     except OSError as error:
-        raise OSError(error.errno, f"log_dir={log_dir!r}: {error.strerror}") from None
+        raise OSError(error.errno, f"log_dir={options.log_dir!r}: {error.strerror}") from None
 
 
 def place_of(options: Options, *, blocks: bool = True) -> Area | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.leasing import leased, wants_lease
+from mlaunch.caller.leasing import granted, wants_lease
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_options import place_of
 from mlaunch.caller.output.starting import StartingLine
@@ -78,11 +79,11 @@ def call_on_kept(
 def _on_leased(options: Options, call: Call, name: str) -> Ended:
     """Makes the call on ranks that are kept for the devices that it gets; the lease ends with it, and they stay."""
     environ, line = {**os.environ, **(options.env or {})}, StartingLine(name, place_of(options))
-    lease = leased(options, warm_server.get(environ), environ, name, line.tell)
-    with lease:
-        with line:
-            granted = lease.take().of_ranks_that_stay
-        return on_shared(granted, lambda ranks: ranks.call(granted, call))
+    with line:
+        grant = granted(options, warm_server.get(environ), environ, name, line.tell)
+    with contextlib.closing(grant):
+        own = grant.of_ranks_that_stay
+        return on_shared(own, lambda ranks: ranks.call(own, call))
 
 
 def on_shared(options: Options, make: Callable[[Ranks], T]) -> T:

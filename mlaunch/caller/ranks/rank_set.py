@@ -21,7 +21,7 @@ from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.call import flush_streams
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import new_directory, output_plan
+from mlaunch.caller.output.output_options import output_plan, with_directory
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
 from mlaunch.caller.ranks.open_session import open_session
@@ -152,9 +152,7 @@ class RankSet:
 
     def _make(self, session: RanksLaunch, options: Options, call: Call) -> KeptCall:
         name = call.name or f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
-        options = self._merged.with_those_of(options)
-        if options.log_dir is not None:
-            options = options.replaced({"log_dir": new_directory(options.log_dir, name)})
+        options = with_directory(self._merged.with_those_of(options), name)
         spec, plan = self._planned(session, options, name)
         freed = self._take_freed(session.launch_id)
         to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)

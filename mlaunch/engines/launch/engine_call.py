@@ -10,7 +10,7 @@ from mlaunch.caller.launch.call import flush_streams
 from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import new_directory, output_plan
+from mlaunch.caller.output.output_options import output_plan, with_directory
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
@@ -32,11 +32,9 @@ def call_on_machines(
     """Runs the function on every machine's ranks; returns how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     work = Work(name, Call(calls.portable(function), args, kwargs))
-    log_dir = new_directory(options.log_dir, name)
+    options = with_directory(options, name)
     # What this process has printed before the call comes before what the ranks print.
     flush_streams()
-    if log_dir is not None:
-        options = options.replaced({"log_dir": log_dir})
 
     def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
         return with_hosts(output_plan(options, spec), hosts)

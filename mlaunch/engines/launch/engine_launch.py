@@ -16,7 +16,7 @@ from mlaunch.caller.launch.call_trace import PartsOfMachines
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, check_profile_ranks
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.launch.start import naming_culprits
+from mlaunch.caller.launch.start import name_culprit
 from mlaunch.caller.options import stall_option
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
@@ -49,10 +49,6 @@ _OURS = {
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
 MakesPlan = Callable[[LaunchSpec, dict[int, str]], OutputPlan]
-
-
-def _source(work: Work) -> str:
-    return notebook.source() if work.command is None else "mlaunch run"
 
 
 class AllServers:
@@ -152,9 +148,13 @@ class MachinesLaunch:
             history.take(machines[0].clock(), ())
         history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
         call = self.work.call
-        with naming_culprits(spec, call), in_memfds([("call", call)] if call is not None else []) as memfds:
-            for machine in machines:
-                machine.stream.send(self._start(spec, machine, meet_at), memfds[0] if memfds else -1)
+        try:
+            with in_memfds([("call", call)] if call is not None else []) as memfds:
+                for machine in machines:
+                    machine.stream.send(self._start(spec, machine, meet_at), memfds[0] if memfds else -1)
+        except Exception as error:
+            name_culprit(error, call, spec.name)
+            raise
         return spec, history
 
     def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
@@ -190,8 +190,10 @@ class MachinesLaunch:
 
     def _context(self) -> Context:
         """Returns what of this process's surroundings machines need to know."""
-        known = () if self.work.command is not None else settings.of_the_program()
-        return Context({}, "", (), self.work.argv, None, None, os.getpid(), known, _source(self.work))
+        work = self.work
+        known = () if work.command is not None else settings.of_the_program()
+        source = notebook.source() if work.command is None else "mlaunch run"
+        return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
 
     def _master_ip(self, head: Offer) -> str:
         """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
