@@ -25,8 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlaunch.base import linux
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.caller.standard_streams import is_open
 from mlaunch.protocol import import_facts
 from tests.processes import descendants
 
@@ -161,7 +161,7 @@ def _fork_instead(process: subprocess.Popen[bytes], forks: Forks, asked: Asked) 
         return False
     streams = zip(range(3), (asked["p2cread"], asked["c2pwrite"], asked["errwrite"]), strict=True)
     fds = {number: number if fd == -1 else fd for number, fd in streams} | {fd: fd for fd in asked["pass_fds"]}
-    request["fds"] = [number for number, fd in fds.items() if is_open(fd)]
+    request["fds"] = [number for number, fd in fds.items() if linux.identity(fd) is not None]
     process.pid = forks.begin(request, [fds[number] for number in request["fds"]])
     process._child_created = True  # type: ignore[attr-defined]
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")

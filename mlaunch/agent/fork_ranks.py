@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
-from mlaunch.base.fds import OwnedFds, close_all
+from mlaunch.base.fds import OwnedFds, close_all, memory_file
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol import error_file, payload, rich_output
+from mlaunch.protocol import error_file, rich_output
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import RankStarted
@@ -108,7 +108,7 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
         rendezvous=nursery.rendezvous,
         results=nursery.results,
         channel=theirs,
-        crash_fd=payload.create(f"crash-{spec.rank(local_rank)}"),
+        crash_fd=memory_file(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
         display_fd=streams[rich_output.STREAM][1] if rich_output.STREAM in streams else -1,
         control=their_control,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.control_messages import About, Attach, HoldLimits, Question, StopAtLook, ThawLooks
@@ -40,7 +41,7 @@ class Questions:
     def ask(self, rank: int, about: About, take: Take) -> int:
         """Asks a rank; returns the number of the question. ``take`` is called with the answer, if one comes."""
         self._number += 1
-        memfd = payload.create("told")
+        memfd = memory_file("told")
         self._open[rank][self._number] = memfd, take
         self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number

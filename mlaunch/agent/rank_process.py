@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mlaunch.protocol import payload
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Phase, RankGone, Release
 from mlaunch.protocol.payload import Payload
@@ -63,7 +63,7 @@ class RankProcess:
     def _renew(self) -> int:
         if self.spent_fd >= 0:
             os.close(self.spent_fd)
-        self.spent_fd, self.answer_fd = self.answer_fd, payload.create(f"rank-{self.rank}")
+        self.spent_fd, self.answer_fd = self.answer_fd, memory_file(f"rank-{self.rank}")
         return self.answer_fd
 
     def expect(self, answered: bool) -> None:

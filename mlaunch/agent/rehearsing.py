@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.base.fds import close_all
-from mlaunch.protocol import payload
+from mlaunch.base.fds import close_all, memory_file
 from mlaunch.protocol.channel import Channel, pickled
 from mlaunch.protocol.messages.launch_messages import (
     Answer,
@@ -27,7 +26,7 @@ def rehearse() -> None:
     ours, theirs = Channel.pair()
     queue: ResultQueue[Answer] = ResultQueue()
     rank = RankProcess(0, 0, 0, -1, ours, -1, -1)
-    call_fd = payload.create("rehearsal")
+    call_fd = memory_file("rehearsal")
     ours.send(BeginCall(Details("", None, None, None, rank0_only=False, argv=())), [call_fd])
     begin, begun = theirs.receive()
     rank.begin_call(pickled(RunCall(0, attached=True, details=begin.details)), begun)

@@ -8,7 +8,7 @@ from mlaunch.caller.launch.call import planned
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.start import with_pipes
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import output_plan
+from mlaunch.caller.output.output_plan import output_plan
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.device_use import DeviceUse
-from mlaunch.caller.output import rich
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Area, Display, Notebook, Terminal
+from mlaunch.caller.report import notebook
 from mlaunch.caller.running_launches import ask, launches_of
 from mlaunch.caller.watch_rows import RankTable
 from mlaunch.protocol.visitors import WATCH
@@ -61,7 +61,7 @@ def watch_calls(name: str, log: CallLog) -> None:
     finally:
         state = "runs" if log.running else "is over"
         with Display.lock:
-            above = [] if rich.is_shown_here() else [""]  # a terminal leaves the first line out
+            above = [] if notebook.is_here() else [""]  # a terminal leaves the first line out
             _tell(display.close([*above, *lines, f"{name}() {state}"]) if lines else "")
 
 
@@ -88,7 +88,7 @@ def _table() -> RankTable:
 
 
 def _place_for(who: str) -> Area:
-    if rich.is_shown_here():
+    if notebook.is_here():
         return Notebook()
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         raise RuntimeError(f"{who} needs a notebook, or a terminal as stderr; {who.removesuffix('watch()')}why() and "

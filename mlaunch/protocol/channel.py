@@ -108,7 +108,8 @@ class Channel(Generic[Incoming, Outgoing]):
             EOFError: The other end is gone, or this one is somebody else's by now: nothing of theirs is unpickled.
             OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
         """
-        self._check()
+        if not self.intact():
+            raise EOFError(_NOT_OURS)
         try:
             data, fds, flags = self._take()
         except ConnectionResetError:  # told once, if it went without reading our last: its own may still be there
@@ -144,16 +145,13 @@ class Channel(Generic[Incoming, Outgoing]):
 
     def peek(self) -> Incoming:
         """Returns the next record, without descriptors, and leaves it there. EOFError as ``receive``."""
-        self._check()
+        if not self.intact():
+            raise EOFError(_NOT_OURS)
         data = self._socket.recv(RECORD_LIMIT, socket.MSG_PEEK)
         if not data:
             raise EOFError("the other end of the channel is closed")
         record: Incoming = pickle.loads(data)
         return record
-
-    def _check(self) -> None:
-        if not self.intact():
-            raise EOFError(_NOT_OURS)
 
     def close(self) -> None:
         """Closes the descriptor, unless it has become somebody else's."""

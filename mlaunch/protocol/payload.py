@@ -79,7 +79,7 @@ def in_memfd(value: Payload) -> Iterator[int]:
     if not value.data:
         yield value.memfd
         return
-    memfd = create("value")
+    memfd = memory_file("value")
     try:
         os.write(memfd, value.data)
         yield memfd
@@ -93,7 +93,7 @@ def pack(value: object, name: str, *, most: int) -> Payload:
 
     def make() -> int:
         nonlocal memfd
-        memfd = create(name)
+        memfd = memory_file(name)
         return memfd
 
     spool = _Spool(make, most)
@@ -102,11 +102,6 @@ def pack(value: object, name: str, *, most: int) -> Payload:
     except BaseException:
         Payload(memfd=memfd).close()
         raise
-
-
-def create(name: str) -> int:
-    """Makes an empty memfd, to be filled by ``write``. Closed on exec."""
-    return memory_file(name)
 
 
 def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False, most: int = 0) -> bytes:

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mlaunch.base.fds import close_all
+from mlaunch.base.fds import close_all, memory_file
 from mlaunch.protocol import calls, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
@@ -33,7 +33,7 @@ def stage(args: RankArgs) -> Iterator[RankArgs]:
     ours, theirs = Channel.pair()
     results = Results(args.spec.local_world_size)
     # In a file, though the call would fit into its record: to map one is part of what is rehearsed.
-    files = [payload.create("rehearsal"), payload.create("rehearsal")]
+    files = [memory_file("rehearsal"), memory_file("rehearsal")]
     try:
         # Of 500 page faults of a rank in its first small call 200 are left, half of them for the import of the
         # function's module; a call of 2, 4 and 8 ranks after a pause takes 0.90, 0.79 and 0.73 of the time.

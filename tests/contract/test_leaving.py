@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from tests.contract import crashes
 from tests.processes import wait_gone
@@ -234,7 +235,7 @@ def test_a_value_that_fails_in_pickling_after_a_large_part_of_it() -> None:
 def test_buffers_are_aligned(size: int) -> None:
     """To 64 bytes, which vector instructions want, whatever stands before them."""
     given = [b"x" * size, np.arange(5000.0), np.ones(16_385, np.uint8), np.arange(5000.0), torch.arange(5000.0)]
-    memfd = payload.create("test")
+    memfd = memory_file("test")
     try:
         payload.write(memfd, given)
         read = payload.read(memfd)

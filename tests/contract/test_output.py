@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
-from mlaunch.caller.output import display, merging, output_options
+from mlaunch.caller.output import display, merging, output_plan
 from mlaunch.rank.for_users import progress as of_rank
 from tests import builds
 from tests.conftest import ROOT
@@ -453,7 +453,7 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self, _: list[str]) -> str:
             return ""
 
-    monkeypatch.setattr(output_options, "area", Place)
+    monkeypatch.setattr(output_plan, "area", Place)
     monkeypatch.setattr(display, "_FIRST_LOOK_DELAY", 0.0)
     launcher(lambda: 1, 1, progress=False)()
     assert shown == []

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, comm, launcher
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.pickling import pickle_by_name, pickle_by_value
 from tests.contract import functions
@@ -35,7 +36,7 @@ DTYPES = [
 def round_trip(value: Any, *, to_caller: bool = True) -> Any:
     import os
 
-    fd = payload.create("test")
+    fd = memory_file("test")
     try:
         payload.write(fd, value, to_caller=to_caller)
         return payload.read(fd)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from mlaunch.base.fds import memory_file
 from mlaunch.engines.launch import kept_launch
 from mlaunch.engines.launch.kept_agents import KeptAgents
 from mlaunch.engines.launch.patience import Patience
@@ -56,7 +57,7 @@ class Agents(KeptAgents):
         )
 
     def hear(self, machine: int, record: object, content: object = None) -> None:
-        memfd = payload.create("test")
+        memfd = memory_file("test")
         payload.write(memfd, content)
         self._take(self.all[machine], FromAgent(record), memfd)
         os.close(memfd)

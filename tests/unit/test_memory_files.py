@@ -8,6 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.board import Board
 
@@ -24,7 +25,7 @@ def test_a_board_keeps_its_size(size: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 1 << 20])
 def test_a_value_that_is_mapped_keeps_its_size(size: int) -> None:
-    memfd = payload.create("value")
+    memfd = memory_file("value")
     payload.write(memfd, ["replaced"])
     payload.write(memfd, bytes(100_000))
     assert payload.read(memfd) == bytes(100_000)

@@ -17,13 +17,11 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.caller.output import relay
 from mlaunch.caller.output.bars import line
-from mlaunch.caller.output.display import Display
-from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter, Tails
+from mlaunch.caller.output.display import Display, StartingLine
+from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.output.starting import StartingLine
-from mlaunch.caller.output.write_times import WriteTimes
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.rank.setup.process import StampedFile
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.output import rich
 from mlaunch.caller.output.output_plan import Policy
+from mlaunch.caller.report import notebook
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.rich_output import STREAM, LineCutter
@@ -37,7 +37,7 @@ def test_lines_are_cut_and_one_that_was_interrupted_spoils_no_other() -> None:
     assert found is not None
     assert found[1] == {"data": {"text/html": 1}}
     assert rich_output.read(whole[:20].strip()) is None
-    assert rich.publish(whole[:20].strip()) == ""
+    assert notebook.publish(whole[:20].strip()) == ""
 
 
 def test_more_than_the_limit_is_neither_sent_nor_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,10 @@ def test_what_is_displayed_stands_between_the_lines(
 
 def test_what_the_notebook_does_not_take_is_printed(publisher: Publisher) -> None:
     sent = rich_output.line_of({"data": {"text/html": "broken", "text/plain": "<HTML>"}})
-    assert rich.publish((sent or b"").strip()) == "<HTML>\n"
+    assert notebook.publish((sent or b"").strip()) == "<HTML>\n"
     sent = rich_output.line_of({"clear": True})
-    assert rich.publish((sent or b"").strip()) == ""
-    assert rich.clears((sent or b"").strip())
+    assert notebook.publish((sent or b"").strip()) == ""
+    assert notebook.clears((sent or b"").strip())
     assert publisher.told == [True]
 
 

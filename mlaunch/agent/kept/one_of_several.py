@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.kept.many_calls import KeptSupervisor
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages.kept_messages import EndCall, MeetAgain, RanksBack, RanksStand
 from mlaunch.protocol.messages.launch_messages import Errand
@@ -50,7 +51,7 @@ class KeptPartSupervisor(KeptSupervisor):
         self._tell(RanksBack(self._call.number), dict(zip(ranks, told, strict=True)))
 
     def _tell(self, record: RanksBack | RanksStand, told: Mapping[int, Numbers]) -> None:
-        memfd = payload.create("numbers")
+        memfd = memory_file("numbers")
         payload.write(memfd, told)
         self._launcher.try_send(record, [memfd])
         os.close(memfd)

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from mlaunch.base.misuse import misuse
+from mlaunch.caller.report import notebook
 from mlaunch.protocol import sources
 
 _FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -36,7 +37,7 @@ def cell_source(text: str, *, magic: str = "") -> CellSource:
     Raises:
         SyntaxError: The text is no Python, nor what IPython makes Python of.
     """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = notebook.shell()
     lines = text.splitlines(keepends=True)
     body = list(itertools.dropwhile(str.isspace, lines))  # as IPython has it, which drops these
     above, text = len(lines) - len(body) + (1 if magic else 0), "".join(body)

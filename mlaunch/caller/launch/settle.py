@@ -42,12 +42,15 @@ class Ended:
 def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
     """Ends the hearing. Reads values, so it comes before the outcome is closed."""
     try:
-        return Ended(report, _values_or_raise(outcome), None)
+        if outcome.failed:
+            _raise(outcome)
+        return Ended(report, _values(outcome), None)
     except BaseException as error:
         return Ended(report, [], hide_ours(error))
 
 
-def _values_or_raise(outcome: Outcome) -> list[Any]:
+def _raise(outcome: Outcome) -> None:
+    """Raises why there are no values; nothing, if ranks were stopped that had returned them all."""
     if outcome.interrupt is not None:
         raise outcome.interrupt
     reason = reason_of(outcome)
@@ -60,7 +63,6 @@ def _values_or_raise(outcome: Outcome) -> list[Any]:
         raise _error(outcome, LaunchError, reason)
     if outcome.failures:
         _raise_failure(outcome)
-    return _values(outcome)
 
 
 def _values(outcome: Outcome) -> list[Any]:
@@ -72,18 +74,16 @@ def _values(outcome: Outcome) -> list[Any]:
             f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.name} exited with code 0 "
             f"without returning a value (ranks {ranks}); their results are None"
         )
-    wanted = range(spec.world_size) if spec.gather_all else here
-    return [_value(outcome, rank) if rank in outcome.values else None for rank in wanted]
-
-
-def _value(outcome: Outcome, rank: int) -> Any:
-    try:
-        return outcome.values[rank].read()
-    except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
-        raise LaunchError(
-            f"the value that rank {rank} of {outcome.spec.name} returned cannot be unpickled here: "
-            f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
-        ) from error
+    values = []
+    for rank in range(spec.world_size) if spec.gather_all else here:
+        try:
+            values.append(outcome.values[rank].read() if rank in outcome.values else None)
+        except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
+            raise LaunchError(
+                f"the value that rank {rank} of {spec.name} returned cannot be unpickled here: "
+                f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
+            ) from error
+    return values
 
 
 def reason_of(outcome: Outcome) -> str:

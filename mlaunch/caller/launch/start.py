@@ -14,8 +14,8 @@ from mlaunch.caller.options.debug_option import PROMPT
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
+from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
-from mlaunch.caller.server.in_memfds import in_memfds
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.protocol import calls, explain, instead, payload
 from mlaunch.protocol.calls import Call

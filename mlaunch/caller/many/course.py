@@ -23,8 +23,7 @@ from mlaunch.caller.launch.start import start
 from mlaunch.caller.leasing import Grant, request_of, wants_lease
 from mlaunch.caller.many.run_future import RunCourse, found_as
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import output_plan, place_of, with_directory
-from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server

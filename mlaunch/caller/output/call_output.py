@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.caller.output import rich
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
-from mlaunch.caller.output.lines import LineSplitter, Tails
+from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import LaunchNumber, OutputPlan, Policy
-from mlaunch.caller.output.write_times import WriteTimes
+from mlaunch.caller.report import notebook
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.board import Board
 
@@ -186,8 +185,8 @@ class CallOutput:
         """Shows what a rank displays, below what was printed before."""
         with self._display.lock:
             self.console.write(2, self._display.make_room().encode())
-            instead = rich.publish(line)
-            if rich.clears(line):
+            instead = notebook.publish(line)
+            if notebook.clears(line):
                 self._display.forget()
         if instead:
             self._print(1, instead.encode(errors="backslashreplace"))

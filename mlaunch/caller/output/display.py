@@ -11,7 +11,11 @@ import io
 import os
 import sys
 import threading
+import time
 from typing import Any, Protocol
+
+from mlaunch.caller.output.console import Console
+from mlaunch.caller.report import notebook
 
 _FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
 _PERIOD = 0.1  # seconds between two looks
@@ -118,8 +122,7 @@ def area(*, blocks: bool = True) -> Area | None:
 
     ``blocks``: the call waits for its ranks. Lines of one that does not would be drawn over the prompt of a terminal.
     """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if getattr(shell, "kernel", None) is not None:
+    if notebook.is_here():
         return Notebook()
     with contextlib.suppress(AttributeError, ValueError, ImportError):
         has_prompt = hasattr(sys, "ps1") and not blocks
@@ -184,3 +187,40 @@ class Display:
     def _leave_place(self) -> None:
         if Display._holder is self._whole and not getattr(self._whole, "parts", 0):
             Display._holder = None
+
+
+class StartingLine:
+    """Shows a line before there is a launch that could tell of itself: while torch is imported, devices are waited for.
+
+    It is shown if it is asked to, until the block ends. ``place``: where lines change; None: nowhere.
+
+    No context manager of contextlib's; see ``interrupts``.
+    """
+
+    def __init__(self, name: str, place: Area | None) -> None:
+        self._name = name
+        self._display = Display(place, time.monotonic())
+        self._shown = False
+
+    def show(self) -> None:
+        """Shows that the call has begun, and what it waits for."""
+        self.tell(f"{self._name}  starting: importing torch")
+
+    def tell(self, text: str) -> None:
+        """Shows this."""
+        with Display.lock:
+            self._shown = True
+            self._write(self._display.draw([text], time.monotonic()))
+
+    def __enter__(self) -> StartingLine:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._shown:
+            with Display.lock:
+                self._write(self._display.close([f"{self._name}  failed"] if kind is not None else []))
+
+    def _write(self, text: str) -> None:
+        console = Console()
+        console.write(2, text.encode())
+        console.close()

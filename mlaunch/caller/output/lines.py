@@ -1,9 +1,11 @@
-"""Cuts what a rank prints into lines, and finds the progress bars in it."""
+"""Cuts what a rank prints into lines, finds the progress bars in it, and when each part was written."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+
+from mlaunch.protocol.board import Board
 
 _RANK_TAIL = 64 * 1024  # bytes of a rank
 _TAILS = 1024 * 1024  # bytes of all together: a launcher remembers several reports
@@ -130,3 +132,41 @@ class Tails:
             return bytes(tail)
         start = tail.find(b"\n", -self._limit - 1) + 1
         return bytes(tail[start if start < len(tail) else -self._limit :])
+
+
+class WriteTimes:
+    """One stream of one rank, as the rank notes its own writes on the board.
+
+    C code and other processes write there, too, and note nothing; what they write is taken for a part of what the rank
+    wrote last before.
+    """
+
+    def __init__(self, board: Board | None, local_rank: int, stream: int) -> None:
+        self._board = board
+        self._place = local_rank, stream
+        self._read = 0  # bytes, of those that were noted
+
+    def skip(self, size: int) -> None:
+        """Passes over as many bytes, of which nobody asks when they were written."""
+        self._read += size
+
+    def cut(self, data: bytes, now: float) -> list[tuple[float, bytes]]:
+        """Cuts what was just read where writes begin; returns (when, bytes). ``now``: when nothing is known."""
+        starts = self._starts(len(data)) or [(0, now)]
+        ends = [start for start, _ in starts[1:]] + [len(data)]
+        return [(at, data[start:end]) for (start, at), end in zip([(0, starts[0][1]), *starts[1:]], ends, strict=True)]
+
+    def _starts(self, size: int) -> list[tuple[int, float]]:
+        """Returns where writes began in the bytes that were just read, and when; the first may have begun before."""
+        begin, self._read = self._read, self._read + size
+        found: list[tuple[int, float]] = []
+        for start, end, at in self._board.stamps(*self._place) if self._board is not None else ():
+            if not found and self._read > end:  # others have written as much
+                self._read = end
+            if start < self._read:
+                found.append((max(start - begin, 0), at))
+            if start <= begin:
+                break
+        if not found:  # nothing that was noted has come yet
+            self._read = begin
+        return found[::-1]

@@ -87,8 +87,8 @@ class Relay:
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
             os.set_blocking(fd, False)
             self._pipes[fd] = KeptFd(fd)
-            self._streams[fd] = self.output.open_stream(rank, local_rank, number, board)
-            if fd in self._readable():
+            self._streams[fd] = stream = self.output.open_stream(rank, local_rank, number, board)
+            if self._is_read(stream):
                 self._poll.register(fd, select.EPOLLIN)
 
     def timeout(self) -> float | None:
@@ -168,9 +168,12 @@ class Relay:
             self._close(fd)
         self._kept.close()
 
+    def _is_read(self, stream: RankStream) -> bool:
+        """Tells whether its pipe is read now: a rank whose lines people do not read must wait."""
+        return self._awaited is None or not stream.policy.shown
+
     def _readable(self) -> list[int]:
-        """Returns the pipes that are read now: a rank whose lines people do not read must wait."""
-        return [fd for fd, stream in self._streams.items() if self._awaited is None or not stream.policy.shown]
+        return [fd for fd, stream in self._streams.items() if self._is_read(stream)]
 
     def _await(self, fd: int | None) -> None:
         """Has the poll tell when a descriptor takes more, and not of the ranks that wait for it; None: of all ranks."""

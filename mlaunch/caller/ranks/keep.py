@@ -13,8 +13,8 @@ from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import granted, wants_lease
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import place_of
-from mlaunch.caller.output.starting import StartingLine
+from mlaunch.caller.output.display import StartingLine
+from mlaunch.caller.output.output_plan import place_of
 from mlaunch.caller.ranks.rank_set import ClosedError
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.caller.server.warm import warm_server

@@ -21,8 +21,7 @@ from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.call import flush_streams
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import output_plan, with_directory
-from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
 from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
 from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch

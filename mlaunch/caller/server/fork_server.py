@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.caller import interrupts
-from mlaunch.caller.server.in_memfds import in_memfds
-from mlaunch.caller.standard_streams import standard_streams
+from mlaunch.caller.server.attachments import in_memfds, standard_streams
 from mlaunch.protocol import error_file
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel

@@ -35,7 +35,8 @@ class WarmServer:
     def get(self, environ: Mapping[str, str]) -> ForkServer:
         settings = import_facts.variables(environ), self.preload
         with self._lock:
-            self._close_retired()
+            if self._retired:
+                self._close_retired()
             if self._server is not None:
                 if self._server.alive() and self._settings == settings:
                     return self._server

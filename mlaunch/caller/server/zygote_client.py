@@ -21,10 +21,9 @@ from mlaunch.base.misuse import misuse
 from mlaunch.base.peer_process import peer_process
 from mlaunch.caller import interrupts
 from mlaunch.caller.server import zygote_upkeep
+from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.in_memfds import in_memfds
 from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
-from mlaunch.caller.standard_streams import is_open
 from mlaunch.protocol import import_facts, settings, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked
@@ -125,8 +124,8 @@ def _send(
     )
     null, caller = os.open(os.devnull, os.O_RDWR), os.pidfd_open(os.getpid())
     try:
-        stdin = 0 if like.stdin != subprocess.DEVNULL and is_open(0) else null
-        stderr = 2 if is_open(2) else null
+        stdin = 0 if like.stdin != subprocess.DEVNULL and linux.identity(0) is not None else null
+        stderr = 2 if linux.identity(2) is not None else null
         with in_memfds([("surroundings", surroundings)]) as memfds:
             beside = [*memfds, control.fileno(), caller, stdin, stderr]
             zygote.send(AskFork(tuple(like.path), tuple(like.preload)), beside)

@@ -10,8 +10,7 @@ from mlaunch.caller.launch.call import flush_streams
 from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import output_plan, with_directory
-from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.engines.launch.attempts import Attempts

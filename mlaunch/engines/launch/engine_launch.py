@@ -23,7 +23,7 @@ from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.history import History
-from mlaunch.caller.server.in_memfds import in_memfds
+from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_options import output_plan
-from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session import RanksLaunch

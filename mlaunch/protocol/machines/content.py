@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlaunch.protocol import payload
+from mlaunch.base.fds import memory_file
 from mlaunch.protocol.machines.frame_codes import Code
 
 # As much as an unprivileged user may make of a pipe (fs.pipe-max-size).
@@ -56,7 +56,7 @@ class Content:
         self.code = code
         self.size = size
         self._left = size
-        self._fd = payload.create("content") if size else -1
+        self._fd = memory_file("content") if size else -1
 
     def fill(self, incoming: int, note_life: Callable[[], None]) -> None:
         """Moves the rest straight from the stream into the memfd. BlockingIOError: it has not all come."""
