@@ -159,8 +159,7 @@ class KeptSupervisor(Supervisor):
             self._lose()
 
     def _finish(self) -> None:
-        self._stopping.spare_leaving, self._stopping.entered = True, None  # which a deadline has changed
-        self._stopping.asked.clear()
+        self._stopping.end_call()
         self._call.due = None  # it could only be taken for the next call's
         self._stop.clear()
         if self._inspection is not None:
@@ -211,9 +210,7 @@ class KeptSupervisor(Supervisor):
         self._numbers.ask(self._call.number)
         self._asking.clear()
         self._call_back_at = self._clock() + STACKS_TIMEOUT
-        for rank in self._ranks.values():
-            if rank.working:
-                self._stopping.asked.ask(rank, self._board[rank.local_rank])
+        self._stopping.ask_stacks([rank for rank in self._ranks.values() if rank.working])
 
     def _call_back(self) -> None:
         """Raises KeyboardInterrupt in those who still work, once; stops all if somebody works in vain."""

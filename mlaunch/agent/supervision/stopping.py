@@ -9,40 +9,44 @@ about to tell the cause are still there to tell it (``first_step.py``). A lost l
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.early_ends import Endings
 from mlaunch.agent.supervision.first_step import NEVER, FirstStep
+from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.stack_requests import StackRequests, state_of
-from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import last_bytes
-from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import TEXT_LIMIT
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd
 
 _MOST_MEMBERS = 2000  # of a rank's groups, that a record carries beside its stack
 
 
 class Stopping:
-    """Knows which step is due when. ``ranks``: those that are not reaped, by pidfd."""
+    """Knows which step is due when.
+
+    ``ranks``: those that are not reaped, by pidfd. ``on_begin`` is called when the end begins.
+    """
 
     def __init__(
-        self, ranks: Mapping[int, RankProcess], board: Board, launcher: AgentsEnd, grace_period: float, system: System
+        self,
+        ranks: Mapping[int, RankProcess],
+        scene: Supervision,
+        questions: Questions,
+        on_begin: Callable[[], None],
     ) -> None:
         self._ranks = ranks
-        self._board = board
-        self._launcher = launcher
-        self._grace_period = grace_period
-        self._system = system
+        self._board = scene.results.board
+        self._launcher = scene.launcher
+        self._grace_period = scene.grace_period
+        self._system = system = scene.system
+        self._questions = questions
+        self._on_begin = on_begin
         # When each step is due; None: not at all, or done.
         self._asking = FirstStep(system.clock, self.a_rank_ends)
         self._terminate_at: float | None = None
@@ -50,11 +54,10 @@ class Stopping:
         self.begun = False  # the first step has been taken
         self.asked = StackRequests(system.request, system.clock)
         self.endings = Endings(ranks, system)
-        self.entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
-        self.number = signal.SIGTERM  # which asks them to end
-        self.ignored: Collection[int] = ()  # signals of which ranks hear by the caller alone
-        self.spare_leaving = True  # a rank that has answered is leaving by itself, and is left to it
-        self.on_begin: Callable[[], None] = lambda: None
+        self._entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
+        self._number: int = signal.SIGTERM  # which asks them to end
+        self._ignored = scene.stop_on  # signals of which ranks hear by the caller alone
+        self._spares_leaving = True  # a rank that has answered is leaving by itself, and is left to it
 
     def due(self) -> list[float]:
         """Returns when its steps are due."""
@@ -79,10 +82,27 @@ class Stopping:
 
     def without_asking(self, *, force: bool, spare_leaving: bool = False) -> None:
         """Begins at once, with the request to end: nobody is left to hear of stacks. ``force``: without grace."""
-        self.spare_leaving = spare_leaving
+        self._spares_leaving = spare_leaving
         self._terminate()
         due = self._system.clock() + (0.0 if force else self._grace_period)
         self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+
+    def cancel(self, number: int, *, force: bool) -> None:
+        """Begins as the launcher asks, whose signal the ranks get. ``force``: without asking for stacks, or grace."""
+        self._number = number
+        if force:
+            self.without_asking(force=True)
+        else:
+            self.within(0.0)
+
+    def spare_nobody(self) -> None:
+        """Takes in that ranks which have answered are to be ended, too, if they do not leave."""
+        self._spares_leaving = False
+
+    def end_call(self) -> None:
+        """Takes in that a call is over on ranks that stay: what its deadline has changed is as before."""
+        self._spares_leaving, self._entered = True, None
+        self.asked.clear()
 
     def take_steps(self) -> None:
         """Takes the steps that are due, in their order."""
@@ -95,22 +115,22 @@ class Stopping:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
 
-    def follow(self, failure: RankFailure, questions: Questions) -> None:
+    def follow(self, failure: RankFailure) -> None:
         """Takes in that another machine has failed. Of a deadline the report tells who waits for whom, on all."""
         if failure.final:
-            self.explain(questions)
+            self.explain()
         self.within(CAUSE_DELAY if failure.consequence else 0.0)
 
-    def explain(self, questions: Questions) -> None:
+    def explain(self) -> None:
         """Takes in that a deadline has passed: nobody is spared, and all are asked what they have entered."""
-        self.spare_leaving = False
-        self.entered = EnteredRequests(questions)
-        self.entered.ask()
+        self.spare_nobody()
+        self._entered = EnteredRequests(self._questions)
+        self._entered.ask()
 
     @property
     def waits(self) -> bool:
         """Whether ranks have been asked something, and have not told it all."""
-        return bool(self.asked) or (self.entered is not None and self.entered.pending)
+        return bool(self.asked) or (self._entered is not None and self._entered.pending)
 
     def _ask(self) -> None:
         """Asks for their stacks, before they are stopped."""
@@ -118,7 +138,11 @@ class Stopping:
         # A rank in C code that holds the interpreter lock answers, too (a signal handler in C), but not one that is
         # stopped.
         self._terminate_at = self._system.clock() + STACKS_TIMEOUT
-        for rank in self._working():
+        self.ask_stacks(self._working())
+
+    def ask_stacks(self, ranks: Iterable[RankProcess]) -> None:
+        """Asks ranks for their stacks, and ends nothing."""
+        for rank in ranks:
             self.asked.ask(rank, self._board[rank.local_rank])
 
     def _terminate(self) -> None:
@@ -130,7 +154,7 @@ class Stopping:
         stacks = [self.stacks_of(rank) for rank in working]
         for rank in working:  # at one go: the end of one would be "Connection closed by peer" to the next
             rank.stopped = True
-            self._signal(rank, self.heard(self.number))
+            self._signal(rank, self.heard(self._number))
         for record in stacks:
             self._launcher.try_send(record)
         for rank in self._ranks.values():
@@ -147,7 +171,7 @@ class Stopping:
     def heard(self, number: int) -> int:
         """Returns this signal, or another that asks ranks to end which ignore it."""
         asking = (number, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        return next((one for one in asking if one not in self.ignored), signal.SIGKILL)
+        return next((one for one in asking if one not in self._ignored), signal.SIGKILL)
 
     def _signal(self, rank: RankProcess, number: int) -> None:
         self._system.group(rank.pid, number)
@@ -157,7 +181,7 @@ class Stopping:
         self.begun = True
         self._asking.clear()
         self.endings.close()
-        self.on_begin()
+        self._on_begin()
 
     def a_rank_ends(self) -> bool:
         """Tells whether one that has not answered is about to end."""
@@ -167,7 +191,7 @@ class Stopping:
         """Returns what it has told of them."""
         text = last_bytes(rank.stacks, TEXT_LIMIT)
         state = "" if is_whole(text) else state_of(rank.pid)
-        entered = None if self.entered is None else self.entered.told.get(rank.rank)
+        entered = None if self._entered is None else self._entered.told.get(rank.rank)
         if entered is not None and sum(len(members) for _, members, _ in entered) > _MOST_MEMBERS:
             entered = ()
         return RankStacks(rank.rank, self._board[rank.local_rank], state, text, entered)
@@ -178,4 +202,4 @@ class Stopping:
     def _is_late(self, rank: RankProcess) -> bool:
         """Tells whether it has answered, but does not end. One that only waits to be released has had no time to."""
         waits = self._board[rank.local_rank] in {Phase.RETURNED, Phase.IDLE}
-        return rank.alive and not waits and not self.spare_leaving
+        return rank.alive and not waits and not self._spares_leaving

@@ -54,9 +54,7 @@ class Supervisor:
         self._evidence = Evidence()
         self._call = OngoingCall(-1, None, None)
         self._shared = SharedFailure(scene.peers, scene.system.clock)
-        board, grace_period = scene.results.board, scene.grace_period
-        self._stopping = Stopping(self._ranks, board, scene.launcher, grace_period, scene.system)
-        self._stopping.on_begin, self._stopping.ignored = self._begin_stopping, scene.stop_on
+        self._stopping = Stopping(self._ranks, scene, self._questions, self._begin_stopping)
         self._stop = StopRequest(scene, self._questions)
 
     def begin_call(
@@ -131,7 +129,7 @@ class Supervisor:
         if whole:
             self._stopping.within(0.0)
         else:
-            self._stopping.spare_leaving = False
+            self._stopping.spare_nobody()
             self._end_call(0.0)
 
     def _take_steps(self) -> None:
@@ -218,7 +216,7 @@ class Supervisor:
         if not isinstance(record, Cancel):
             self._stopping.without_asking(force=False)
         else:
-            self._cancel(record)
+            self._stopping.cancel(record.number, force=record.force)
 
     def _is_asked(self, record: AgentHears | None) -> bool:
         asked = self._stopping.asked, self._questions
@@ -228,18 +226,11 @@ class Supervisor:
         """Does what a launcher asks of the call, or of ranks that stay; False if it asks for something else."""
         return self._call.obey(record, self._clock())
 
-    def _cancel(self, record: Cancel) -> None:
-        self._stopping.number = signal.Signals(record.number)
-        if record.force:
-            self._stopping.without_asking(force=True)
-        else:
-            self._stopping.within(0.0)
-
     def _check_deadline(self) -> None:
         if self._stopping.begun or self._call.due is None or self._clock() < self._call.due:
             return
         self._call.due = None
-        self._stopping.explain(self._questions)
+        self._stopping.explain()
         self._launcher.try_send(DeadlinePassed())
         self._shared.remember(lambda: failures.from_deadline(self._call.deadline))
         self._end_call(0.0)
@@ -253,6 +244,6 @@ class Supervisor:
     def _hear_peers(self, ready: set[int]) -> None:
         if (failure := self._peers.hear(ready, self._launcher)) is not None:
             self._launcher.try_send(failure)
-            self._stopping.follow(failure, self._questions)
+            self._stopping.follow(failure)
         for order in self._peers.take_orders():
             self._stop.hear_gate(order, self._call.number)
