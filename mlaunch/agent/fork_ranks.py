@@ -86,8 +86,9 @@ def _fork_some(cradles: Sequence[_Cradle], nursery: Nursery, launcher: AgentsEnd
         if nursery.spec.stays:
             rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
         ends = [rank.channel.fileno()] if nursery.spec.stays else []
-        leaving = [*([] if cradle.debug is None else [cradle.debug.fileno()]), *cradle.readers]
-        launcher.try_send(RankStarted(rank.rank, pid, at), [*ends, *leaving])
+        debugs = [] if cradle.debug is None else [cradle.debug.fileno()]
+        leaving = [*debugs, *cradle.readers]
+        launcher.try_send(RankStarted(rank.rank, pid, at, len(ends) + len(debugs)), [*ends, *leaving])
         nursery.owned.close(*leaving)
     return ranks
 

@@ -33,6 +33,7 @@ from mlaunch.base.text import both_ends
 from mlaunch.protocol import error_file, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.messages.attached import LaunchFds
 from mlaunch.protocol.messages.launch_messages import AgentFailed, Finished, NamesLeft, RanksStarting
 from mlaunch.protocol.messages.machine_messages import Refused
 from mlaunch.protocol.messages.server_messages import Free
@@ -49,13 +50,9 @@ _NAMES = 100  # that are told of
 
 @frozen_record
 class Order:
-    """The descriptors of a launch, as the fork server hands them to an agent, which owns them."""
+    """A launch, as the fork server hands it to an agent, which owns the descriptors."""
 
-    spec_fd: int
-    call_fd: int  # -1: the launch is to be prepared
-    launcher_fd: int
-    stdout: int
-    stderr: int
+    fds: LaunchFds
     call: Call | None = None  # it is in memory
     rehearses: bool = False  # if it is to be prepared
     soon: bool = False  # its call will come while others run, so that it is worth as much as they are
@@ -97,7 +94,7 @@ def _serve_all(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] 
 
 def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> bool:
     """Serves a launch; tells whether this process is free for another, as it has told the fork server on ``link``."""
-    launcher: AgentsEnd = Channel.adopt(order.launcher_fd)
+    launcher: AgentsEnd = Channel.adopt(order.fds.socket)
     try:
         _take_over_streams(order)
         with error_file.with_directory(_wanted(order)) as spec:
@@ -126,20 +123,18 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
         following, fds = link.receive()
     except EOFError:
         return None
-    if following.prepares:
-        fds.insert(1, -1)
-    spec_fd, call_fd, launcher_fd, out, err, *leases = fds
-    return Order(spec_fd, call_fd, launcher_fd, out, err, None, following.rehearses, following.soon, tuple(leases))
+    own, leases = LaunchFds.of(fds, prepares=following.prepares)
+    return Order(own, None, following.rehearses, following.soon, tuple(leases))
 
 
 def _wanted(order: Order) -> LaunchSpec:
     """Returns the launch that is to be made."""
-    spec: LaunchSpec = payload.read(order.spec_fd)
-    return as_prepared(spec, rehearses=order.rehearses) if order.call_fd < 0 else spec
+    spec: LaunchSpec = payload.read(order.fds.spec)
+    return as_prepared(spec, rehearses=order.rehearses) if order.fds.call < 0 else spec
 
 
 def _take_over_streams(order: Order) -> None:
-    for fd, standard in ((order.stdout, 1), (order.stderr, 2)):
+    for fd, standard in ((order.fds.stdout, 1), (order.fds.stderr, 2)):
         os.dup2(fd, standard)
         os.close(fd)
 
@@ -165,7 +160,7 @@ def _supervise(
     parent: int,
 ) -> bool:
     """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
-    os.close(order.spec_fd)
+    os.close(order.fds.spec)
     name_process("agent", spec.name)
     with contextlib.suppress(OSError):  # which a rank will tell
         os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
@@ -221,8 +216,8 @@ def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, lau
 
 def _owned(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> OwnedFds:
     """Returns what the ranks must not hold."""
-    call = [] if order.call_fd < 0 else [order.call_fd]
-    return OwnedFds(parent, order.launcher_fd, *call, *([] if link is None else [link.fileno()]))
+    call = [] if order.fds.call < 0 else [order.fds.call]
+    return OwnedFds(parent, order.fds.socket, *call, *([] if link is None else [link.fileno()]))
 
 
 def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | None) -> Supervisor:
@@ -230,11 +225,11 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | N
     if spec.prepared:
         return PreparedSupervisor(scene, priority, rehearses=spec.rehearses)
     if spec.stays:
-        os.close(order.call_fd)
+        os.close(order.fds.call)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)
     supervisor = Supervisor(scene)
-    supervisor.begin_call(order.call_fd if order.call is None else None, spec.deadline, spec.seconds)
-    os.close(order.call_fd)
+    supervisor.begin_call(order.fds.call if order.call is None else None, spec.deadline, spec.seconds)
+    os.close(order.fds.call)
     return supervisor
 
 

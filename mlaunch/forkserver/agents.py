@@ -13,6 +13,7 @@ from mlaunch.base.text import both_ends
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.messages.attached import LaunchFds
 from mlaunch.protocol.messages.launch_messages import AgentFailed, Reaped
 from mlaunch.protocol.messages.server_messages import ServeNext
 
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 @frozen_record
 class Launch:
-    """One that is to begin. ``fds``: spec memfd, call memfd (-1: the launch is to be prepared), its socket, streams.
+    """One that is to begin.
 
     ``call``: what it runs, if this process has it in memory. ``more``: see StartLaunch. ``rehearses``, ``soon``,
     ``leases``: see the agent's Order. ``directory``: see StartLaunch.
     """
 
-    fds: tuple[int, int, int, int, int]
+    fds: LaunchFds
     call: Call | None = None
     more: bool = False
     rehearses: bool = False
@@ -37,14 +38,9 @@ class Launch:
     leases: tuple[int, ...] = ()
 
     @property
-    def socket(self) -> int:
-        return self.fds[2]
-
-    @property
     def next(self) -> tuple[ServeNext, list[int]]:
         """What an agent that rests is told of it."""
-        told = ServeNext(self.fds[1] < 0, self.rehearses, self.soon)
-        return told, [*(fd for fd in self.fds if fd >= 0), *self.leases]
+        return ServeNext(self.fds.call < 0, self.rehearses, self.soon), [*self.fds.there, *self.leases]
 
 
 def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
@@ -58,7 +54,7 @@ def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> 
     if rested is None:
         _begin_anew(launch, children, owned)
     elif rested.serves(*launch.next):
-        rested.begin(Channel.adopt(launch.socket))
+        rested.begin(Channel.adopt(launch.fds.socket))
     else:
         rested.dismiss()
         _begin_anew(launch, children, owned)
@@ -70,14 +66,14 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
     parent = os.getpid()
     link: Channel[RestingAgentSays, RestingAgentHears] | None
     link, agents_link = Channel.pair() if launch.more else (None, None)
-    pid = fork(launch.socket)
+    pid = fork(launch.fds.socket)
     if pid == 0:
         # Asked for in the child: what is open there is what the fork has, whatever was opened meanwhile.
         foreign = owned()
         if link is not None:
             foreign.add(link.fileno())
         main.run_agent(
-            main.Order(*launch.fds, launch.call, launch.rehearses, launch.soon, launch.leases),
+            main.Order(launch.fds, launch.call, launch.rehearses, launch.soon, launch.leases),
             main.Home(parent, foreign, agents_link),
         )
     if agents_link is not None:
@@ -86,7 +82,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
         child = Child(pid, os.pidfd_open(pid), None, is_agent=True, link=link, directory=launch.directory)
         children.add(child)
         # The pidfd first: a pid alone could be another process's by the time that the launcher uses it.
-        child.begin(Channel.adopt(launch.socket))
+        child.begin(Channel.adopt(launch.fds.socket))
     elif link is not None:
         link.close()
 

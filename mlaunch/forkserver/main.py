@@ -33,6 +33,7 @@ from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
+from mlaunch.protocol.messages.attached import StartFds
 from mlaunch.protocol.messages.launch_messages import NotReady, Ready
 from mlaunch.protocol.messages.prepared_messages import PrepareNext
 from mlaunch.protocol.messages.server_messages import CountDevices, Retire, StartLaunch
@@ -201,26 +202,21 @@ class _ForkServer:
         return True
 
     def _start(self, fds: list[int], caller: int, order: StartLaunch) -> None:
-        first_lease = len(fds) - order.leases
-        leases = tuple(fds[first_lease:])
-        spec_fd, call_fd, launcher_fd, out, err, *wanted = fds[:first_lease]
+        own, following, leases = StartFds.of(fds, order.leases)
         self.next.forget()
-        inherited = (spec_fd, call_fd, launcher_fd, out, err)
-        launch = Launch(inherited, self.call, more=order.more, directory=order.directory, leases=leases)
+        launch = Launch(own, self.call, more=order.more, directory=order.directory, leases=tuple(leases))
         self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
-        close_all([call_fd, *leases])
-        self.next.remember((spec_fd, out, err))
-        if wanted:
-            self.next.want(wanted[0], soon=bool(leases))
+        close_all([own.call, *leases])
+        self.next.remember((own.spec, own.stdout, own.stderr))
+        if following is not None:
+            self.next.want(following, soon=bool(leases))
         else:
             self.next.forget()
 
     def _prepare_next(self, caller: int) -> None:
         """Prepares the next launch. The lowest priority is its own business."""
-        spec_fd, launcher_fd, out, err = self.next.take()
         rehearses = self.next.announced or self.launched > 1  # who has called once may never call again
-        fds = (spec_fd, -1, launcher_fd, out, err)
-        self._launch(Launch(fds, more=True, rehearses=rehearses, soon=self.next.soon), caller)
+        self._launch(Launch(self.next.take(), more=True, rehearses=rehearses, soon=self.next.soon), caller)
 
     def _launch(self, launch: Launch, caller: int) -> None:
         begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from mlaunch.base.fds import close_all
+from mlaunch.protocol.messages.attached import LaunchFds
 
 
 class NextLaunch:
@@ -42,11 +43,11 @@ class NextLaunch:
         else:
             os.close(socket)
 
-    def take(self) -> tuple[int, int, int, int]:
-        """Returns spec memfd, socket, stdout and stderr; gives only the socket away."""
+    def take(self) -> LaunchFds:
+        """Returns what it begins with; gives only the socket away."""
         socket, self._socket = self._socket, -1
         spec, out, err = self._like
-        return spec, socket, out, err
+        return LaunchFds(spec, -1, socket, out, err)
 
     def drop(self) -> None:
         """Prepares none after all, which the launcher sees by the socket's end."""

@@ -18,6 +18,7 @@ from mlaunch.member.trace_parts import pieces
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
     EndCall,
@@ -190,7 +191,7 @@ class MachineLaunch:
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])
         elif isinstance(record, RanksStarting):
-            self._board = Board(fds[0])
+            self._board = Board(BoardFds(*fds).board)
             self._agreed = replace(self._spec, launch_id=record.launch_id, rank_start=record.rank_start)
             self._looks.learn(record)
             for early in self._early:
@@ -198,9 +199,9 @@ class MachineLaunch:
             self._early.clear()
             close_all(fds[1:])  # by which ranks that stay would hear calls past their agent, and answer
         elif isinstance(record, RankStarted):
+            close_all(fds[: record.channels])
             streams = self._spec.streams(record.rank - self._spec.rank_start)
-            close_all(fds[: -len(streams)])
-            for fd, stream in zip(fds[-len(streams) :], streams, strict=True):
+            for fd, stream in zip(fds[record.channels :], streams, strict=True):
                 os.set_blocking(fd, False)
                 self._pipes[fd] = record.rank, stream
         else:

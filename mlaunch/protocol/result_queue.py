@@ -141,7 +141,7 @@ class Results:
             os.eventfd_write(self._all_there, 1)
 
     def offered(self) -> list[int]:
-        """Returns what the launcher gets: the board; of ranks that stay the end from which it reads, what wakes it."""
+        """Returns what the launcher gets: ``BoardFds``."""
         return [self.board.fd, *([self.to_launcher.fileno(), self._all_there] if self.to_launcher is not None else [])]
 
     def close_offered(self) -> None:

@@ -64,7 +64,6 @@ class DebuggedHandle(LaunchHandle):
         if isinstance(record, RankStarted):
             channel = self._stopped.channels[record.rank] = Channel.adopt(fds[0])
             self.relay.watch(channel.fileno())
-            fds = fds[1:]
         if isinstance(record, StatusTold) and record.number == _WHO:
             self._tells_who = False
             self._stopped.tell_who(visitors.read_status(fds[0])["ranks"])

@@ -237,7 +237,8 @@ class LaunchHandle:
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
-            self.relay.adopt(record.rank, record.rank - self.outcome.spec.rank_start, fds, self.history.board)
+            pipes, first = fds[record.channels :], self.outcome.spec.rank_start
+            self.relay.adopt(record.rank, record.rank - first, pipes, self.history.board)
         elif isinstance(record, StatusTold):
             failure = self._stall.take(record.number, visitors.read_status(fds[0])["ranks"])
             if failure is not None and not self.outcome.failed:

@@ -38,11 +38,6 @@ class DirectWays:
         """Returns to how many ranks there is one."""
         return len(self._ranks)
 
-    @property
-    def offered(self) -> bool:
-        """Whether the ranks are on this machine, so that there are such ways."""
-        return self._answers is not None
-
     def take_answers(self, fd: int, all_there: int, is_watched: Callable[[], bool]) -> None:
         """Takes the end on which answers come, and what tells that all have; ``is_watched``: it is still the same."""
         self._is_watched = is_watched

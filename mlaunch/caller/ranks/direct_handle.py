@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.ranks.direct_channels import DirectWays
+from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.kept_messages import DirectAnswer
 from mlaunch.protocol.messages.launch_messages import AnswerKind, RankAnswered, RanksStarting, RankStarted
 
@@ -33,11 +34,11 @@ class DirectHandle(LaunchHandle):
         self._direct.close()
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
-        if isinstance(record, RanksStarting) and fds[1:]:
-            self._direct.take_answers(fds[1], fds[2], self.relay.watch(fds[2]))
-        elif isinstance(record, RankStarted) and self._direct.offered:
+        if isinstance(record, RanksStarting) and (offered := BoardFds(*fds)).answers >= 0:
+            watched = self.relay.watch(offered.all_there)
+            self._direct.take_answers(offered.answers, offered.all_there, watched)
+        elif isinstance(record, RankStarted) and record.channels:
             self._direct.take_rank(record.rank, fds[0])
-            fds = fds[1:]
         self._note_values()
         super()._show(record, fds)
 

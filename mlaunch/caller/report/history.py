@@ -17,6 +17,7 @@ from mlaunch.caller.report.clocks import Clocks
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span, Stopped
 from mlaunch.protocol.board import Board, in_order, read_times
+from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.messages.machine_messages import ClockCompared
 from mlaunch.protocol.messages.stop_messages import StopAgreed
@@ -71,7 +72,7 @@ class History:
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
         """Takes in what a record of the agent's says of the launch's course."""
         if isinstance(record, RanksStarting):
-            self.board = Board(fds[0])
+            self.board = Board(BoardFds(*fds).board)
         elif isinstance(record, RankStarted):
             self.started[record.rank] = record
         elif isinstance(record, RankGone):

@@ -207,7 +207,7 @@ class MergedAgent:
             self._begin(record)
         elif isinstance(record, RankStarted):
             readers = self._backlog.open(record.rank, (1, 2))
-            self._tell(machine.shifted(record), readers)
+            self._tell(machine.shifted(dataclasses.replace(record, channels=0)), readers)
             close_all(readers)
         elif isinstance(record, RankGone):
             self._tell(machine.shifted(record), [content if content >= 0 else self._nothing])

@@ -133,9 +133,7 @@ class Answer:
 
 @frozen_record
 class RanksStarting:
-    """``at``: the agent's monotonic seconds. The rest is what machines agreed on. Attached: the board of the ranks;
-    if they stay, the end of the queue on which they answer the launcher, too.
-    """
+    """``at``: the agent's monotonic seconds. The rest is what machines agreed on. Attached: ``BoardFds``."""
 
     at: float
     launch_id: str
@@ -146,12 +144,13 @@ class RanksStarting:
 @frozen_record
 class RankStarted:
     """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
-    launcher may send calls; the channel of its debugger, if its caller debugs; the reading ends of its streams' pipes.
+    launcher may send calls, or that of its debugger, if its caller debugs; the reading ends of its streams' pipes.
     """
 
     rank: int
     pid: int
     at: float
+    channels: int = 0  # how many of the descriptors are no pipes
 
 
 @frozen_record

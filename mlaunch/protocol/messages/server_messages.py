@@ -32,8 +32,7 @@ class DeviceCount:
 
 @frozen_record
 class StartLaunch:
-    """Starts a launch. Attached: spec memfd, call memfd, its socket, stdout, stderr; the socket of one to prepare;
-    what its processes are to hold of its devices, so many as ``leases`` says.
+    """Starts a launch. Attached: ``StartFds``. ``leases``: how many descriptors of those its processes are to hold.
 
     ``more``: others like it may follow, for which its agent can stay. ``directory``: removed when its agent is gone,
     who does that unless it is killed; "": none.
@@ -58,8 +57,8 @@ class Free:
 class ServeNext:
     """Asks a free agent to serve one more launch.
 
-    Attached: spec memfd, call memfd, the launch's socket, stdout, stderr; what its processes hold of its devices.
-    ``prepares``: it is to be prepared, so there is no call memfd. ``rehearses``, ``soon``: see the agent's Order.
+    Attached: ``LaunchFds``; what its processes hold of its devices. ``prepares``: it is to be prepared, so there is no
+    call memfd. ``rehearses``, ``soon``: see the agent's Order.
     """
 
     prepares: bool = False

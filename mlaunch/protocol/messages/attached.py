@@ -1,0 +1,51 @@
+"""The descriptors beside records that carry several: each has a name, and both ends have them in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class LaunchFds(NamedTuple):
+    """Of ServeNext, and the first of StartLaunch: what a launch begins with. They are the agent's by then."""
+
+    spec: int  # a memfd
+    call: int  # a memfd; -1: the launch is to be prepared, and its call comes by the socket
+    socket: int  # to its launcher
+    stdout: int
+    stderr: int
+
+    @property
+    def there(self) -> list[int]:
+        """Those that there are."""
+        return [fd for fd in self if fd >= 0]
+
+    @classmethod
+    def of(cls, fds: Sequence[int], *, prepares: bool) -> tuple[LaunchFds, Sequence[int]]:
+        """Names what came, and returns the rest. ``prepares``: there is no memfd of a call among them."""
+        count = len(cls._fields) - prepares
+        spec, *others = fds[:count]
+        return cls(spec, *([-1] if prepares else []), *others), fds[count:]
+
+
+class StartFds(NamedTuple):
+    """Of StartLaunch."""
+
+    launch: LaunchFds
+    following: int | None  # the socket of the launch that is to be prepared next
+    leases: Sequence[int]  # what the processes are to hold of their devices
+
+    @classmethod
+    def of(cls, fds: Sequence[int], leases: int) -> StartFds:
+        """Names what came. ``leases``: how many the record says."""
+        own, first_lease = len(LaunchFds._fields), len(fds) - leases
+        following = fds[own] if own < first_lease else None
+        return cls(LaunchFds(*fds[:own]), following, fds[first_lease:])
+
+
+class BoardFds(NamedTuple):
+    """Of RanksStarting. Ranks that stay answer their launcher directly, too; -1 for ranks that do not."""
+
+    board: int
+    answers: int = -1  # the end of the queue on which they do
+    all_there: int = -1  # can be read once all have
