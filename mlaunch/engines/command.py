@@ -8,6 +8,7 @@ import shlex
 import socket
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
@@ -19,6 +20,9 @@ from mlaunch.engines.processes import Processes
 from mlaunch.protocol.machines.first_process import MARK, Lead, Where
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.member_streams import CarriedStream
 
 _MODULE = "mlaunch.member.started_together"
 _READ = 65536
@@ -60,7 +64,7 @@ class _Started(Placement):
             ends = self._processes.start(0, command)
         except OSError as error:
             raise LaunchError(f"{self._name} cannot be run here: {error.strerror}") from error
-        self._stream = FrameStream(ends.stdout, ends.stdin)
+        self._stream: CarriedStream = FrameStream(ends.stdout, ends.stdin)
         self._stderr = ends.stderr
         self._words = b""
         self._found: list[Where] = []

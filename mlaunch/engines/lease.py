@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import Lease
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.member_streams import CallersStream
 
 PARTS = 5  # signs in the time of a lease, at least
 _LONGEST = 10.0  # seconds between two signs: they also tell of a machine that does not answer
@@ -24,7 +27,7 @@ def interval(lease: float) -> float:
 class Renewal:
     """The caller's side: a thread that sends what is due. The streams must outlive it."""
 
-    def __init__(self, streams: Sequence[FrameStream], lease: Lease) -> None:
+    def __init__(self, streams: Sequence[CallersStream], lease: Lease) -> None:
         self._streams = streams
         self._lease = lease
         self._closed = threading.Event()

@@ -6,18 +6,21 @@ import contextlib
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import RanksStarting
 from mlaunch.protocol.messages.member_messages import Look, Reports, Rows, Seen
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.member_streams import MembersStream
 
 
 class Looks:
     """Waits for no answer: ``serve`` passes on what has come."""
 
-    def __init__(self, stream: FrameStream, environ: Mapping[str, str]) -> None:
+    def __init__(self, stream: MembersStream, environ: Mapping[str, str]) -> None:
         self._stream = stream
         self._environ = environ
         self._name = ""  # of the launch in the registry

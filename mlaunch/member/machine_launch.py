@@ -17,7 +17,6 @@ from mlaunch.member.term import SignalsHere, Term
 from mlaunch.member.trace_parts import pieces
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_codes import NoiseError
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
@@ -53,6 +52,7 @@ from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
+    from mlaunch.protocol.messages.member_streams import MembersStream
 
 _READ = 32768  # bytes of what a rank prints
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
@@ -65,7 +65,7 @@ _PIPE = 65536  # bytes that wait in a pipe at most
 class MachineLaunch:
     """Starts a launch here. ``call``: the memfd of the call, which stays the creator's; -1: ranks run a command."""
 
-    def __init__(self, stream: FrameStream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
+    def __init__(self, stream: MembersStream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
         self._stream = stream
         self._spec = self._agreed = spec  # by all machines
         self._server = server

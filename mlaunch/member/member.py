@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Collection
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
@@ -25,14 +25,18 @@ from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
 from mlaunch.member.term import Term
 from mlaunch.member.trace_parts import TraceParts
+from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.kept_messages import EndCall, EndRanks, MeetAgain, NextCall
+from mlaunch.protocol.messages.launch_messages import Cancel
 from mlaunch.protocol.messages.member_messages import (
     MARK,
     AskOffer,
     Lease,
     Listen,
     Listens,
+    Look,
     MachineDone,
     NotPrepared,
     Reach,
@@ -41,6 +45,10 @@ from mlaunch.protocol.messages.member_messages import (
     patience_of,
     versions,
 )
+from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.member_streams import MemberHears, MembersStream
 
 # Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
 _TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
@@ -72,9 +80,10 @@ def ignore(numbers: Collection[signal.Signals]) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _take_over_streams(secret: str) -> FrameStream:
+def _take_over_streams(secret: str) -> MembersStream:
     """Keeps standard input and output for ourselves: whoever prints here does so to standard error."""
-    stream = FrameStream(linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1)), secret, member=True)
+    ends = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
+    stream: MembersStream = FrameStream(*ends, secret, member=True)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     # A library that prints would put its words between the frames.
@@ -83,7 +92,7 @@ def _take_over_streams(secret: str) -> FrameStream:
     return stream
 
 
-def serve(stream: FrameStream, host: str, patience: float | None = None) -> None:
+def serve(stream: MembersStream, host: str, patience: float | None = None) -> None:
     """Serves a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
     hello = {**versions(), "host": host, "pid": os.getpid()}
     stream.write_line(MARK, json.dumps(hello).encode())
@@ -91,7 +100,7 @@ def serve(stream: FrameStream, host: str, patience: float | None = None) -> None
 
 
 class _Member:
-    def __init__(self, stream: FrameStream, patience: float | None) -> None:
+    def __init__(self, stream: MembersStream, patience: float | None) -> None:
         self._stream = stream
         self._term = Term(stream)
         self._term.lease = None if patience is None else Lease(patience, ())
@@ -121,18 +130,26 @@ class _Member:
         poll.poll(self._term.milliseconds())
         self._stream.flush()
 
-    def _obey(self, record: object, content: int) -> None:
-        if isinstance(record, Lease):
-            self._term.lease = record
-        elif isinstance(record, AskOffer):
-            self._prepare(record)
-        elif isinstance(record, Listen):
-            self._stream.send(Listens(record.number, self._listen(record.port)))
-        elif isinstance(record, Reach):
-            self._stream.send(Reached(record.number, failures_at(record.addresses, record.port)))
-        elif isinstance(record, Start) and self._plan is not None:
-            self._listen(None)
-            self._start(self._plan, record, content)
+    def _obey(self, record: MemberHears, content: int) -> None:
+        match record:
+            case Lease():
+                self._term.lease = record
+            case AskOffer():
+                self._prepare(record)
+            case Listen():
+                self._stream.send(Listens(record.number, self._listen(record.port)))
+            case Reach():
+                self._stream.send(Reached(record.number, failures_at(record.addresses, record.port)))
+            case Start():
+                if self._plan is not None:
+                    self._listen(None)
+                    self._start(self._plan, record, content)
+            case Look() | Cancel() | NextCall() | EndCall() | MeetAgain() | EndRanks():
+                pass  # the launch that it is about is over
+            case FreezeRanks() | ThawRanks() | StopRanks():
+                pass
+            case _:
+                assert_never(record)
         if content >= 0:
             os.close(content)
 

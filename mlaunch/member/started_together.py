@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.member import member, waker
@@ -30,6 +30,9 @@ from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
 from mlaunch.protocol.messages.member_messages import command_of, patience_of
 from mlaunch.rendezvous.address import LOOPBACK, addresses
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.member_streams import CarriersStream
 
 _STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
 _STRANGERS = 64  # connections at a time that have not: each has a thread
@@ -50,7 +53,7 @@ def main() -> NoReturn:
     secret, starter = secrets.token_hex(32), os.getppid()
     with socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG) as listener:
         where = _say_where(outgoing, listener.getsockname()[1], secret)
-        stream = FrameStream(incoming, outgoing)
+        stream: CarriersStream = FrameStream(incoming, outgoing)
         lead = _hear(stream, where)
         if lead is None:
             _follow(listener, secret, starter)
@@ -66,7 +69,7 @@ def _say_where(outgoing: int, port: int, secret: str) -> Where:
     return where
 
 
-def _hear(stream: FrameStream, where: Where) -> Lead | None:
+def _hear(stream: CarriersStream, where: Where) -> Lead | None:
     """Waits for the caller's word; None if it is for another one, or comes to others alone."""
     patience = patience_of(sys.argv)
     with contextlib.suppress(EOFError):
@@ -159,7 +162,7 @@ def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
     member.main(secret)
 
 
-def _lead(stream: FrameStream, lead: Lead, own: Where) -> None:
+def _lead(stream: CarriersStream, lead: Lead, own: Where) -> None:
     """Carries for all, and starts the member of this machine."""
     ends = {}
     for place, where in lead.all.items():

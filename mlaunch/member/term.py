@@ -13,10 +13,13 @@ import threading
 import time
 from collections.abc import Collection
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from mlaunch.base import linux, signals
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.member_messages import Lease
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.member_streams import MembersStream
 
 _FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # how often they are given back, and seconds between; a controller may be away
 _OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too, before all are given back
@@ -25,7 +28,7 @@ _OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too
 class Term:
     """A machine's side. ``lease``: as it was told last; None: it has not been told, and stays."""
 
-    def __init__(self, stream: FrameStream) -> None:
+    def __init__(self, stream: MembersStream) -> None:
         self._stream = stream
         self._told = False
         self.lease: Lease | None = None

@@ -50,6 +50,7 @@ from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentSays, LaunchersEnd
+    from mlaunch.protocol.messages.member_streams import MemberHears, MemberSays
 
 
 class MergedAgent:
@@ -151,9 +152,10 @@ class MergedAgent:
 
     def _obey(self, record: AgentHears, _fds: Sequence[int]) -> None:
         self._backlog.limit = None
-        self._send(record)
+        if isinstance(record, Cancel):  # of nothing else a launch of one call is asked for
+            self._send(record)
 
-    def _send(self, record: object, content: int = -1, *, but: Machine | None = None) -> None:
+    def _send(self, record: MemberHears, content: int = -1, *, but: Machine | None = None) -> None:
         """Sends a record to all machines that have not ended."""
         for machine in self._open.values():
             if machine is not but:
@@ -185,7 +187,7 @@ class MergedAgent:
         self._lost = True
         self._tell(failure)
 
-    def _take(self, machine: Machine, record: object, content: int) -> None:
+    def _take(self, machine: Machine, record: MemberSays, content: int) -> None:
         if isinstance(record, Printed):
             self._backlog.add(record.rank, record.stream, record.data)
         elif isinstance(record, Rows | Reports):
@@ -204,13 +206,13 @@ class MergedAgent:
 
     def _take_from_agent(self, machine: Machine, record: AgentSays | AskToStop, content: int) -> None:
         if isinstance(record, RanksStarting):
-            self._begin(record)
+            if not self._started:  # told once, as the start of all ranks
+                self._started = True
+                self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
         elif isinstance(record, RankStarted):
             readers = self._backlog.open(record.rank, (1, 2))
             self._tell(machine.shifted(dataclasses.replace(record, channels=0)), readers)
             close_all(readers)
-        elif isinstance(record, RankGone):
-            self._tell(machine.shifted(record), [content if content >= 0 else self._nothing])
         elif isinstance(record, Reaped):
             if record.exitcode != 0:
                 who = f"the agent on host {machine.host}"
@@ -223,7 +225,8 @@ class MergedAgent:
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
         elif not isinstance(record, Value) and (machine.place == 0 or not isinstance(record, Waiting)):
-            self._tell(machine.shifted(record), [content] if content >= 0 else [])
+            nothing = [self._nothing] if isinstance(record, RankGone) else []
+            self._tell(machine.shifted(record), [content] if content >= 0 else nothing)
 
     def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
         """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
@@ -248,12 +251,6 @@ class MergedAgent:
             self._refused = True
             self._tell(Refused(text, late))
         self._send(Cancel())
-
-    def _begin(self, record: RanksStarting) -> None:
-        """Tells of the start once, as that of all ranks."""
-        if not self._started:
-            self._started = True
-            self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
 
     def _tell(self, record: AgentSays, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.patience import EndOf, Patience
+from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
@@ -43,8 +45,10 @@ class _State(enum.Enum):
 class KeptAgents(MergedAgent):
     """Of one set of ranks, which makes one call after the other."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, machines: Sequence[Machine], world_size: int, end_of: EndOf, times: Patience, lookout: Lookout
+    ) -> None:
+        super().__init__(machines, world_size, end_of, times, lookout)
         self._number = 0  # of the call
         self._state = _State.OVER
         self._back: set[int] = set()  # numbers of the machines that have said that it is over

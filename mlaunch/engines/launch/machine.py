@@ -24,6 +24,7 @@ from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, Of
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
+    from mlaunch.protocol.messages.member_streams import CallersStream
 
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536
@@ -39,7 +40,7 @@ class Machine:
 
     def __init__(self, number: int, ends: Ends) -> None:
         self.number = number
-        self.stream = FrameStream(ends.stdout, ends.stdin, ends.secret)
+        self.stream: CallersStream = FrameStream(ends.stdout, ends.stdin, ends.secret)
         self.stderr = ends.stderr
         self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
         self.host, self.pid = "", 0  # of its member

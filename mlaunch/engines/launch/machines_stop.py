@@ -101,7 +101,7 @@ class MachinesStop:
     def stop_at(self, member: int, look: int) -> None:
         self._send(member, StopRanks(self._call, look, self._reason))
 
-    def _send(self, member: int, record: object) -> None:
+    def _send(self, member: int, record: FreezeRanks | ThawRanks | StopRanks) -> None:
         for machine in self._there.values():
             if machine.number == member:
                 machine.stream.send(record)

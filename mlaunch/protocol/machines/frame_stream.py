@@ -20,12 +20,15 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Generic, TypeVar
 
 from mlaunch.base.fds import close_all
 from mlaunch.base.forks import close_in_forks
 from mlaunch.protocol.machines.content import CHUNK, Content, Piece
 from mlaunch.protocol.machines.frame_codes import FrameCodes, NoiseError
+
+Incoming = TypeVar("Incoming", covariant=True)  # the records that come: see messages/member_streams.py
+Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
 
 _HEAD = struct.Struct("!IQ")
 _END = b"\n"
@@ -34,7 +37,7 @@ _SHOWN = 40  # bytes of what is not of mlaunch
 _MOST = 1 << 24  # bytes of a record: what says more is not one of ours
 
 
-class FrameStream:
+class FrameStream(Generic[Incoming, Outgoing]):
     """One end, which owns its descriptors and never waits. Who uses it polls ``fileno()``, and ``outgoing``.
 
     ``secret``: of both ends, where others can write to what is between them. ``member``: this is a member's end.
@@ -66,7 +69,7 @@ class FrameStream:
         with self._sending:
             return sum(piece.left for piece in self._waiting)
 
-    def send(self, record: object, content: int = -1) -> None:
+    def send(self, record: Outgoing, content: int = -1) -> None:
         """Queues a record, and a duplicate of the file that belongs to it; writes what can be written now."""
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
@@ -136,7 +139,7 @@ class FrameStream:
         self._theirs.check(code, self._theirs.of_record(line).hex().encode())
         return line
 
-    def receive(self, most: int | None = None) -> list[tuple[Any, int]]:
+    def receive(self, most: int | None = None) -> list[tuple[Incoming, int]]:
         """Returns what has come in full: records, each with a memfd that the receiver owns, or -1.
 
         With ``most``, the rest waits for the next time, though nothing may be left to read then.
@@ -145,7 +148,7 @@ class FrameStream:
             EOFError: The other end is gone, and all that it sent was received before.
             NoiseError: What came is not of mlaunch, or not of the other end.
         """
-        found: list[tuple[Any, int]] = []
+        found: list[tuple[Incoming, int]] = []
         try:
             if self._content is not None:
                 self._content.fill(self.incoming, self._note_life)
@@ -172,8 +175,8 @@ class FrameStream:
     def _note_life(self) -> None:
         self.heard_at = time.monotonic()
 
-    def _take(self, most: int | None) -> list[tuple[Any, int]]:
-        found: list[tuple[Any, int]] = []
+    def _take(self, most: int | None) -> list[tuple[Incoming, int]]:
+        found: list[tuple[Incoming, int]] = []
         while True:
             if len(found) == most:
                 return found

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlaunch.protocol.machines.first_process import Lead
 from mlaunch.protocol.machines.frame_stream import FrameStream
 
 _READ = 1 << 18  # bytes
@@ -37,7 +38,7 @@ class Mux:
     Who does not read one of them holds up all, once some megabytes wait.
     """
 
-    def __init__(self, stream: FrameStream, ends: Mapping[int, socket.socket]) -> None:
+    def __init__(self, stream: FrameStream[Lead | Carried, Carried], ends: Mapping[int, socket.socket]) -> None:
         self._stream = stream
         self._ends = {number: _End(end) for number, end in ends.items()}
         for end in ends.values():

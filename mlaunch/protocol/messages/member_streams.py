@@ -1,0 +1,51 @@
+"""Who says what to whom over byte streams, as types: what ``channels.py`` is for the channels of one machine.
+
+For annotations alone: this imports every kind of record.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from mlaunch.protocol.machines.first_process import Lead
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.machines.mux import Carried
+from mlaunch.protocol.messages.kept_messages import EndCall, EndRanks, MeetAgain, NextCall
+from mlaunch.protocol.messages.launch_messages import Cancel
+from mlaunch.protocol.messages.member_messages import (
+    Alive,
+    AskOffer,
+    FromAgent,
+    Lease,
+    Listen,
+    Listens,
+    Look,
+    MachineDone,
+    NotPrepared,
+    Offer,
+    Printed,
+    Reach,
+    Reached,
+    Reports,
+    Rows,
+    Seen,
+    ServerEnded,
+    Start,
+    TracePart,
+)
+from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
+
+# A caller and a member; of a launch what its agent is to hear, too.
+MemberHears = (
+    (Lease | AskOffer | Listen | Reach | Start | Look)
+    | (Cancel | NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRanks | StopRanks)
+)  # fmt: skip
+MemberSays = (
+    (Offer | NotPrepared | Listens | Reached)
+    | (FromAgent | Printed | Rows | Reports | Seen | Alive | ServerEnded | TracePart | MachineDone)
+)  # fmt: skip
+CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
+MembersStream: TypeAlias = FrameStream[MemberHears, MemberSays]
+# A caller and the first of the processes that an engine's one program has started, which carries for all.
+CarriersStream: TypeAlias = FrameStream[Lead | Carried, Carried]
+CarriedStream: TypeAlias = FrameStream[Carried, Lead | Carried]
