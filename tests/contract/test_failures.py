@@ -25,6 +25,7 @@ from mlaunch.forkserver.agents import Launch, begin
 from mlaunch.forkserver.children import Children
 from mlaunch.protocol import explain
 from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.attached import LaunchFds
 from mlaunch.protocol.messages.launch_messages import Reaped
 from tests.conftest import OURS
 from tests.contract import crashes, functions
@@ -583,7 +584,7 @@ def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
     ours, theirs = Channel.pair()
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", refused)
-    children, fds = Children(), (-1, -1, os.dup(theirs.fileno()), -1, -1)
+    children, fds = Children(), LaunchFds(-1, -1, os.dup(theirs.fileno()), -1, -1)
     begin(Launch(fds, more=True), children, OwnedFds)
     assert not children
     assert len(os.listdir("/proc/self/fd")) == before

@@ -92,14 +92,14 @@ def test_what_is_displayed_stands_between_the_lines(
         file.write(b"before\n")
         pipes.write(0, STREAM, line(1))
         file.write(b"after\n")
-        pipes.relay.finish_call()
+        pipes.relay.finish(stays=True)
         shown = capfdbinary.readouterr().out
         assert shown == b"[0] before\nshown {'text/html': 1}\n[0] after\n"
         assert pipes.relay.output.tails() == {0: b"before\nafter\n"}
         pipes.relay.turn_to(dataclasses.replace(wanted, name="again"), size, board)
     whole = line(2)
     pipes.write(0, STREAM, whole[:20])
-    pipes.relay.finish_call()
+    pipes.relay.finish(stays=True)
     pipes.relay.turn_to(wanted, size, board)
     pipes.write(0, STREAM, whole[20:])  # a thread of the rank was writing it
     pipes.finish()

@@ -10,6 +10,7 @@ from mlaunch.base import linux
 from mlaunch.caller.debugging import asking
 from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
 from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.output.relay import Events
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
@@ -39,9 +40,9 @@ class DebuggedHandle(LaunchHandle):
         due = (super().timeout(), None if self._is_busy else self._prompts.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
-    def step(self) -> bool:
+    def step(self, events: Events | None = None) -> bool:
         """Takes in what has come; then it asks the user, if a rank waits for that. False after the last word."""
-        self._goes_on = super().step()
+        self._goes_on = super().step(events)
         while self._goes_on and not self._is_busy and (found := self._prompts.next()) is not None:
             self._ask(*found)
         return self._goes_on

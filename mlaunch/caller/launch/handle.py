@@ -19,7 +19,7 @@ from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.stall_watch import StallWatch
 from mlaunch.caller.launch.status import status_lines, words_on
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
-from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
@@ -50,13 +50,15 @@ class LaunchHandle:
     agent: LaunchersEnd
     relay: Relay
     history: History
-    outcome: Outcome = field(init=False)
-    waiting: str = ""  # for other machines
-    ending: bool = False  # it is being cancelled
     prepared: bool = False  # before the call
-    stop_reason: str = ""  # why the ranks are to stop
-    seen_as: str = ""  # its ID for those who look at it; "": that of the launch
-    never_began: bool = False  # who was to begin it was gone, by itself, before: the fork server, or the agent
+    outcome: Outcome = field(init=False)
+    waiting: str = field(default="", init=False)  # for other machines
+    ending: bool = field(default=False, init=False)  # it is being cancelled
+    over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
+    stop_reason: str = field(default="", init=False)  # why the ranks are to stop
+    seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
+    # Who was to begin it was gone, by itself, before: the fork server, or the agent.
+    never_began: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._has_begun = False
@@ -64,7 +66,7 @@ class LaunchHandle:
         self._present_call = 0  # its number
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
-        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting)
+        self.relay.show_status(lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over))
         self.relay.watch(self.agent.fileno())
         way, say = (self.spec.stall, self.spec.stall_ends), self.relay.output.say
         self._stall = StallWatch(*way, self.agent.try_send, lambda what: say(f"{self.spec.name} {what}"))
@@ -94,9 +96,12 @@ class LaunchHandle:
         due = (self.relay.timeout(), self._limits.timeout(), self._stall.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
-    def step(self) -> bool:
-        """Takes in what has come, without waiting; False after the launch's last word."""
-        ready = self.relay.carry()
+    def step(self, events: Events | None = None) -> bool:
+        """Takes in what has come, without waiting; False after the launch's last word.
+
+        ``events``: what can be read, if that is known from the relay; it is asked for otherwise.
+        """
+        ready = self.relay.carry(events)
         self._stall.take_step()
         if self._limits.agent is not None and self._limits.agent.fd in ready:
             self.relay.unwatch(self._limits.agent.fd)
@@ -123,8 +128,10 @@ class LaunchHandle:
             ServerGoneError: Who was to begin it was gone before; nothing has run.
         """
         try:
-            while self.step():
-                interrupts.wait_readable([self.fileno()], self.timeout())
+            events: Events | None = None
+            while self.step(events):
+                with interrupts.allowed():
+                    events = self.relay.wait(self.timeout())
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
             if self.outcome.stacks:
@@ -171,12 +178,9 @@ class LaunchHandle:
         """Shows what ranks printed last. Who does not read it holds up no error, nor the deadline."""
         until = math.inf if self.spec.deadline is None else self.history.begun + self.spec.deadline
         try:
-            self._end_output(0.0 if self.outcome.failed else until)
+            self.relay.finish(0.0 if self.outcome.failed else until, stays=self.spec.stays)
         except BaseException as interrupt:
             self.outcome.interrupt = self.outcome.interrupt or interrupt
-
-    def _end_output(self, until: float) -> None:
-        self.relay.finish(until)
 
     def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
@@ -211,7 +215,9 @@ class LaunchHandle:
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])
             self.relay.watch(fds[0])
-        self._has_begun = self._has_begun or self._begins(record)
+        # A prepared launch says all but one word before it has its call; until then it may be attempted again.
+        begins = isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
+        self._has_begun = self._has_begun or begins
         self.history.take(record, fds)
         self.outcome.take(record, fds)
         self._pass_stop_on()
@@ -222,10 +228,6 @@ class LaunchHandle:
             return False
         self._show(record, fds)
         return True
-
-    def _begins(self, record: AgentSays) -> bool:
-        """Tells whether something of the launch may have happened, so that it is too late for another attempt."""
-        return isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
 
     def _press(self) -> bool:
         """Kills what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""

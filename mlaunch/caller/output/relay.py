@@ -23,6 +23,7 @@ from mlaunch.caller.output.call_output import CallOutput, RankStream
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.protocol.board import Board
 
+Events = list[tuple[int, int]]  # a descriptor, and what of it, as an epoll says it
 _READ = 65536  # bytes: a pipe holds no more
 _LOOKS = 5
 
@@ -46,6 +47,7 @@ class Relay:
         self._clock = clock
         self._ends_come = ends_come
         self.output = CallOutput(plan, size, attempt, clock)
+        self._status: Callable[[], list[str]] = list
         self._streams: dict[int, RankStream] = {}  # by file descriptor
         self._watched: set[int] = set()
         self._awaited: int | None = None  # what people read, while they do not read it; ranks wait as long
@@ -96,21 +98,24 @@ class Relay:
         due = self.output.due()
         return None if due is None else max(0.0, due - self._clock())
 
-    def wait(self, timeout: float | None = None) -> list[int]:
+    def wait(self, timeout: float | None = None) -> Events:
         """Waits until something can be read, carrying nothing; returns what. ``timeout`` in seconds, None: none.
 
         Returns nothing, too, if other code has closed what this waits for.
         """
         try:
-            return [fd for fd, _ in self._poll.poll(timeout)]
+            return self._poll.poll(timeout)
         except (OSError, ValueError) as error:
             if interrupts.by_handler(error):
                 raise
             return []
 
-    def carry(self) -> set[int]:
-        """Carries what has come, without waiting; returns the watched descriptors that can be read."""
-        events = self._poll.poll(0)
+    def carry(self, events: Events | None = None) -> set[int]:
+        """Carries what has come, without waiting; returns the watched descriptors that can be read.
+
+        ``events``: what ``wait`` has just returned; it is asked for otherwise.
+        """
+        events = events or self._poll.poll(0)  # of those who have closed it, that tells the error
         ready = {fd for fd, _ in events}
         if self._awaited in ready and self.output.console.drain():
             self._await(None)
@@ -123,32 +128,34 @@ class Relay:
         self.output.console.raise_interrupt()
         return ready & self._watched
 
-    def finish(self, until: float = math.inf) -> None:
-        """Carries what ranks left that are all gone; after ``until`` no longer for people who do not read."""
+    def show_status(self, status: Callable[[], list[str]]) -> None:
+        """Has this make the lines above the bars, of each call's output."""
+        self._status = self.output.status = status
+
+    def finish(self, until: float = math.inf, *, stays: bool = False) -> None:
+        """Carries what ranks left that are all gone; after ``until`` no longer for people who do not read.
+
+        ``stays``: they do, and what they have printed until now is carried.
+        """
         self.output.console.wait(until)
         self._await(None)
-        while self._read_round(set(self._streams)) or self._more_comes():
-            self.output.console.wait(until)
-        for fd in list(self._streams):  # somebody who outlived the launch holds the other end
-            self._close(fd)
+        if stays:
+            self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())
+            if self.output.untouched:
+                return
+            for stream in self._streams.values():
+                self.output.end_stream(stream)
+        else:
+            while self._read_round(set(self._streams)) or self._more_comes():
+                self.output.console.wait(until)
+            for fd in list(self._streams):  # somebody who outlived the launch holds the other end
+                self._close(fd)
         self.output.finish()
         self.output.console.finish(until)
 
     def _more_comes(self) -> bool:
         """Waits for more, or an end, where all ends come; False if there is nothing to wait for."""
         return self._ends_come and bool(self._streams) and bool(interrupts.wait_readable(list(self._streams), None))
-
-    def finish_call(self, until: float = math.inf) -> None:
-        """Carries what ranks that stay have printed until now; after ``until`` not for people who do not read."""
-        self.output.console.wait(until)
-        self._await(None)
-        self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())
-        if self.output.untouched:
-            return
-        for stream in self._streams.values():
-            self.output.end_stream(stream)
-        self.output.finish()
-        self.output.console.finish(until)
 
     def turn_to(self, plan: OutputPlan, size: int, board: Board | None) -> None:
         """Begins another call's output."""
@@ -157,6 +164,7 @@ class Relay:
             return
         self.output.close()
         self.output = CallOutput(plan, size, 0, self._clock)
+        self.output.status = self._status
         for fd, was in self._streams.items():
             stream = self._streams[fd] = self.output.open_stream(was.rank, was.local_rank, was.number, board)
             stream.times, stream.displays = was.times, was.displays  # the rank goes on, too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 class DirectHandle(LaunchHandle):
     """Takes the ways by which they do as its agent offers them, and their values as these come."""
 
-    over: bool = False  # the call that was begun last
-    _number: int = 0  # its number
-    _by_itself: bool = False  # it is over when all values are there; else when the agent says so
-    _direct: DirectWays = field(default_factory=DirectWays)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number = 0  # of the call that was begun last
+        self._by_itself = False  # it is over when all values are there; else when the agent says so
+        self._direct = DirectWays()
 
     def intact(self) -> bool:
         return super().intact() and self._direct.intact()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.launch.status import status_lines
 from mlaunch.caller.launch.watchdog import Limits
 from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.relay import Events
 from mlaunch.caller.ranks.direct_handle import DirectHandle
 from mlaunch.caller.ranks.driven import KeptServer
 from mlaunch.caller.ranks.kept_call import KeptCall
@@ -36,17 +36,17 @@ class KeptHandle(DirectHandle):
     """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
 
     server: KeptServer
-    _is_settled: bool = False  # the last call, and no other output has begun
-    _name: str = ""  # of the call that was begun last, as the board has it
-    ahead: bool = False  # of it nothing is noted yet but the values that have come
-    _call: KeptCall | None = None  # it, while it is ahead
-    _begun: float = 0.0  # when it began, in monotonic seconds
-    _told: dict[int, DirectAnswer] = field(default_factory=dict)  # its values, by local rank, while it is ahead
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
+    ahead: bool = field(default=False, init=False)  # nothing is noted yet but the values that have come
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._is_settled = False  # the last call, and no other output has begun
+        self._name = ""  # of the call that was begun last, as the board has it
+        self._call: KeptCall | None = None  # it, while it is ahead
+        self._begun = 0.0  # when it began, in monotonic seconds
+        self._told: dict[int, DirectAnswer] = {}  # its values, by local rank, while it is ahead
         self.idle_spec = self.spec
         self.idle_plan = dataclasses.replace(self.relay.output.plan, area=None)
         self.relay.output.stand_aside()
@@ -97,7 +97,7 @@ class KeptHandle(DirectHandle):
         """Waits until something has come, for a while; returns the descriptors that can be read."""
         with interrupts.allowed():
             due = (_AHEAD, self._stall.timeout(), self._limits.timeout())
-            return self.relay.wait(min(seconds for seconds in due if seconds is not None))
+            return [fd for fd, _ in self.relay.wait(min(seconds for seconds in due if seconds is not None))]
 
     def hear_ahead(self, ready: list[int]) -> bool:
         """Takes in values; False if something else has come, or somebody else has taken them in."""
@@ -128,11 +128,11 @@ class KeptHandle(DirectHandle):
             self._note_values()
             self._call = None
 
-    def step(self) -> bool:
+    def step(self, events: Events | None = None) -> bool:
         """Takes in what has come, without waiting; False after the last word of the launch."""
         self._turn_to_present()
         self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
-        return super().step()
+        return super().step(events)
 
     def end_call(self, interrupt: BaseException) -> None:
         """Asks to end it, as Ctrl-C does, because of an interrupt."""
@@ -197,7 +197,6 @@ class KeptHandle(DirectHandle):
         self._limit(spec)
         self.outcome = Outcome(spec, plan.directory)
         self.relay.turn_to(plan, spec.local_world_size, self.history.board)
-        self.relay.output.status = lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over)
 
     def _limit(self, spec: LaunchSpec) -> None:
         """Begins to count for a call, which has begun before; keeps the deadline where no agent does."""
@@ -224,6 +223,3 @@ class KeptHandle(DirectHandle):
         """Writes for ``mlaunch ps`` what runs now, once there is a place for it."""
         if self.history.board is not None:
             self.history.board.name = self._name
-
-    def _end_output(self, until: float) -> None:
-        self.relay.finish_call(until)
