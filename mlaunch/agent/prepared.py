@@ -70,7 +70,7 @@ class PreparedSupervisor(Supervisor):
         if rehearses:
             rehearse()
         self._priority = priority
-        self._waits = True
+        self._must_stay = self._waits = True  # for their call
         self._leave_at = self._clock() + WAIT_LIMIT
         self._look_at = self._clock() + _STOP_DELAY
 
@@ -91,7 +91,7 @@ class PreparedSupervisor(Supervisor):
         return len(self._ranks) == len(self._by_local_rank) and not linux.wait_readable(list(self._ranks), 0.0)
 
     def _begin_prepared(self, record: BeginCall, call_fd: int) -> None:
-        self._waits = False
+        self._must_stay = self._waits = False
         self._wake()
         self._raise_priority()  # before the call, which may start processes that keep what it has
         # Before the call is passed on: a launch that ends without this word has run nothing, so its call is made
@@ -134,9 +134,6 @@ class PreparedSupervisor(Supervisor):
         for rank in self._by_local_rank:
             with contextlib.suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PGRP, rank.pid, self._priority)  # all its threads
-
-    def _must_stay(self) -> bool:
-        return self._waits
 
     def _timeout(self) -> float | None:
         watches = self._waits and not self._stopping.begun

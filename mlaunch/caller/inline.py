@@ -89,9 +89,9 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
     if bound.type != "cpu":
         torch.accelerator.set_device_index(bound.index)
     group.join_world(dist.HashStore(), group.Membership(0, 1, backend, options.timeout_seconds, bound))
-    before, current_device.bound = current_device.bound, bound
+    before = current_device.note_device(bound)
     try:
         yield
     finally:
-        current_device.bound = before
+        current_device.note_device(before)
         leave()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from mlaunch.base import signals
 from mlaunch.base.log import log
-from mlaunch.caller.options import stall_option
+from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.protocol import token as tokens
 
 _NEVER = "none"
@@ -117,7 +117,7 @@ def stall_of(text: str) -> str | None:
     if text == _NEVER:
         return None
     try:
-        stall_option.parse(text)
+        parse_stall(text)
     except ValueError:
         raise UsageError(f"--stall {text}: allowed: seconds, more than 0, also as '60 stop', or none") from None
     return text

@@ -242,5 +242,4 @@ class TrialClaim:
 
 def _end(session: RanksLaunch) -> None:
     """Ends ranks that stay, after their calls. They are not lost: whoever calls them hears what has become of this."""
-    session.expired = True
-    session.close(wait=True)
+    session.close(wait=True, evicted=True)

@@ -54,12 +54,11 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
     from mlaunch.protocol.messages.member_streams import MembersStream
 
-_READ = 32768  # bytes of what a rank prints
+_READ, _PIPE = 32768, 65536  # bytes of what a rank prints: read at once, and in a pipe at most
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
 _WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
 _CallRecord = NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRanks | StopRanks
-_PIPE = 65536  # bytes that wait in a pipe at most
 
 
 class MachineLaunch:

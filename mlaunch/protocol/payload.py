@@ -104,20 +104,23 @@ def pack(value: object, name: str, *, most: int) -> Payload:
         raise
 
 
-def write(fd: int | Callable[[], int], value: object, *, to_caller: bool = False, most: int = 0) -> bytes:
-    """Pickles a value; returns its bytes, or b"" if it takes more than ``most``: then it replaces what the memfd holds.
-
-    ``fd``: the memfd, or what gives it if it is needed.
+def write(fd: int, value: object, *, to_caller: bool = False) -> None:
+    """Pickles a value into a memfd, in the place of what that holds.
 
     ``to_caller``: the value goes from a rank to its caller, who has the classes of ``__main__`` that the rank has,
     so they go by name where they can. In the other direction they go by value.
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
+    _write(_Spool(lambda: fd, 0), value, pickle_by_name if to_caller else pickle_by_value)
+
+
+def answer(value: object, memfd: Callable[[], int], *, most: int, to_caller: bool) -> bytes:
+    """Pickles a value; returns its bytes, or b"" if it takes more than ``most``: then it is in the memfd as ``write``
+    has it. ``memfd`` gives that if it is needed."""
     if type(value) in _PICKLED_AS_IT_IS and len(data := pickle.dumps(value, 5)) <= most:
         # Plain values need no pickler of ours, which takes longer to make than they to pickle.
         return data
-    memfd = fd if callable(fd) else lambda: fd
     return _write(_Spool(memfd, most), value, pickle_by_name if to_caller else pickle_by_value)
 
 

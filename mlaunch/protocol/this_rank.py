@@ -16,5 +16,17 @@ class ThisRank:
     secret: str = field(default="", repr=False)
 
 
-this_rank: ThisRank | None = None  # set when the process becomes a rank
+this_rank: ThisRank | None = None  # what this process has become, if it is a rank
 call = 0  # the number of the call that it answers, where ranks stay for several
+
+
+def become(rank: ThisRank) -> None:
+    """Notes that this process is a rank from now on."""
+    global this_rank  # noqa: PLW0603 - a fact about this process
+    this_rank = rank
+
+
+def begin_call(number: int) -> None:
+    """Notes which call the rank answers from now on."""
+    global call  # noqa: PLW0603 - a fact about this process
+    call = number

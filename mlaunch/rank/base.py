@@ -116,7 +116,7 @@ class Rank:
         device.share_cores(self._spec)
         if self._spec.streams(args.local_rank):
             linux.print_by_lines()
-        progress.slot = progress.Slot(args.results.board, args.local_rank)
+        progress.open_slot(args.results.board, args.local_rank)
         control.start(args.control)
 
     # Calls
@@ -185,7 +185,7 @@ class Rank:
         if task is None:
             return
         # Before the descriptors are looked at: a __reduce__ is code of the user's, and may close them.
-        data = payload.write(self._memfd, content, to_caller=kind is AnswerKind.VALUE, most=ANSWER_LIMIT)
+        data = payload.answer(content, self._memfd, most=ANSWER_LIMIT, to_caller=kind is AnswerKind.VALUE)
         self._check_descriptors()
         self._seal()
         answer = Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)

@@ -110,7 +110,8 @@ class FunctionRank(Rank):
         if spec.prepared and spec.device_type != "cpu":  # the memory of a device is the user's until he asks
             self._wait_early()
         self._enter(Phase.BINDING)
-        self._bound = current_device.bound = device.bind(spec, args.local_rank)
+        self._bound = device.bind(spec, args.local_rank)
+        current_device.note_device(self._bound)
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
@@ -130,7 +131,7 @@ class FunctionRank(Rank):
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.
         spec = self._spec
         secret = f"{spec.secret}/{spec.launch_id}"
-        this_rank.this_rank = this_rank.ThisRank(spec.name, spec.rank(self._args.local_rank), secret)
+        this_rank.become(this_rank.ThisRank(spec.name, spec.rank(self._args.local_rank), secret))
 
     def _apply_seed(self) -> None:
         if self._spec.seed is not None:

@@ -27,6 +27,10 @@ class Table:
     owner: str = ""
     objects: dict[int, Any] = field(default_factory=dict)
 
+    def belong_to(self, owner: str) -> None:
+        """Takes in that this process has become a rank of this launch, which stays."""
+        self.owner = owner
+
     def hold(self, number: int, found: object) -> Description:
         """Holds an object and describes it."""
         self.objects[number] = found

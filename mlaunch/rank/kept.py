@@ -41,7 +41,7 @@ class KeptRank(FunctionRank):
 
     def _become_rank(self) -> None:
         super()._become_rank()
-        held_objects.table.owner = self._spec.launch_id
+        held_objects.table.belong_to(self._spec.launch_id)
         # Numbers of operations do not say that each isend has found its recv: n left by one rank equal n left by
         # another.
         in_step.watch_messages()
@@ -85,7 +85,7 @@ class KeptRank(FunctionRank):
 
     def _run_call(self, task: Task) -> None:
         in_step.begin_call(task.number)
-        this_rank.call = task.number
+        this_rank.begin_call(task.number)
         if stop_point.point is not None:
             stop_point.point.begin_call(task.number)
         if _signal.getsignal(signal.SIGINT) != self._call_back:  # a call before has set another one

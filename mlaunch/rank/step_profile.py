@@ -33,13 +33,11 @@ class StepProfile:
 
     def __enter__(self) -> None:
         self._try(self._begin)
-        # Through the slot, since progress() is imported by users and must not import torch's profiler.
-        if progress.slot is not None:
-            progress.slot.steps = self
+        # Through its slot, since progress() is imported by users and must not import torch's profiler.
+        progress.count_steps(self)
 
     def __exit__(self, *_: object) -> None:
-        if progress.slot is not None:
-            progress.slot.steps = None
+        progress.count_steps(None)
         self._end()
 
     def turn(self) -> None:

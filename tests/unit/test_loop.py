@@ -188,7 +188,7 @@ INSIDE = {
     "mlaunch.rendezvous.link.link_process": "test_two_machines_that_are_threads",
     "mlaunch.rendezvous.store_process": "test_two_machines_that_are_threads",
     "mlaunch.rendezvous.waiting": "test_ranks_share_the_launchs_own_server",
-    "mlaunch.caller.options.debug_option": "test_a_rank_that_there_is_not",
+    "mlaunch.caller.options.trouble_options": "test_a_rank_that_there_is_not",
     "mlaunch.caller.options.call_targets": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.run": "test_the_modules_that_are_commands",
     "mlaunch.cli.warm_command": "test_wrong_command_lines",

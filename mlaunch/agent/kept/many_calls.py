@@ -47,7 +47,7 @@ class KeptSupervisor(Supervisor):
         self._numbers = NumberRequests(self._questions)
         self._were_back: list[int] = []  # ranks that had come back when all were asked: they will enter nothing more
         self._failed = False  # the call did not end by itself
-        self._leaving = False
+        self._must_stay = True  # until the launcher asks them to leave
         self._kept_back: list[tuple[RankAnswered, list[int]]] = []
         # When each step is due.
         self._asking = FirstStep(scene.system.clock, self._stopping.a_rank_ends)
@@ -64,7 +64,7 @@ class KeptSupervisor(Supervisor):
             if record.number == self._call.number:
                 self._end_callers(record)
         elif isinstance(record, EndRanks):
-            self._leaving = True
+            self._must_stay = False
             # One may have answered its launcher a moment ago and not be back yet: it leaves by itself, too.
             self._stopping.without_asking(force=False, spare_leaving=True)
         else:
@@ -240,6 +240,3 @@ class KeptSupervisor(Supervisor):
     def _forget_steps(self) -> None:
         self._asking.clear()
         self._call_back_at = self._lost_at = NEVER
-
-    def _must_stay(self) -> bool:
-        return not self._leaving

@@ -51,6 +51,7 @@ class Supervisor:
         self._inspection, self._peers = scene.inspection, scene.peers
         self._clock, self._signal_group = scene.system.clock, scene.system.group
         self._questions = Questions({one.rank: one.control for one in scene.ranks if one.control is not None})
+        self._must_stay = False  # a rank that ends well is a failure all the same
         self._evidence = Evidence()
         self._call = OngoingCall(-1, None, None)
         self._shared = SharedFailure(scene.peers, scene.system.clock)
@@ -191,12 +192,8 @@ class Supervisor:
         self._stopping.asked.forget(rank)
         self._questions.forget(rank.rank)
         rank.close()
-        if record.failed or self._must_stay():
+        if record.failed or self._must_stay:
             self._stopping.within(0.0)
-
-    def _must_stay(self) -> bool:
-        """Tells whether a rank that ends well is a failure all the same."""
-        return False
 
     def _lose_server(self, server: StoreProcess) -> None:
         exitcode, self._server = server.reap(), None

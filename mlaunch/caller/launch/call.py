@@ -154,7 +154,8 @@ def planned(
     """Plans a launch; its errors are raised as if from the line that called."""
     try:
         spec = plan(options, machine, name, environ, number)
-        check_profile_ranks(number.profile, spec.world_size)
+        if number.profile is not None:
+            check_profile_ranks(number.profile, spec.world_size)
         return spec
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None

@@ -12,8 +12,8 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
-from mlaunch.caller.options import debug_option, stall_option
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.options.trouble_options import debug_word, parse_stall
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -49,6 +49,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     cluster, profiled = None, attempt.profile is not None
     if world_size > placed.local_world_size:
         cluster = _cluster(options, environ, name, profiled=profiled)
+    stall, stall_ends = parse_stall(options.stall)
     return LaunchSpec(
         launch_id=new_launch_id(),
         name=name,
@@ -72,9 +73,9 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         cluster=cluster,
         stop_on=signals.numbers_of_option(options.stop_on),
         stop_grace=options.stop_grace,
-        stall=None if cluster is not None else stall_option.parse(options.stall)[0],
-        debug=debug_option.word_of(options.debug, world_size),
-        stall_ends=stall_option.parse(options.stall)[1],
+        stall=stall if cluster is None else None,
+        debug=debug_word(options.debug, world_size),
+        stall_ends=stall_ends,
         rank0_only=options.results == "rank0",
         profile=attempt.profile,
         gather_all=options.gather == "all" and world_size > placed.local_world_size,
@@ -94,9 +95,9 @@ def _check_world(options: Options, here: int, world_size: int) -> None:
         )
 
 
-def check_profile_ranks(order: ProfileOrder | None, world_size: int) -> None:
+def check_profile_ranks(order: ProfileOrder, world_size: int) -> None:
     """Raises ValueError if ranks are to be profiled that there will not be."""
-    if order is not None and order.ranks is not None and max(order.ranks) >= world_size:
+    if order.ranks is not None and max(order.ranks) >= world_size:
         raise ValueError(f"profile_ranks={list(order.ranks)} with ranks 0 to {world_size - 1}: allowed: these")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.options.debug_option import PROMPT
+from mlaunch.caller.options.trouble_options import PROMPT
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History

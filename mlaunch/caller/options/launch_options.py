@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.options import debug_option, peer_names, profile_options
+from mlaunch.caller.options import peer_names, profile_options, trouble_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
@@ -34,7 +34,7 @@ from mlaunch.caller.options.option_values import (
     Whole,
     option,
 )
-from mlaunch.caller.options.stall_option import StallLimit
+from mlaunch.caller.options.trouble_options import StallLimit
 
 
 def about(name: str) -> About:
@@ -134,8 +134,8 @@ class Options:
         'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
         flag="--stall",
     )
-    debug: bool | str = debug_option.DEBUG
-    inline: bool = debug_option.INLINE
+    debug: bool | str = trouble_options.DEBUG
+    inline: bool = trouble_options.INLINE
     max_restarts: int = option(
         0,
         Whole(0),

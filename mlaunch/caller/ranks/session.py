@@ -32,7 +32,7 @@ class RanksLaunch:
         self.why_lost = ""  # how it ended, unless somebody ended it
         self.was_told = False  # the caller, that they are lost
         self._losing = False  # one has ended while no call ran, and the others are about to
-        self.expired = False  # they ended because nobody called
+        self.expired = False  # they ended because nobody called, or others wanted where they were
         self._own_server, self._abandoned, self._closing = own_server, False, False
         self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
@@ -79,8 +79,9 @@ class RanksLaunch:
         """Has the thread drive what was submitted."""
         self._driver.notify()
 
-    def close(self, *, wait: bool) -> None:
-        """Ends the ranks: after what was submitted (``wait``), or at once, as Ctrl-C would."""
+    def close(self, *, wait: bool, evicted: bool = False) -> None:
+        """Ends the ranks: after what was submitted (``wait``), or at once, as Ctrl-C would. ``evicted``: for others."""
+        self.expired = self.expired or evicted
         if self.pid != os.getpid():
             return
         try:

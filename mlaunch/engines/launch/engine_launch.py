@@ -17,8 +17,8 @@ from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, check_profile_ranks
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import name_culprit
-from mlaunch.caller.options import stall_option
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
@@ -140,8 +140,9 @@ class MachinesLaunch:
         self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
         self.placed.prepare(self._order(), self.options.join_timeout)
         machines = self.placed.machines
-        spec = self._spec(machines)
-        check_profile_ranks(self.number.profile, spec.world_size)
+        spec = self._spec([machine.given for machine in machines])
+        if self.number.profile is not None:
+            check_profile_ranks(self.number.profile, spec.world_size)
         meet_at = self._master_ip(machines[0].given)
         history.ready = time.monotonic()
         if len(machines) == 1:  # else the gate compares them
@@ -202,9 +203,9 @@ class MachinesLaunch:
         networks = {machine.given.identity for machine in self.placed.machines}
         return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
 
-    def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
+    def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
         """Returns the launch as this process sees it: one machine with all ranks."""
-        prepared = [machine.given for machine in machines]
+        stall, stall_ends = parse_stall(self.options.stall)
         return LaunchSpec(
             launch_id=new_launch_id(),
             name=self.work.name,
@@ -228,8 +229,8 @@ class MachinesLaunch:
             rank0_only=self.options.results == "rank0",
             stop_on=signals.numbers_of_option(self.options.stop_on),
             stop_grace=self.options.stop_grace,
-            stall=stall_option.parse(self.options.stall)[0],
-            stall_ends=stall_option.parse(self.options.stall)[1],
+            stall=stall,
+            stall_ends=stall_ends,
             command=self.work.command,
         )
 

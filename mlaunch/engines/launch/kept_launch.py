@@ -15,9 +15,9 @@ from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.engine_launch import END_TIMEOUT, AllServers, MachinesLaunch, Work, with_hosts
 from mlaunch.engines.launch.kept_agents import KeptAgents
-from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.placed_machines import PlacedMachines
+from mlaunch.protocol.messages.member_messages import Offer
 from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -75,8 +75,8 @@ class _RanksLaunch(MachinesLaunch):
         merged.start()
         return handle
 
-    def _spec(self, machines: Sequence[Machine]) -> LaunchSpec:
-        spec = super()._spec(machines)
+    def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
+        spec = super()._spec(prepared)
         return replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
 
 

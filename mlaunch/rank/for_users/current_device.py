@@ -11,7 +11,14 @@ from mlaunch.rank.joining.recognise import RankInfo
 if TYPE_CHECKING:
     import torch
 
-bound: torch.device | None = None  # set when this process has become a rank, and bound its device
+bound: torch.device | None = None  # what this process has bound, if it has become a rank
+
+
+def note_device(device_of_rank: torch.device | None) -> torch.device | None:
+    """Notes what this process has bound; returns what was noted before."""
+    global bound
+    before, bound = bound, device_of_rank
+    return before
 
 
 def device() -> torch.device:

@@ -31,7 +31,19 @@ class Slot:
     steps: StepCount | None = None
 
 
-slot: Slot | None = None  # set by the worker
+slot: Slot | None = None  # of this process, if it is a rank
+
+
+def open_slot(board: Board, local_rank: int) -> None:
+    """Notes where this process, which has become a rank, tells how far it is."""
+    global slot  # noqa: PLW0603 - a fact about this process
+    slot = Slot(board, local_rank)
+
+
+def count_steps(count: StepCount | None) -> None:
+    """Lets this count the steps of a rank from now on; None: nothing does."""
+    if slot is not None:
+        slot.steps = count
 
 
 def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) -> Iterable[T]:

@@ -153,7 +153,7 @@ def become_rank(
     group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, device_of_rank))
     # A gloo group that the interpreter's end destructs may wait for its threads for ever.
     atexit.register(leave)
-    current_device.bound = device_of_rank
+    current_device.note_device(device_of_rank)
     if seed is not None:
         seeding.apply(seeding.of_rank(seed, info.rank))
     if verbose and info.rank == 0:

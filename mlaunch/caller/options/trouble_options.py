@@ -1,16 +1,49 @@
-"""``debug=``: a prompt where the call is made, or ranks that wait for an IDE; ``inline=``: no ranks."""
+"""Options for runs that hang or fail: ``stall=``, after how long without progress a run is reported; ``debug=``, a
+prompt where the call is made, or ranks that wait for an IDE; ``inline=``, no ranks.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 
 from mlaunch.caller.options.option_values import Switch, option
 
 PROMPT = "pdb"  # the word for a prompt, as a launch has it
 _IDE = re.compile(r"debugpy(?::(?P<ranks>\d+(?:,\d+)*))?")
+_STOP = "stop"
 
 
-def word_of(value: bool | str, world_size: int) -> str:
+def parse_stall(value: float | str | None) -> tuple[float | None, bool]:
+    """Returns the seconds, None for never, and whether the run ends. ValueError for what is neither."""
+    if value is None:
+        return None, False
+    seconds, _, then = str(value).strip().partition(" ")
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf or then.strip() not in {"", _STOP} or isinstance(value, bool):
+        raise ValueError
+    return number, then.strip() == _STOP
+
+
+class StallLimit:
+    """Seconds, also with what is to happen then."""
+
+    def __str__(self) -> str:
+        return 'seconds, more than 0, also as "60 stop", which ends the run; or None for never'
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, int | float | str | None) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        try:
+            parse_stall(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r}: allowed: {self}") from None
+
+
+def debug_word(value: bool | str, world_size: int) -> str:
     """Returns what a launch of so many ranks is told: "", "pdb", "debugpy", "debugpy:0,2". ValueError: no such rank."""
     if isinstance(value, bool):
         return PROMPT if value else ""
