@@ -7,6 +7,7 @@ import os
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
+# Numbers of x86_64; elsewhere nothing is said rather than something wrong.
 _CALLS = {"0": "reading", "17": "reading", "19": "reading", "1": "writing", "18": "writing", "20": "writing",
           "74": "flushing", "75": "flushing"}  # fmt: skip
 _OWN, _WAITED_FOR = slice(11, 13), slice(13, 15)  # times in user and kernel mode, behind the name in /proc/PID/stat
@@ -61,6 +62,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _scheduled(pid: int) -> float:
     ran, waited, *_ = map(int, _read(f"/proc/{pid}/task/{pid}/schedstat").split() or ("0", "0"))
+    # Waiting for a CPU counts as work: on a busy machine a rank that computes would look as if it stood still.
     return (ran + waited) / 1e9
 
 

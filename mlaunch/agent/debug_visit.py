@@ -1,4 +1,4 @@
-"""Who comes to a running launch with a debugger (``mlaunch debug``): one at a time, who keeps a connection open.
+"""The visitor who comes to a running launch with a debugger (``mlaunch debug``): one at a time, on a kept connection.
 
 While that is open, limits of collectives that begin are lifted in all ranks here, and neither the deadline counts nor a
 stall. Each rank that is to stop gets a connection of its own, on which it talks with the visitor past the agent.
@@ -49,6 +49,8 @@ class DebugVisit:
             return self._tell
         else:
             rank = int(word.removeprefix(ATTACH))
+            # The connection itself goes to the rank: what is said there never passes this process, which keeps
+            # supervising.
             questions.tell(rank, Attach(rank, f"rank {rank} of {self._launch().name}"), [visitor.fileno()])
             visitor.close()
         return None
@@ -84,10 +86,12 @@ class DebugVisit:
 
     def _end(self, questions: Questions) -> None:
         self.close()
+        # By the end of a connection, so that a visitor who is killed holds no deadline either.
         self._change(questions, held=False)
 
     def _change(self, questions: Questions, *, held: bool) -> None:
         self.hold = HoldDeadline(held)
+        # Not told at once: whoever serves this has the channel to the launcher only then.
         self._untold.append(Visited(held, self.pid))
         for rank in questions.ranks():
             questions.tell(rank, HoldLimits(held))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RankSays,
     )
 
+# The limit of open files is 1024 on many systems, and each rank has several of both sides until it is forked.
 _AT_ONCE = 16  # ranks whose descriptors are open at the same time
 
 
@@ -151,7 +152,9 @@ def _fork(cradle: _Cradle, all_of_them: Sequence[_Cradle], owned: OwnedFds) -> i
     if pid == 0:
         try:
             linux.die_with(parent)
+            # On both sides: whichever comes first, the group is there before anybody signals it.
             os.setpgid(0, 0)
+            # A channel that a rank holds by mistake would keep its end from being seen.
             owned.close_in_child()
             for other in all_of_them:
                 if other is not cradle:

@@ -53,6 +53,7 @@ def join_machines(
     server, start = None, time.monotonic()
     if spec.rank_start == 0:
         server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
+    # After the gate, which it would else knock at in vain.
     link = Link(cluster, _introduction(spec), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
@@ -129,6 +130,7 @@ def _wait_for_plan(
     timeout: float,
 ) -> Planned:
     sources = [link.channel.fileno(), launcher.fileno(), parent, *([gate.sentinel] if gate is not None else [])]
+    # The deadline counts from the call: whoever waits for machines has less of it for the function.
     end = None if spec.seconds is None else time.monotonic() + spec.seconds
     while True:
         left = timeout if end is None else end - time.monotonic()

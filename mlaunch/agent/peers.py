@@ -81,6 +81,7 @@ class Peers:
             return None
         if self._link.channel.fileno() not in ready:
             return self._miss(self._link)
+        # Any word counts: the link's heartbeat is only for when there is nothing else to say.
         self._heard_at = time.monotonic()
         try:
             record, fds = self._link.channel.receive()

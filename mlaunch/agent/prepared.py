@@ -53,6 +53,7 @@ def lower_priority() -> int | None:
     """Gives this process the lowest; returns what it had, None if that could not be given back."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     allowed, _ = resource.getrlimit(resource.RLIMIT_NICE)
+    # A call would run at the lowest priority for good.
     if os.geteuid() != 0 and (allowed != resource.RLIM_INFINITY and allowed < 20 - before):
         return None
     os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
@@ -115,7 +116,7 @@ class PreparedSupervisor(Supervisor):
         return True
 
     def _wake(self) -> None:
-        """Has the ranks run again, whoever has stopped them."""
+        """Lets the ranks run again, whoever has stopped them."""
         for rank in self._ranks.values():
             rank.rests = False
             # Whoever else has stopped one is overruled: nothing of a waiting rank is worth a look.
@@ -130,6 +131,7 @@ class PreparedSupervisor(Supervisor):
         if self._priority is None:
             return
         for thread in os.listdir("/proc/self/task"):  # the store has one
+            # Linux keeps a priority for each thread, whatever POSIX says.
             os.setpriority(os.PRIO_PROCESS, int(thread), self._priority)
         for rank in self._by_local_rank:
             with contextlib.suppress(ProcessLookupError):

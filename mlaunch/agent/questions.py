@@ -43,6 +43,8 @@ class Questions:
         self._number += 1
         memfd = memory_file("told")
         self._open[rank][self._number] = memfd, take
+        # Sent, and not waited for: a rank whose C code holds the interpreter lock answers when that returns, or
+        # never.
         self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number
 

@@ -42,12 +42,12 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """It has not been told to stop, and does not end by itself."""
+        """Whether the rank has not been told to stop, and does not end by itself."""
         return not self.stopped and not self.gone and self.ends_at is None
 
     @property
     def working(self) -> bool:
-        """It has not even answered."""
+        """Whether the rank is alive and has not answered yet."""
         return self.alive and self.answer is None
 
     def begin_call(self, record: bytes, call_fds: list[int]) -> None:
@@ -67,7 +67,7 @@ class RankProcess:
         return self.answer_fd
 
     def expect(self, answered: bool) -> None:
-        """Takes in that the launcher has sent it a call by itself, and whether it has answered that with a value."""
+        """Records a call that the launcher has sent directly. ``answered``: its value was sent already."""
         self.answer, self.content = AnswerKind.VALUE if answered else None, Payload()
 
     def take(self, answer: Answer) -> None:

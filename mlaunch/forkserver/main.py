@@ -5,6 +5,7 @@
        +--all else of the launch, on the same socket: the agent itself
 
     importing --Ready--> serving --20 ms without a launch--> improving, preparing the next launch --> serving
+
 The same code serves as the warm server of a caller, as a fresh interpreter that serves one launch
 (``start_method="spawn"``) and as a fork of the caller that serves one (``"fork"``). It never touches an accelerator,
 runs no user code and has one Python thread, so what is forked from it is clean.

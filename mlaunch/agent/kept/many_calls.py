@@ -152,7 +152,7 @@ class KeptSupervisor(Supervisor):
         return self._stopping.begun or len(self._ranks) < len(self._by_local_rank)
 
     def _compare(self, told: Sequence[in_step.Numbers]) -> None:
-        """Has the ranks meet if what they have told says that they are in step."""
+        """Lets the ranks meet if what they have told says that they are in step."""
         if in_step.agree(told):
             self._send_on(Errand.MEET)
         else:
@@ -224,6 +224,8 @@ class KeptSupervisor(Supervisor):
         for rank in self._ranks.values():
             if rank.working:
                 self._launcher.try_send(self._stopping.stacks_of(rank))
+                # The number before the signal: a rank that begins a call looks at the board, so a signal too early is
+                # not lost.
                 self._board.stop(rank.local_rank, self._call.number)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGINT)

@@ -34,7 +34,7 @@ class KeptPartSupervisor(KeptSupervisor):
         return super()._obey(record, fds)
 
     def _end_callers(self, asked: EndCall) -> None:
-        """Has ranks that are back already tell where they are: some on another machine are not, or have failed."""
+        """Asks ranks that are back already where they stand: some on another machine are not back, or have failed."""
         if not self._call.released:
             super()._end_callers(asked)
         elif not self._failed and not self._lacks_ranks():
@@ -42,7 +42,7 @@ class KeptPartSupervisor(KeptSupervisor):
             self._send_on(Errand.TELL_NUMBERS)
 
     def _waits_in_vain(self, back: Sequence[int]) -> bool:
-        """Has it found out for all machines, too."""
+        """Tells the launcher, too, who finds it out for all machines."""
         self._tell(RanksStand(self._call.number, tuple(back)), dict(self._numbers.told))
         return super()._waits_in_vain(back)
 

@@ -30,7 +30,7 @@ class Endings:
         self.due: float | None = None  # when ``hear`` begins to watch; None: it has begun, or does not
 
     def watch_soon(self) -> None:
-        """Has ``hear`` begin to watch, in a moment."""
+        """Lets ``hear`` begin to watch, in a moment."""
         self.due = self._system.clock() + WATCH_DELAY
 
     def fds(self) -> list[int]:
@@ -46,6 +46,7 @@ class Endings:
         for thread in self._watched.keys() & set(ready):
             rank = self._watched.pop(thread)
             os.close(thread)
+            # A thread may end while its process goes on, and a rank may end well: the process's status tells.
             if rank.working and self._system.is_failing(rank.pid):
                 rank.ends_at, failing = self._system.clock(), True
         return failing

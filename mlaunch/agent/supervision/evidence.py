@@ -18,6 +18,7 @@ class Evidence:
 
     def __init__(self, own_cgroup: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> None:
         self._counter = _find_counter(own_cgroup, root)
+        # Counted since the launch began: the counter is of the cgroup, and may have risen for others long before.
         self._kills_before = self._kills()
 
     def hints(self, exitcode: int, peak: int) -> tuple[str, ...]:
@@ -25,6 +26,7 @@ class Evidence:
         if exitcode == -signal.SIGKILL:
             return (*self._out_of_memory(), f"its peak memory was {in_bytes(peak)}")
         if exitcode == -signal.SIGBUS:
+            # The kernel sends SIGBUS where a page of a full tmpfs is written to, as a data loader's workers do.
             free = os.statvfs("/dev/shm")
             return (f"/dev/shm has {in_bytes(free.f_bavail * free.f_frsize)} free: a full one is a likely reason",)
         return ()

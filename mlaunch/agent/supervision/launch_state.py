@@ -21,6 +21,7 @@ from mlaunch.rendezvous.store_process import StoreProcess
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
+# After a failure nobody waits for the others longer than it takes to tell them.
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to hear of a failure
 
 

@@ -26,6 +26,7 @@ class SharedNames:
     def __init__(self, place: str = _PLACE) -> None:
         self._place = place
         self._begun = time.time() - _TICK
+        # Most launches put nothing there, and need not look through all of /proc for who uses it.
         self._changed = self._stamp()
 
     def left(self) -> tuple[list[str], int]:

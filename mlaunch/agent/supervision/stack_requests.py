@@ -133,6 +133,7 @@ def request(pid: int, phase: Phase, number: int) -> bool:
     if status.get("State") not in {"R", "S", "D"} or not _listens(status, number):
         return False
     with contextlib.suppress(ProcessLookupError):
+        # By number: it is our child and not reaped, so the number is its own.
         os.kill(pid, number)
         return True
     return False

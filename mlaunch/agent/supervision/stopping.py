@@ -57,7 +57,7 @@ class Stopping:
         self._entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self._number: int = signal.SIGTERM  # which asks them to end
         self._ignored = scene.stop_on  # signals of which ranks hear by the caller alone
-        self._spares_leaving = True  # a rank that has answered is leaving by itself, and is left to it
+        self._spares_leaving = True  # ranks that have answered are not signalled: they exit by themselves
 
     def due(self) -> list[float]:
         """Returns when its steps are due."""
@@ -151,6 +151,7 @@ class Stopping:
         self._terminate_at = None
         self.asked.clear()
         working = self._working()
+        # Read before the signals: afterwards the ranks are where their handlers are.
         stacks = [self.stacks_of(rank) for rank in working]
         for rank in working:  # at one go: the end of one would be "Connection closed by peer" to the next
             rank.stopped = True
@@ -200,6 +201,6 @@ class Stopping:
         return [rank for rank in self._ranks.values() if rank.working or self._is_late(rank)]
 
     def _is_late(self, rank: RankProcess) -> bool:
-        """Tells whether it has answered, but does not end. One that only waits to be released has had no time to."""
+        """True for a rank that answered, was released and still has not exited."""
         waits = self._board[rank.local_rank] in {Phase.RETURNED, Phase.IDLE}
         return rank.alive and not waits and not self._spares_leaving

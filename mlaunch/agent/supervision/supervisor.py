@@ -77,6 +77,7 @@ class Supervisor:
         """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
         while self._ranks or self._shared.is_awaited(stopping=self._stopping.begun):
             ready = set(wait_readable(self._sources(), self._timeout()))
+            # The answers before the ends: a rank that has answered and ended has not failed.
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
                 self._lose_server(self._server)
@@ -148,7 +149,7 @@ class Supervisor:
                 self._pass_on(answer)
 
     def _catch_up(self) -> None:
-        """Takes in what a launcher has its ranks do without us."""
+        """Reads from the board which calls were sent, and answered, directly (ranks that stay)."""
 
     def _pass_on(self, answer: Answer) -> None:
         rank = self._by_local_rank[answer.local_rank]
