@@ -38,7 +38,7 @@ _AT_ONCE = 16  # ranks whose descriptors are open at the same time
 
 
 @frozen_record
-class Nursery:
+class ForkContext:
     """What forking needs besides the rank's number. ``owned``: descriptors that are not the ranks' business."""
 
     spec: LaunchSpec
@@ -49,7 +49,7 @@ class Nursery:
 
 
 @frozen_record
-class _Cradle:
+class _PendingRank:
     """A rank that is about to be forked: the agent's ends of what they share, and the rank's."""
 
     args: RankArgs
@@ -69,33 +69,33 @@ class _Cradle:
         close_all([self.args.stack_fd, *self.writers.values()])
 
 
-def fork_ranks(nursery: Nursery, launcher: AgentsEnd) -> list[RankProcess]:
+def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
     """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
     ranks: list[RankProcess] = []
-    for start in range(0, nursery.spec.local_world_size, _AT_ONCE):
-        some = range(start, min(start + _AT_ONCE, nursery.spec.local_world_size))
-        ranks += _fork_some([_prepare(nursery, local_rank) for local_rank in some], nursery, launcher)
+    for start in range(0, context.spec.local_world_size, _AT_ONCE):
+        some = range(start, min(start + _AT_ONCE, context.spec.local_world_size))
+        ranks += _fork_some([_prepare(context, local_rank) for local_rank in some], context, launcher)
     return ranks
 
 
-def _fork_some(cradles: Sequence[_Cradle], nursery: Nursery, launcher: AgentsEnd) -> list[RankProcess]:
+def _fork_some(pending_ranks: Sequence[_PendingRank], context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
     """Forks ranks with as little as can be between two forks: all that is written to after one is copied again."""
     # Preparing all before the first fork saves 200 copied pages a rank: 81 ms instead of 89 for a call of 8.
-    forked = [(_fork(cradle, cradles, nursery.owned), time.monotonic()) for cradle in cradles]
-    ranks = [_adopt(cradle, pid, nursery.owned) for cradle, (pid, _) in zip(cradles, forked, strict=True)]
-    for rank, cradle, (pid, at) in zip(ranks, cradles, forked, strict=True):
-        if nursery.spec.stays:
+    forked = [(_fork(pending, pending_ranks, context.owned), time.monotonic()) for pending in pending_ranks]
+    ranks = [_adopt(pending, pid, context.owned) for pending, (pid, _) in zip(pending_ranks, forked, strict=True)]
+    for rank, pending, (pid, at) in zip(ranks, pending_ranks, forked, strict=True):
+        if context.spec.stays:
             rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
-        ends = [rank.channel.fileno()] if nursery.spec.stays else []
-        debugs = [] if cradle.debug is None else [cradle.debug.fileno()]
-        leaving = [*debugs, *cradle.readers]
+        ends = [rank.channel.fileno()] if context.spec.stays else []
+        debugs = [] if pending.debug is None else [pending.debug.fileno()]
+        leaving = [*debugs, *pending.readers]
         launcher.try_send(RankStarted(rank.rank, pid, at, len(ends) + len(debugs)), [*ends, *leaving])
-        nursery.owned.close(*leaving)
+        context.owned.close(*leaving)
     return ranks
 
 
-def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
-    spec = nursery.spec
+def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
+    spec = context.spec
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel: Channel[RankSays, RankHears]
@@ -107,45 +107,45 @@ def _prepare(nursery: Nursery, local_rank: int) -> _Cradle:
     args = RankArgs(
         spec=spec,
         local_rank=local_rank,
-        rendezvous=nursery.rendezvous,
-        results=nursery.results,
+        rendezvous=context.rendezvous,
+        results=context.results,
         channel=theirs,
         crash_fd=memory_file(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
         display_fd=streams[rich_output.STREAM][1] if rich_output.STREAM in streams else -1,
         control=their_control,
-        inherited=nursery.inherited,
+        inherited=context.inherited,
         debug=their_debug,
     )
     readers = [reader for reader, _ in streams.values()]
     ours = [channel.fileno(), control.fileno(), *([] if debug is None else [debug.fileno()])]
-    nursery.owned.add(stacks_in, *ours, *readers)
+    context.owned.add(stacks_in, *ours, *readers)
     writers = {stream: writer for stream, (_, writer) in streams.items()}
-    return _Cradle(args, channel, control, stacks_in, readers, writers, debug)
+    return _PendingRank(args, channel, control, stacks_in, readers, writers, debug)
 
 
-def _adopt(cradle: _Cradle, pid: int, owned: OwnedFds) -> RankProcess:
+def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
     """Returns a rank that was forked, as its supervisor knows it."""
-    args, spec = cradle.args, cradle.args.spec
+    args, spec = pending.args, pending.args.spec
     with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
         os.setpgid(pid, pid)
-    cradle.leave_to_rank()
+    pending.leave_to_rank()
     rank = RankProcess(
         rank=spec.rank(args.local_rank),
         local_rank=args.local_rank,
         pid=pid,
         pidfd=os.pidfd_open(pid),
-        channel=cradle.channel,
+        channel=pending.channel,
         crash_fd=args.crash_fd,
-        stack_fd=cradle.stacks,
-        control=cradle.control,
+        stack_fd=pending.stacks,
+        control=pending.control,
         error_file=error_file.path_of(spec, args.local_rank),
     )
     owned.add(rank.pidfd, rank.crash_fd)
     return rank
 
 
-def _fork(cradle: _Cradle, all_of_them: Sequence[_Cradle], owned: OwnedFds) -> int:
+def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: OwnedFds) -> int:
     """Forks one rank; returns its pid."""
     parent = os.getpid()
     pid = os.fork()
@@ -157,16 +157,16 @@ def _fork(cradle: _Cradle, all_of_them: Sequence[_Cradle], owned: OwnedFds) -> i
             # A channel that a rank holds by mistake would keep its end from being seen.
             owned.close_in_child()
             for other in all_of_them:
-                if other is not cradle:
+                if other is not pending:
                     other.leave_to_rank()
                     os.close(other.args.crash_fd)
-            for stream, writer in cradle.writers.items():
+            for stream, writer in pending.writers.items():
                 if stream != rich_output.STREAM:
                     os.dup2(writer, stream)
                     os.close(writer)
-            cradle.args.results.queue.close_reader()
+            pending.args.results.queue.close_reader()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        rank_main.run(cradle.args)
+        rank_main.run(pending.args)
     return pid

@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from mlaunch.agent.fork_ranks import Nursery, fork_ranks
+from mlaunch.agent.fork_ranks import ForkContext, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.joining_machines import Joined, NoLaunchError, join_machines
 from mlaunch.agent.kept.many_calls import KeptSupervisor
@@ -180,7 +180,7 @@ def _supervise(
     results.close_offered()
     owned.add(listener.fileno())
     names = SharedNames()
-    ranks = fork_ranks(Nursery(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
+    ranks = fork_ranks(ForkContext(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
     if spec.cluster is None:
         local_store.host(listener)  # after the last fork (see _rest); its socket listens already
     listener.close()

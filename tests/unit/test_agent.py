@@ -770,8 +770,8 @@ def test_a_rank_that_can_be_called_has_where_to_write(monkeypatch: pytest.Monkey
     for part, result in (("_prepare", SimpleNamespace(readers=[], debug=None)), ("_fork", rank.pid), ("_adopt", rank)):
         monkeypatch.setattr(fork_ranks_module, part, lambda *_, result=result: result)
     listener = Listener(rank_end)
-    nursery = SimpleNamespace(spec=SimpleNamespace(local_world_size=1, stays=stays), owned=SimpleNamespace(close=print))
-    fork_ranks_module.fork_ranks(cast(Any, nursery), cast(Any, listener))
+    context = SimpleNamespace(spec=SimpleNamespace(local_world_size=1, stays=stays), owned=SimpleNamespace(close=print))
+    fork_ranks_module.fork_ranks(cast(Any, context), cast(Any, listener))
     assert listener.heard_before == [stays]  # one that does not stay gets it with its call
     rank.close()
     rank_end.close()
