@@ -1,7 +1,8 @@
-"""The supervisor of one machine's ranks: sends them calls, passes on their answers, stops all at the first failure.
+"""The supervisor of one machine's ranks: sends them calls, passes on their answers, stops all at the first failure. ::
 
-One loop waits on everything at once: the result queue, each rank's pidfd, the rendezvous server's, the launcher's
-channel, the fork server's pidfd, the next deadline. Nothing polls. How ranks are ended is in ``stopping.py``.
+    answers, ranks' pidfds, the gate's --------+                             +--> launcher: RankAnswered, RankGone, ...
+    launcher's channel, fork server's pidfd ---+-> one loop; nothing polls --+--> ranks: RunCall, Release, signals
+    other machines, visitors, next deadline ---+        (stopping.py)        +--> other machines: the first failure
 """
 
 from __future__ import annotations
