@@ -145,7 +145,7 @@ def install(shell: Any, names: RankNames) -> Callable[[], None]:
         try:
             found = names.answer(context.full_text, context.cursor_line, context.cursor_position)
         except Exception:  # a person types, and wants no traceback in between
-            log.exception("completion on ranks failed")
+            log.debug("completion on ranks failed", exc_info=True)
             found = _answer([], "")
         return {"completions": []} if found is None else found
 

@@ -239,3 +239,8 @@ def test_completion_waits_for_no_rank_that_does_not_answer(run: Run, offered: Of
         os.kill(pid, signal.SIGCONT)
     assert repr(run("%%ranks\ncomm.synchronize(); model, pid == os.getpid()").result) == "(1, True)"
     assert offered("%%ranks\nmod") == ["model"]
+    os.kill(pid, signal.SIGSTOP)
+    assert offered("%%ranks\nmod") == []
+    os.kill(pid, signal.SIGKILL)
+    with pytest.warns(RuntimeWarning, match="the ranks were lost between calls: rank 0 "):
+        assert repr(run("%%ranks\n2").result) == "2"

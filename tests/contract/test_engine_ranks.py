@@ -64,6 +64,16 @@ def test_they_stay(ranks: Ranks) -> None:
     ]  # fmt: skip
 
 
+def test_names_of_a_rank_on_another_machine_complete(ranks: Ranks) -> None:
+    ranks.push({"model": torch.ones(1)}, targets=[2])
+    before = ranks.last
+    assert ranks.names_for_completion("names", "", "mod", 0) == []
+    assert ranks.names_for_completion("attributes", "model", "requires_grad", 2) == ["requires_grad", "requires_grad_"]
+    assert ranks.names_for_completion("names", "", "mod", 3) == []
+    assert ranks.last is before
+    assert ranks.run(total) == [3, 3, 3]
+
+
 def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks) -> None:
     pids = ranks.run(os.getpid)
     ranks.run(dist.destroy_process_group)

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.log import log
 from mlaunch.caller import interrupts
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture, pickle_call
 from mlaunch.caller.ranks.rank_set import RankSet
@@ -24,7 +25,7 @@ def ask_idle(ranks: RankSet, call: Call, patience: float) -> list[Any] | None:
     others wait for it: to end it might end ranks that are only slow, with what they hold.
     """
     session = ranks.session
-    if ranks.closed or ranks.pid != os.getpid() or session.over or not session.idle:
+    if ranks.closed or ranks.pid != os.getpid() or session.over or not session.idle or not session.whole():
         return None
     with interrupts.deferred():
         future = _submit(ranks, session, call)
@@ -32,7 +33,8 @@ def ask_idle(ranks: RankSet, call: Call, patience: float) -> list[Any] | None:
         return None
     try:
         return list(future.result(patience))
-    except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError, RanksLost):
+    except Exception:  # mostly that the time is over, or the ranks are: the next call tells that
+        log.debug("%s: no answer", call.name, exc_info=True)
         return None
 
 
@@ -43,6 +45,7 @@ def _submit(ranks: RankSet, session: RanksLaunch, call: Call) -> RanksFuture | N
     content = pickle_call(to, call.name, Call(calls.portable(call.function), call.args, call.kwargs))
     future = RanksFuture()
     made = KeptCall(spec, content, session.handle.idle_plan, ranks.options, False, (), ranks.free_later)
+    made.unheard = True
     made.attach(future)
     try:
         session.submit(made)

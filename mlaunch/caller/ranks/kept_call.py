@@ -106,6 +106,7 @@ class KeptCall:
     stale: str = ""
     over: bool = False
     stop_reason: str = ""  # why its ranks are to stop; "": they are not
+    unheard: bool = False  # the user waits for nothing of it, nor is told if ranks are lost in it
     _running: threading.Lock = field(default_factory=_held_lock)
 
     @property

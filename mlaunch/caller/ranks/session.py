@@ -230,7 +230,7 @@ class RanksLaunch:
         why = "they were closed" if self._closing else how_lost(outcome, fate)
         self.why_lost = "" if self.expired else why
         if self.present is not None:
-            self.was_told = True
+            self.was_told = not self.present.unheard
             note = None if self._closing else functools.partial(add_loss, restart=self.restart)
             self._queue.settle(self.present, functools.partial(settle_lost, outcome, self.report, why, note))
         else:
