@@ -1,8 +1,8 @@
 """The supervisor of one machine's ranks: sends them calls, passes on their answers, stops all at the first failure. ::
 
-    answers, ranks' pidfds, the gate's --------+                             +--> launcher: RankAnswered, RankGone, ...
-    launcher's channel, fork server's pidfd ---+-> one loop; nothing polls --+--> ranks: RunCall, Release, signals
-    other machines, visitors, next deadline ---+        (stopping.py)        +--> other machines: the first failure
+answers, ranks' pidfds, the gate's --------+                             +--> launcher: RankAnswered, RankGone, ...
+launcher's channel, fork server's pidfd ---+-> one loop; nothing polls --+--> ranks: RunCall, Release, signals
+other machines, visitors, next deadline ---+        (stopping.py)        +--> other machines: the first failure
 """
 
 from __future__ import annotations
