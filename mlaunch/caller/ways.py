@@ -1,4 +1,4 @@
-"""Where a call's options have it run: on ranks of its own, on ranks that stay, on machines of an engine."""
+"""The places where a call can run: on ranks of its own, on ranks that stay, on machines of an engine."""
 
 from __future__ import annotations
 

@@ -68,6 +68,7 @@ class CallTrace:
         first = report.ranks[0].rank
         if report.clocks is not None and report.clocks.by_hand and first > 0:  # others may share the file system
             path = _from_rank(path, first)
+        # As a whole: a reader never sees half of it, and the one of an earlier call stays until then.
         os.replace(whole, path)
         for rank, why in lacks.items():
             tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
@@ -101,12 +102,14 @@ class PartsOfMachines:
 
 
 def _directory_beside(path: str, named: str) -> str:
-    """Makes it; OSError if no file of that path can be written. ``named``: what it is called."""
+    """Makes the directory; OSError if no file of that path can be written. ``named``: what the path is called."""
     try:
         if os.path.isdir(path):
             raise IsADirectoryError(21, "it is a directory")
         if os.path.exists(path) and not os.access(path, os.W_OK):
             raise PermissionError(13, "the file may not be written to")
+        # Beside the file, not where temporary files are: that mostly is memory, and traces have hundreds of
+        # megabytes.
         return tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
     except OSError as error:
         raise type(error)(error.errno, f"{named} cannot be written: {error.strerror}") from None

@@ -1,4 +1,10 @@
-"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it."""
+"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it. ::
+
+agent's channel --records--> step() --> Outcome (values, failures), History (times), StallWatch
+ranks' pipes ------bytes---> step() --> Relay --> CallOutput --> console, files
+nothing for too long ------> step() --> Limits: kill the agent, then the fork server
+Finished, Reaped, or the end of the channel --> step() is False --> end(): settled, as values or an error
+"""
 
 from __future__ import annotations
 
@@ -57,7 +63,7 @@ class LaunchHandle:
     over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
     stop_reason: str = field(default="", init=False)  # why the ranks are to stop
     seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
-    # Who was to begin it was gone, by itself, before: the fork server, or the agent.
+    # Fork server or agent died before the call began: nothing has run, it can be retried.
     never_began: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +131,7 @@ class LaunchHandle:
         """Waits for the launch's last process. An interrupt ends the launch, and is how it ended.
 
         Raises:
-            ServerGoneError: Who was to begin it was gone before; nothing has run.
+            ServerGoneError: The fork server, or the agent, was gone before the call began; nothing has run.
         """
         try:
             events: Events | None = None
@@ -213,6 +219,7 @@ class LaunchHandle:
             remove_names(self.spec, self.outcome.spec)
             return False
         if isinstance(record, AgentStarted):
+            # By its pidfd, which no other process can get, whatever becomes of the number.
             self._limits.agent = KeptFd(fds[0])
             self.relay.watch(fds[0])
         # A prepared launch says all but one word before it has its call; until then it may be attempted again.

@@ -88,6 +88,7 @@ class Outcome:
         )
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
+        # Not unpickled here: that is code of the user's, for which neither order nor lock of the hearing is made.
         content = Payload(record.data, *fds)
         self.stale = self.stale or record.stale
         if record.kind is AnswerKind.VALUE:

@@ -44,6 +44,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed.local_world_size, world_size)
+    # A warning and no error: the figure was measured with one torch, and a launch may get by with less.
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
     cluster, profiled = None, attempt.profile is not None

@@ -21,6 +21,7 @@ from mlaunch.protocol import failures
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.visitors import PULSE, WHY
 
+# Often enough to know the end of a stretch to a quarter, and seldom enough to cost nothing.
 _LOOKS = 4  # in a stretch without progress
 _NEVER = float("inf")
 
@@ -106,6 +107,7 @@ class StallWatch:
         if self._first is None:
             self._first, self._due = ranks, now + stall_signs.APART
             return None
+        # Two looks, since one says where a rank is, and not whether it moves.
         works = stall_signs.work(self._first, ranks) or not (self._moves or stall_signs.has_begun(ranks))
         self._looks_twice, self._first = False, None
         if works:

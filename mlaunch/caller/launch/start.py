@@ -121,7 +121,7 @@ def send_launch(
     more: bool = False,
     leases: Sequence[int] = (),
 ) -> LaunchersEnd:
-    """Has the fork server start it; returns the channel to its agent. Raises what ``start_launch`` does."""
+    """Asks the fork server to start a launch; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
         return server.launch(spec, call, following, more=more, leases=leases)
     except (BrokenPipeError, ConnectionResetError) as error:
@@ -149,6 +149,7 @@ def _culprit(call: Call, name: str) -> tuple[str, object]:
     """Says which part of a call cannot be pickled, and returns it."""
     parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
+    # Found afterwards, part by part: to look at each argument before would pickle all of them twice.
     for where, value in [*parts, (f"{name}", call.function)]:
         try:
             payload.check(value)

@@ -38,7 +38,7 @@ class Backing(Protocol):
 
 
 class Killed(enum.Enum):
-    """Who does not answer any more, in the order in which they are killed. ``NONE``: it is not time for it."""
+    """The processes that do not answer any more, in the order of their killing. ``NONE``: it is not time yet."""
 
     NONE = enum.auto()
     AGENT = enum.auto()

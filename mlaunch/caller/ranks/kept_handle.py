@@ -177,7 +177,7 @@ class KeptHandle(DirectHandle):
         self.outcome = Outcome(self.spec)
         return found
 
-    def dressed(self, plan: OutputPlan) -> OutputPlan:
+    def adapt_output(self, plan: OutputPlan) -> OutputPlan:
         """Returns what becomes of a call's output, as these ranks have it."""
         return plan
 

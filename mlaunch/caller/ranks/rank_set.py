@@ -169,7 +169,7 @@ class RankSet:
         if self._known is not None and self._known[0] == known:
             return self._known[1]
         spec = dataclasses.replace(session.handle.idle_spec, name=name, deadline=options.deadline)
-        found = spec, session.handle.dressed(output_plan(options, spec))
+        found = spec, session.handle.adapt_output(output_plan(options, spec))
         self._known = (known, found) if found[1].directory is None and found[1].area is None else None
         return found
 

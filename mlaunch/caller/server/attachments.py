@@ -29,6 +29,7 @@ class in_memfds:
                 if isinstance(value, Payload):
                     self._memfds.append(os.dup(value.memfd))
                     continue
+                # Kept before anything is written: an interrupt in a __reduce__ must not lose the descriptor.
                 self._memfds.append(memory_file(name))
                 with interrupts.allowed():  # it runs code of the user's, and may take long
                     payload.write(self._memfds[-1], value)

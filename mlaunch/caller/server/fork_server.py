@@ -155,7 +155,7 @@ class ForkServer:
         return self._ask_for_devices(CountDevices(), environ).count
 
     def name_devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Names them, in the order of their numbers, as every process of this machine would."""
+        """Names the accelerators, in the order of their numbers, as every process of this machine would."""
         return self._ask_for_devices(CountDevices(named=True), environ).names
 
     def _ask_for_devices(self, question: CountDevices, environ: Mapping[str, str]) -> DeviceCount:
@@ -193,7 +193,7 @@ class ForkServer:
             return self._ask(order, [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: AgentsEnd, *, like: LaunchSpec | None = None, soon: bool = False) -> None:
-        """Has a launch prepared, as the last one was. OSError if the server is gone.
+        """Lets the server prepare a launch, as the last one was. OSError if the server is gone.
 
         ``following``: its end of the channel; ``like``: how else it is to be; ``soon``: see PrepareNext.
         """

@@ -100,6 +100,7 @@ def _is_there(channel: LaunchersEnd) -> bool:
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
         if isinstance(record, AgentStarted):
+            # Its main thread's state: waitid tells of a stop only when the last thread has stopped.
             return state_of(record.pid) not in STOPPED
         return not isinstance(record, AgentFailed)
     return False

@@ -93,6 +93,7 @@ def start_fork(call: Call) -> ForkServer:
     from mlaunch.rank.setup import process
 
     _check_forkable()
+    # A fork that has libgomp's pool without its threads hangs in its first parallel operation.
     memory_maps.give_back_openmp_threads()
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
@@ -117,6 +118,7 @@ def _become_server(
 
     try:
         ours.close()
+        # Away from the terminal's group, whose Ctrl-C and hang-up are the caller's to answer.
         os.setsid()
         linux.open_standard_streams()
         process.reset_process()

@@ -13,7 +13,7 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.server.zygote_client import ask_zygote
 from mlaunch.protocol import import_facts
 
-# What a module with a decorated function imports: each rank would, which has to import the module.
+# Preloaded, because every rank imports the user's module, which imports this.
 _PREPARED = ("mlaunch.caller.launcher",)
 
 
@@ -38,9 +38,12 @@ class WarmServer:
             if self._retired:
                 self._close_retired()
             if self._server is not None:
+                # One that somebody has stopped is replaced as a dead one is: no call should hang until it is woken.
+                # So is one whose libraries were loaded under other variables, at the cost of one import of torch.
                 if self._server.alive() and self._settings == settings:
                     return self._server
                 preparation.drop()  # it would keep the server from ending
+                # Not closed: launches of other threads may still run there.
                 self._server.retire()
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))

@@ -122,6 +122,7 @@ def _send(
         settings.inherited(),
         ignored,
     )
+    # A pidfd: by the time that the fork looks, this process's number may be another's.
     null, caller = os.open(os.devnull, os.O_RDWR), os.pidfd_open(os.getpid())
     try:
         stdin = 0 if like.stdin != subprocess.DEVNULL and linux.identity(0) is not None else null

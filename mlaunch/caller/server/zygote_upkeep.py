@@ -48,7 +48,7 @@ def is_curious() -> bool:
 
 
 def tell(text: str) -> None:
-    """Says it to who wants to know."""
+    """Says a text to those who want to know."""
     if is_curious():
         with contextlib.suppress(OSError, AttributeError):
             print(f"mlaunch: {text}", file=sys.stderr, flush=True)
@@ -71,7 +71,7 @@ def states(environ: Mapping[str, str], *, facts: bool = False) -> list[ZygoteSta
 
 
 def keep(environ: Mapping[str, str], key: str, seconds: float | None) -> ZygoteState | None:
-    """Has the one of this key stay so long after its last use (None: as long as before); None if there is none."""
+    """Lets the zygote of this key stay so long after its last use (None: as before); None if there is none."""
     record = AskZygote() if seconds is None else KeepZygote(seconds)
     for directory, found in zygote_place.names(environ):
         if found == key and (state := _converse(directory, key, record)) is not None:
@@ -121,6 +121,7 @@ def kill(channel: Channel[ZygoteSays, ZygoteHears], pid: int) -> None:
     """Kills what is at the other end of a channel, if it is still there: else the number may be another's."""
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
+        # The channel would be at its end if that process were gone, and the pidfd be of another one.
         if not linux.wait_readable([channel.fileno()], 0.0):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             linux.wait_readable([pidfd], _END_TIMEOUT)
@@ -178,6 +179,7 @@ def _start(
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload), awaited)
+    # A process that stays for hours need not have the secret, which its forks get from their callers.
     kept = {name: value for name, value in environ.items() if name != token.VARIABLE}
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
@@ -205,7 +207,7 @@ def _hear(word: Channel[ZygoteSays, ZygoteHears]) -> ZygoteState:
 
 
 def leave_one(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) -> None:
-    """Has this process start one as it ends, when that keeps it from nothing any more."""
+    """Lets this process start a zygote as it ends, when that holds nothing up any more."""
     if not _left:
         atexit.register(_leave)
     _left[:] = [(os.getpid(), dict(environ), seconds, tuple(preload))]

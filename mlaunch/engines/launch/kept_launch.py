@@ -52,7 +52,7 @@ class _KeptMachinesHandle(KeptHandle):
             self.outcome.interrupt = interrupt
             self.cancel(force=False)
 
-    def dressed(self, plan: OutputPlan) -> OutputPlan:
+    def adapt_output(self, plan: OutputPlan) -> OutputPlan:
         return with_hosts(plan, self.history.hosts)
 
     def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
