@@ -49,6 +49,7 @@ def meter(done: int, total: int, pace: tuple[float, float | None], description: 
     except ImportError:
         text = f"{description}: " * bool(description) + (f"{done}/{total}" if total >= 0 else f"{done}")
         return f"{text}, {note}" if note else text
+    # One column less: a terminal that wraps at its last one would need two lines.
     width = min(_WIDEST, shutil.get_terminal_size().columns - 1)
     elapsed, rate = pace
     known: Any = total if total >= 0 else None  # None is what tqdm takes for an unknown one

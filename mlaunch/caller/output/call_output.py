@@ -15,6 +15,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.board import Board
 
+# Compared line by line, such a rank would hold up the others, who wait for its pipe.
 _FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
 
 
@@ -137,7 +138,7 @@ class CallOutput:
             self.console.write(2, self._display.close(status).encode())
 
     def close(self) -> None:
-        """Lets go of what ``finish`` did not come to."""
+        """Drops unshown output (after an error)."""
         with self._display.lock:
             self.console.write(2, self._display.close([]).encode())
         self.console.close()

@@ -35,11 +35,12 @@ class Console:
         self._begun = False  # the latest write may have written something
 
     def write(self, stream: int, data: bytes) -> None:
-        """Writes it, after what waits."""
+        """Writes data, after what waits."""
         if stream in self._unread:
             self._unread[stream] += len(data)
         if stream in self._lost or not data:
             return
+        # One queue for both streams: what is printed to both keeps its order.
         self._waiting.append((stream, memoryview(data)))
         if len(self._waiting) == 1:
             self.drain()
@@ -121,6 +122,7 @@ class Console:
 
     def _write(self, stream: int, data: memoryview) -> int:
         """Returns how much was written; 0 if none can be without waiting."""
+        # Of this moment: a test captures, and a notebook changes them from cell to cell.
         target: Any = sys.stdout if stream == 1 else sys.stderr
         fd, self._begun = descriptor(target), False
         if fd is not None:

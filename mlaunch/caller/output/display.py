@@ -138,6 +138,7 @@ class Display:
     whoever prints makes room there. What methods return is to be written to stderr, by who holds ``lock``.
     """
 
+    # Of all launches: two that draw at once would each move the other's cursor.
     lock = threading.RLock()
     _holder: Any = None  # an Area, or what launches share
 

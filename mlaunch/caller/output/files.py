@@ -20,6 +20,7 @@ class LogFile:
         self._file: BinaryIO | None = None
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            # Without a buffer: what a rank printed before it died is in the file when people look.
             self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - close() ends it
         except OSError as error:
             self._give_up(error)

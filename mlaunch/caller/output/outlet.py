@@ -40,6 +40,7 @@ class Outlet:
         try:
             self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:
+            # Poll says that a pipe is ready when it takes so much: a write of more could wait for its reader.
             self.fd, self._most = os.dup(fd), _LEAST
 
     def leads_to(self, fd: int) -> bool:

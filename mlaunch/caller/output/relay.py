@@ -73,13 +73,13 @@ class Relay:
         return self._poll.fileno()
 
     def watch(self, fd: int) -> Callable[[], bool]:
-        """Has ``carry`` tell when another descriptor can be read; returns what asks whether that is still the same."""
+        """Lets ``carry`` tell when another descriptor can be read; returns what asks whether that is still the same."""
         self._poll.register(fd, select.EPOLLIN)
         self._watched.add(fd)
         return functools.partial(self._watches, fd)
 
     def unwatch(self, fd: int) -> None:
-        """Ends that."""
+        """Stops watching a descriptor."""
         self._watched.discard(fd)
         with contextlib.suppress(OSError):  # it was closed
             self._poll.unregister(fd)
@@ -87,6 +87,7 @@ class Relay:
     def adopt(self, rank: int, local_rank: int, fds: Sequence[int], board: Board | None = None) -> None:
         """Takes over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
+            # The caller supervises, too: it waits for nothing but its poll.
             os.set_blocking(fd, False)
             self._pipes[fd] = KeptFd(fd)
             self._streams[fd] = stream = self.output.open_stream(rank, local_rank, number, board)
@@ -170,7 +171,7 @@ class Relay:
             stream.times, stream.displays = was.times, was.displays  # the rank goes on, too
 
     def close(self) -> None:
-        """Lets go of what ``finish`` did not come to."""
+        """Drops what ``finish`` did not come to (after an error)."""
         self.output.close()
         for fd in list(self._streams):
             self._close(fd)
@@ -184,7 +185,7 @@ class Relay:
         return [fd for fd, stream in self._streams.items() if self._is_read(stream)]
 
     def _await(self, fd: int | None) -> None:
-        """Has the poll tell when a descriptor takes more, and not of the ranks that wait for it; None: of all ranks."""
+        """Lets the poll tell when a descriptor takes more, not of the ranks that wait for that; None: of all ranks."""
         if fd == self._awaited:
             return
         before = set(self._readable())

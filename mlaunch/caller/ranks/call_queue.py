@@ -19,6 +19,7 @@ class Queue:
     """Under the lock of whoever has it, save ``tell``, which runs code of the user's, and ``add``."""
 
     def __init__(self) -> None:
+        # Not the session's lock: a step may hold that for as long as nobody reads what ranks print.
         self._entry = threading.Lock()  # held by nobody who waits
         self._numbers = itertools.count(1)
         self._are_lost = False  # the ranks
@@ -72,6 +73,7 @@ class Queue:
         with self._entry:
             self._are_lost = True
         for call in self.clear():
+            # One that holds a handle of these ranks would find nothing on others.
             if others_follow and call.moves:
                 self._left.append(call)
             elif call.begin():

@@ -25,7 +25,7 @@ def _is_nothing() -> bool:
 
 
 class DirectWays:
-    """They are given as ranks start, and taken one by one."""
+    """The channels to ranks that are called past their agent. Filled while ranks start: one channel per rank."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Channel[RankSays, RankHears]] = {}
@@ -35,7 +35,7 @@ class DirectWays:
         self.fd = -1  # can be read when all have answered; -1: none can
 
     def __len__(self) -> int:
-        """Returns to how many ranks there is one."""
+        """Returns how many ranks can be reached directly."""
         return len(self._ranks)
 
     def take_answers(self, fd: int, all_there: int, is_watched: Callable[[], bool]) -> None:
@@ -56,7 +56,9 @@ class DirectWays:
 
     def send(self, board: Board, number: int, content: Payload) -> None:
         """Sends all ranks a call. One that is gone hears nothing, which its agent will tell."""
+        # Before the call is sent: the agent, which wakes if a rank dies of it, must know which call it was.
         board.call = number
+        # A plain tuple: pickle would look the class of a record up in each rank. Pickled once for all ranks.
         record, fds = pickle.dumps((number, content.data)), content.fds()
         for way in self._ranks.values():
             way.try_send_pickled(record, fds)

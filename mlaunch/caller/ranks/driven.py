@@ -54,4 +54,4 @@ class KeptServer(Backing, Protocol):
         """Tells whether it has ended."""
 
     def close(self) -> None:
-        """Ends it, if it is theirs alone, after they have ended."""
+        """Ends the server, if it serves these ranks alone, after they have ended."""

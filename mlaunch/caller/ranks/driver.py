@@ -1,4 +1,4 @@
-"""Who drives a launch of ranks that stay.
+"""The driver of a launch of ranks that stay: one thread at a time.
 
 Whoever waits for a call does it himself: Ctrl-C, the running cell and the latency are then those of a launch. While
 nobody waits, a thread does: it carries what ranks print, advances what was submitted, and sees a rank die.
@@ -104,7 +104,7 @@ class Driver(Generic[Call]):
         return _LOOK_AGAIN if due is None else min(due, _LOOK_AGAIN)
 
     def _takes_lead(self, me: int) -> bool:
-        """Has this thread drive; False if another one does, or all has ended."""
+        """Lets this thread drive; False if another one does, or all has ended."""
         lock = self._driven.lock
         while not lock.acquire(timeout=_LOOK_AGAIN):  # whoever has it may wait for somebody to read what ranks print
             with interrupts.allowed():
@@ -129,7 +129,7 @@ class Driver(Generic[Call]):
             self.notify()
 
     def step_aside(self) -> None:
-        """Has others drive while this thread, if it does, runs code of the user's, which may wait for them."""
+        """Lets others drive while this thread, if it does, runs code of the user's, which may wait for them."""
         with self._driven.lock:
             if self._leader == threading.get_ident():
                 self._lead(None)
@@ -137,14 +137,14 @@ class Driver(Generic[Call]):
                     self.notify()
 
     def _lead(self, thread: int | None) -> None:
-        """Has a thread drive, or nobody but ours; called under the lock."""
+        """Lets a thread drive, or nobody but ours; called under the lock."""
         changed, self._leader = thread != self._leader, thread
         if changed and not self._driven.ended.is_set():  # else ours has left, or is about to
             with contextlib.suppress(OSError):  # they were closed, which a step will find
                 self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
 
     def drive_to_end(self) -> None:
-        """Has what is driven end, and waits for that. Can be interrupted."""
+        """Drives to the end of all, or waits for that. Can be interrupted."""
         while not self._driven.ended.is_set():
             if threading.current_thread() is self._thread:  # in a callback of a future's
                 self._follow_once()
@@ -168,7 +168,7 @@ class Driver(Generic[Call]):
             os.close(end)
 
     def notify(self) -> None:
-        """Has whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
+        """Makes whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
         if self._pid != os.getpid():  # a fork shares the descriptor, and some thread may have held the lock
             return
         with self._closing:
@@ -176,7 +176,7 @@ class Driver(Generic[Call]):
                 os.eventfd_write(self._wake.fd, 1)
 
     def end(self) -> None:
-        """Has the thread look whether what is driven has ended."""
+        """Makes the thread look whether what is driven has ended."""
         if self._pid == os.getpid():
             with self._closing:
                 self._end.close()

@@ -104,6 +104,7 @@ def _shared(options: Options) -> Ranks:
     while True:
         with _locks.of_sets:
             making = _locks.of_making.setdefault(key, threading.Lock())
+        # One lock for each key: ranks of other options may start meanwhile, which takes seconds.
         with making:
             environ, cwd = dict(os.environ), os.getcwd()
             found, in_the_way = _look(key, options, environ, cwd)

@@ -25,6 +25,7 @@ from mlaunch.protocol.pickling_for import Destination
 from mlaunch.protocol.spec import LaunchSpec
 
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
+# A memory file for each cost more than a small call.
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
 
 
@@ -79,6 +80,7 @@ class Runs(Protocol):
 
 def _held_lock() -> threading.Lock:
     lock = threading.Lock()
+    # A lock that is taken in C, and not a condition: with a condition, Ctrl-C can leave its lock taken.
     lock.acquire()
     return lock
 
@@ -114,7 +116,7 @@ class KeptCall:
         return self.spec.name
 
     def attach(self, future: RanksFuture | None) -> None:
-        """Has a future be that of this call; again, if other ranks are to run it."""
+        """Takes the future of this call; again, if other ranks are to run it."""
         if future is not None:
             future.queue(self)
 
@@ -153,7 +155,7 @@ class KeptCall:
         self.close()
 
     def _keep_freed(self) -> None:
-        """Has a later call let go of what this one was to: nothing can be freed twice, and somebody may have failed."""
+        """Leaves to a later call what this one was to free: nothing is freed twice, and somebody may have failed."""
         freed, self.freed = self.freed, ()
         for number in freed:
             self.free_later(self.spec.launch_id, number)
@@ -182,7 +184,7 @@ class KeptCall:
         return self.ended
 
     def _interrupt(self, error: BaseException, interrupted: Runs | None) -> Runs:
-        """Ends it, where it is by now; returns where. ``interrupted``: the ranks that were asked to end it before."""
+        """Ends the call, where it is by now; returns where. ``interrupted``: the ranks that were asked before."""
         asked: Runs | None = None
         while asked is not self.session:  # it may move to fresh ranks meanwhile, which have done nothing yet
             asked = self.session

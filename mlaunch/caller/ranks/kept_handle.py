@@ -38,7 +38,8 @@ class KeptHandle(DirectHandle):
     server: KeptServer
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
-    ahead: bool = field(default=False, init=False)  # nothing is noted yet but the values that have come
+    # Fast path: only values were kept so far; no outcome or output of its own exists yet.
+    ahead: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,11 +179,11 @@ class KeptHandle(DirectHandle):
         return found
 
     def adapt_output(self, plan: OutputPlan) -> OutputPlan:
-        """Returns what becomes of a call's output, as these ranks have it."""
+        """Returns the plan of a call's output, adapted to these ranks: with host names, if they are on several."""
         return plan
 
     def _turn_to_none(self) -> None:
-        """Begins what belongs to no call, if that has not begun."""
+        """Switches to the idle state between calls, unless already there."""
         if self._is_settled:
             self._begun = time.monotonic()
             self._turn(self.idle_plan, self.idle_spec)

@@ -124,7 +124,7 @@ class RankSet:
             warn_caller(older_code(new, shared=self._yields))
 
     def stay(self, seconds: float | None) -> None:
-        """Sets how long the ranks stay after a call, unless others want where they are."""
+        """Sets the idle timeout, and lets other ranks end these while they are idle, to get their devices."""
         self._yields = self.session.yields = True
         changed = seconds != self._idle_timeout
         self._idle_timeout = self.session.idle_timeout = seconds
@@ -132,7 +132,7 @@ class RankSet:
             self.session.leave_to_thread()  # which waits for as long as it was before
 
     def free_later(self, owner: str, number: int) -> None:
-        """Has the next call let go of a held object; called in any thread."""
+        """Lets the next call free a held object; called in any thread."""
         self._freed.append((owner, number))
 
     def close(self, *, wait: bool) -> None:
@@ -145,7 +145,7 @@ class RankSet:
             self.session.close(wait=wait)
 
     def abandon(self) -> None:
-        """Has the ranks end after what was submitted; the collector may call it anywhere."""
+        """Lets the ranks end after what was submitted; the collector may call it anywhere."""
         self.closed = True
         self.session.abandon()
 
@@ -221,7 +221,7 @@ class RankSet:
             warn_caller(f"the ranks were lost between calls: {session.why_lost}; fresh ones are started")
 
     def _move(self, lost: RanksLaunch) -> list[tuple[KeptCall, RanksLost]]:
-        """Has the present session run, before all others, what lost ranks have left; returns what it refuses."""
+        """Gives the present session, before all others, what lost ranks have left; returns what it refuses."""
         refused = []
         while (call := lost.take_left()) is not None:
             call.spec, call.plan = self._planned(self.session, call.options, call.name)

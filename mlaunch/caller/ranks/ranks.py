@@ -231,7 +231,7 @@ class Ranks(RunsCells):
 
     @property
     def free_later(self) -> Callable[[str, int], None]:
-        """Has the next call let go of a held object; called in any thread."""
+        """Lets the next call free a held object; called in any thread."""
         return self._set.free_later
 
 

@@ -28,7 +28,7 @@ class RanksLaunch:
         self.ended = threading.Event()
         self.restart = True  # another one follows if this is lost
         self.carry_on: Callable[[RanksLaunch], None] = lambda _: None  # has that one take over what is left here
-        self.yields = False  # while it is idle, to others who want where its ranks are
+        self.yields = False  # other ranks may end these while they are idle, to get their devices
         self.why_lost = ""  # how it ended, unless somebody ended it
         self.was_told = False  # the caller, that they are lost
         self._losing = False  # one has ended while no call ran, and the others are about to
@@ -76,7 +76,7 @@ class RanksLaunch:
         self._driver.drive(call)
 
     def leave_to_thread(self) -> None:
-        """Has the thread drive what was submitted."""
+        """Leaves what was submitted to the thread."""
         self._driver.notify()
 
     def close(self, *, wait: bool, evicted: bool = False) -> None:
@@ -118,13 +118,13 @@ class RanksLaunch:
         self._driver.notify()
 
     def abandon(self) -> None:
-        """Has the ranks end after what was submitted; the collector may call it anywhere."""
+        """Lets the ranks end after what was submitted; the collector may call it anywhere."""
         if self.pid == os.getpid():
             self._abandoned = True
             self._driver.notify()
 
     def watch(self, fd: int) -> Callable[[], bool]:
-        """Has ``fileno`` tell of another descriptor, too; returns what asks whether that is still the same."""
+        """Lets ``fileno`` tell of another descriptor, too; returns what asks whether that is still the same."""
         return self.handle.relay.watch(fd)
 
     def fileno(self) -> int:
@@ -160,7 +160,7 @@ class RanksLaunch:
                     return  # who tells of it drives no more, and must not wait as who does
 
     def tell(self) -> None:
-        """Tells those who wait, and has others run what is left; without the lock, since it runs code of theirs."""
+        """Tells those who wait, and lets others run what is left; without the lock, since it runs code of theirs."""
         if self._queue.settled:
             self._driver.step_aside()
         self._queue.tell()
