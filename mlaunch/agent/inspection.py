@@ -140,7 +140,7 @@ class Inspection:
     def obey(
         self, record: AgentHears | None, launcher: AgentsEnd, requests: StackRequests, questions: Questions
     ) -> bool:
-        """Has the launcher told what it asks for; False if the record is about something else."""
+        """Tells the launcher what it asks for; False if the record is about something else."""
         if isinstance(record, TellStatus):
             self._hear(functools.partial(tell_launcher, launcher, record.number), record.word, requests, questions)
         return isinstance(record, TellStatus)

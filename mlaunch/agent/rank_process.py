@@ -51,13 +51,13 @@ class RankProcess:
         return self.alive and self.answer is None
 
     def begin_call(self, record: bytes, call_fds: list[int]) -> None:
-        """Sends it a RunCall, pickled, with a memfd for answers if it needs one."""
+        """Sends the rank a RunCall, pickled, with a memfd for answers if it needs one."""
         fds = call_fds if 0 <= self.answer_fd != self.content.memfd else [*call_fds, self._renew()]
         self.answer, self.content = None, Payload(memfd=self.answer_fd)  # it may be written to, whatever is said of it
         self.channel.try_send_pickled(record, fds)
 
     def give_answer_file(self) -> None:
-        """Sends it a memfd for its next answer."""
+        """Sends the rank a memfd for its next answer."""
         self.channel.try_send(AnswerFile(), [self._renew()])
 
     def _renew(self) -> int:
@@ -71,17 +71,17 @@ class RankProcess:
         self.answer, self.content = AnswerKind.VALUE if answered else None, Payload()
 
     def take(self, answer: Answer) -> None:
-        """Takes in what it has answered."""
+        """Takes in what the rank has answered."""
         self.answer, self.content = answer.kind, Payload(answer.data, -1 if answer.data else self.answer_fd)
 
     def release(self) -> None:
-        """Tells it that nothing more comes."""
+        """Tells the rank that nothing more comes."""
         self.channel.try_send(Release())
 
     def describe_end(
         self, exitcode: int, phase: Phase, now: float, peak_memory: int, hints: tuple[str, ...]
     ) -> RankGone:
-        """Says how it ended. ``now``: when it was reaped, ``peak_memory``: in bytes; ``hints``: what else is known."""
+        """The end of the rank. ``now``: when it was reaped, ``peak_memory``: bytes, ``hints``: what else is known."""
         return RankGone(
             rank=self.rank,
             pid=self.pid,
@@ -95,7 +95,7 @@ class RankProcess:
         )
 
     def close(self) -> None:
-        """Lets go of what is known of it, once it is reaped."""
+        """Closes the descriptors of the rank, once it is reaped."""
         self.gone = True
         self.channel.close()
         if self.control is not None:

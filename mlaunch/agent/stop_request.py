@@ -68,7 +68,7 @@ class RankMembers:
 
 
 class StopRequest:
-    """It goes for the call that runs."""
+    """The request to stop, on this machine, for the call that runs."""
 
     def __init__(self, scene: Supervision, questions: Questions) -> None:
         self._members, self._launcher = RankMembers(scene.ranks, questions), scene.launcher
@@ -214,7 +214,7 @@ class StopRequest:
             self.clear()
 
     def clear(self) -> None:
-        """Forgets it: the call is over."""
+        """Forgets the request: the call is over."""
         self._freeze = self._agreed = None
         self._half_at = self._end_at = self._tell_at = _NEVER
 

@@ -33,7 +33,7 @@ def leave(before: set[int]) -> None:
 
 
 def end_on_one(number: int) -> None:
-    """Has the other threads of this process, which is about to end, end on one core, chosen by ``number``.
+    """Makes the other threads of this process, which is about to end, end on one core, chosen by ``number``.
 
     The last to end takes the process's memory down. Else those of several processes, which sleep where they happened to
     run last, often do that one process after the other on one core, while others are idle.

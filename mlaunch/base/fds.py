@@ -105,7 +105,7 @@ class KeptEpoll(KeptFd):
         return True
 
     def close(self) -> None:
-        """Closes it, unless its number was closed or has become somebody else's."""
+        """Closes the descriptor, unless its number was closed or has become another file's."""
         if self.intact():
             self.poll.close()
         else:

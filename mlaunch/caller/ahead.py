@@ -1,4 +1,4 @@
-"""Has a launch prepared before the first call."""
+"""Prepares a launch before the first call."""
 
 from __future__ import annotations
 

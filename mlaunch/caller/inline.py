@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def run_inline(
     options: Options, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """Runs it; returns a list of one value. Exceptions are raised as they are.
+    """Runs the function; returns a list of one value. Exceptions are raised as they are.
 
     Raises:
         RuntimeError: This process is in a process group already.

@@ -67,7 +67,7 @@ class _Deferral:
         self._open = False
 
     def end(self, *, fire: bool) -> None:
-        """Puts the handlers back, and has them handle what came; ``fire`` False: an interrupt is dropped."""
+        """Puts the handlers back, and lets them handle what came; ``fire`` False: an interrupt is dropped."""
         if not fire:
             self._pending.pop(signal.SIGINT, None)
         try:

@@ -60,7 +60,7 @@ class StopOrder:
                 self._pass_on(reason)
 
     def attach(self, pass_on: Callable[[str], object]) -> None:
-        """Has an attempt hear of it, also if it was asked for before that began."""
+        """Tells an attempt that a stop was asked for, also one that begins later."""
         self._pass_on = pass_on
         if self.reason:
             pass_on(self.reason)

@@ -1,4 +1,4 @@
-"""Which rank of a launch the others wait for, in one sentence: for ``mlaunch why``, and for reports of a deadline."""
+"""Says which rank of a launch the others wait for: for ``mlaunch why`` and reports of a deadline."""
 
 from __future__ import annotations
 

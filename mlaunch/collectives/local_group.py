@@ -1,4 +1,4 @@
-"""Which ranks share a machine."""
+"""The ranks that share a machine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Count] = weakref.WeakKeyD
 
 
 class Seal:
-    """That of the next exchange of a group.
+    """The seal (a MAC) of the next exchange of a group.
 
     Ranks of other launchers share no secret. What they exchange is checked against accidents alone.
     """

@@ -1,4 +1,4 @@
-"""Who this process is among all ranks. Without a process group it is a world of one."""
+"""This process among all ranks; without a process group, a world of one."""
 
 from __future__ import annotations
 

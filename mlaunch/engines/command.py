@@ -95,7 +95,7 @@ class _Started(Placement):
         return ""
 
     def _lead(self) -> None:
-        """Has the first one carry for all."""
+        """Makes the first copy carry for all."""
         if self._wanted is not None and len(self._found) > self._wanted:
             raise LaunchError(f"{self._name} has started {len(self._found)} processes, but machines={self._wanted}")
         self._ordered = ordered = sorted(self._found, key=lambda where: where.number)

@@ -46,7 +46,7 @@ _FACT = 500  # characters of one that are told
 
 @dataclass
 class _Visitor:
-    """Who has connected. ``pid``: of its fork; 0: it has asked for none."""
+    """A process that has connected. ``pid``: its fork; 0: it has asked for none."""
 
     channel: Channel[ZygoteHears, ZygoteSays]
     pid: int = 0

@@ -32,7 +32,7 @@ class LeaseSite:
     """The opened directory. ``fd`` has a shared lock, which keeps systemd-tmpfiles from cleaning it up."""
 
     def __init__(self, path: Path) -> None:
-        """Opens it, and makes it if it is not there.
+        """Opens the directory, and makes it if there is none.
 
         Raises:
             OSError: There can be none.

@@ -25,7 +25,7 @@ _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socke
 
 
 def get_to_know(kinds: Iterable[object]) -> None:
-    """Has pickle note in each class of records, among ``kinds``, what slots it has, as it does at the first record.
+    """Makes pickle note the slots of each class of records among ``kinds``, as it does at the first record.
 
     That changes the class, for which a process that was just forked takes a quarter of a millisecond.
     """

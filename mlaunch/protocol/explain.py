@@ -27,7 +27,7 @@ def unpicklable(value: object, name: str) -> str:
 
 
 def culprit(value: object, name: str) -> tuple[str, object]:
-    """Says it, and returns the part that it is."""
+    """Returns the name and the part of a value that cannot be pickled."""
     seen = {id(value)}
     users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):

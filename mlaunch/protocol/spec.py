@@ -84,7 +84,7 @@ class Rendezvous:
 
 @frozen_record
 class ProfileOrder:
-    """Which steps of which ranks are to be profiled. ``ranks``: None for all."""
+    """The steps, and ranks, to profile. ``ranks``: None for all."""
 
     directory: str  # where each rank writes its part, ``part_of``
     first: int

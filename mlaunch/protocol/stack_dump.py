@@ -28,7 +28,7 @@ _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f
 
 
 def answer_requests(fd: int) -> None:
-    """Has this rank's faulthandler answer the signals from now on, by writing into ``fd``.
+    """Makes this rank's faulthandler answer the signals from now on, by writing into ``fd``.
 
     It must not block: a full pipe costs the end of a stack, not the rank. Only the main thread may call this.
     """

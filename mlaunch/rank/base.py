@@ -197,7 +197,7 @@ class Rank:
         return self._answer_fd
 
     def _seal(self) -> None:
-        """Is called when the answer is complete: from here on nothing may keep it from being given, once."""
+        """Called when the answer is complete: from now on a call-back must not replace it."""
 
     def _stale(self) -> str:
         """Names the modules of this rank, with commas and times, whose files are newer than what it runs."""

@@ -21,7 +21,7 @@ _USUAL = {"", "pdb.set_trace"}  # of PYTHONBREAKPOINT
 def install(
     word: str, channel: Channel[DebuggerHears, DebuggerSays] | None, rank: int, who: Callable[[], str]
 ) -> Debugger | IdeSession | None:
-    """Installs it; returns what runs the function, if somebody debugs.
+    """Installs the hook; returns what runs the function, if somebody debugs.
 
     ``word``: the launch's for its debugger. ``channel``: to the caller, which debugs. ``who`` says "rank 1 of train()".
     """

@@ -50,7 +50,7 @@ _limits = HeldLimits()
 
 
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
-    """Starts it. It is none that ``threading`` knows: a program may count its threads, and wait for them at its end."""
+    """Starts the thread, unknown to ``threading``: a program may count its threads, and wait for them at its end."""
     stop_point.point = StopPoint()  # before the thread begins: its first question may be about this
     os.register_at_fork(after_in_child=_forget)
     _thread.start_new_thread(_answer_all, (channel, stop_point.point))

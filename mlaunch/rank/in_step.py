@@ -79,7 +79,7 @@ def _numbers(name: str, group: Any) -> Iterator[tuple[str, int | None]]:
 
 
 def watch_messages() -> None:
-    """Has this process note from now on that a message was begun; of these no backend tells."""
+    """Makes this process note each message that is begun from now on: no backend tells of these."""
     from torch._C._distributed_c10d import Backend, ProcessGroup
 
     # Where all of torch's functions pass. NCCL numbers no messages; counting them by sender, receiver and tag would

@@ -58,7 +58,7 @@ class KeptRank(FunctionRank):
             raise self._raised
 
     def _take_unraisable(self, found: sys.UnraisableHookArgs) -> None:
-        """Has it raised again, a moment later, where Python drops it: in a finalizer, a weak reference's callback."""
+        """Raises the exception again, a moment later, where Python drops it, as in a finalizer."""
         if found.exc_value is None or found.exc_value is not self._raised:
             self._unraisable(found)
             return

@@ -39,7 +39,7 @@ _watch = _Watch()
 
 
 def prepare() -> None:
-    """Has this process and its forks notice imports, once ``begin`` was called."""
+    """Makes this process and its forks notice imports, once ``begin`` was called."""
     loader = importlib.machinery.SourceFileLoader
     original = loader.exec_module
 

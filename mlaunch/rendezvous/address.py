@@ -20,7 +20,7 @@ _ADDRESS = slice(20, 24)  # where the kernel puts the address into it
 
 
 def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Returns a listening socket; port 0 has the kernel choose.
+    """Returns a listening socket; port 0: the kernel chooses.
 
     Its connections send at once. The kernel would hold a second small record until the first was acknowledged, which
     takes 40 ms where the other side has nothing to say; asyncio changes that for what it has opened by itself alone.

@@ -43,7 +43,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class UnprovedError(ConnectionError):
-    """Who answers has not proved to be ours. ``advice``: what people can do about it."""
+    """The other end has not proved to be of this launch. ``advice``: what people can do about it."""
 
     def __init__(self, why: str, advice: str = "does another program, or another launch, listen there?") -> None:
         super().__init__(why)
@@ -120,7 +120,7 @@ def is_time(said: Any) -> bool:
 
 @contextlib.contextmanager
 def limited(reader: asyncio.StreamReader, seconds: float) -> Iterator[None]:
-    """Has reading fail with asyncio.TimeoutError after that time, and ever after: the connection is of no use then.
+    """Makes reads fail with asyncio.TimeoutError after that time, and ever after: the connection is of no use then.
 
     Unlike asyncio.wait_for it makes no task, which the gate would do several times for each of a thousand machines.
     """
@@ -225,7 +225,7 @@ def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str
 
 
 def _keep_alive(end: socket.socket) -> None:
-    """Has the kernel say a word now and then: firewalls forget connections on which ranks say nothing for hours."""
+    """Turns on TCP keepalive: firewalls forget connections on which ranks say nothing for hours."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE)

@@ -11,7 +11,7 @@ _libc = ctypes.CDLL(None)
 
 
 def look_up_in_files_only() -> bool:
-    """Has this process ask no name server from now on; returns False where the C library cannot be told so.
+    """Makes this process ask no name server from now on; returns False where the C library cannot be told so.
 
     torch's store asks for the name of each connection's other end, for its log. On loopback that is
     ``::ffff:127.0.0.1``, which no hosts file has: a slow name server costs every rank seconds, a lost packet 5 of them.
@@ -20,7 +20,7 @@ def look_up_in_files_only() -> bool:
 
 
 def look_up_as_chosen() -> None:
-    """Has this process look names up as the administrator chose."""
+    """Makes this process look names up as the administrator chose."""
     _look_up_in(_chosen_services())
 
 

@@ -95,7 +95,7 @@ def hear_of_libuv(pid: int) -> None:
 
 
 def _do_without() -> None:
-    """Has all stores of torch's own rendezvous in this process and its forks made without libuv.
+    """Makes torch's own rendezvous make its stores without libuv, in this process and its forks.
 
     The variable alone does not: torch heeds it in servers, but not in clients of a store that an agent hosts.
     """

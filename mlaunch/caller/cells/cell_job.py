@@ -33,7 +33,7 @@ class CellJob(RanksFuture):
         self.name = name
 
     def queue(self, call: KeptCall) -> None:
-        """Has its ranks print where the job is shown."""
+        """Makes the ranks print where the job is shown."""
         super().queue(call)
         self.call = call
         if self.sink is not None:

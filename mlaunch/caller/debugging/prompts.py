@@ -1,4 +1,4 @@
-"""Which stopped rank has the prompt, and what ranks have said meanwhile.
+"""The prompt: which stopped rank has it, and what other ranks have said meanwhile.
 
     running --asks--> waiting for its turn --> at the prompt --a line--> running
 

@@ -33,7 +33,7 @@ class ClaimsMachines(Protocol):
         """Tells whether it has its machines now."""
 
     def part(self) -> StartsLaunches:
-        """Returns them; may wait."""
+        """Gives the machines back; may wait."""
 
     @property
     def lost(self) -> bool:

@@ -35,7 +35,7 @@ class LaunchLoop:
         self.notify()
 
     def notify(self) -> None:
-        """Has all that wait be looked at again."""
+        """Makes the loop look again at all that wait."""
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)

@@ -61,7 +61,7 @@ class ReportLog:
             self._told, self._untold, self._seen = [], [], []
 
     def tell(self, callback: Callable[[Reported], object]) -> None:
-        """Has ``pass_on`` tell of what comes."""
+        """Calls back for each report to come."""
         with self._lock:
             self._look()
             self._told.append(callback)

@@ -64,7 +64,7 @@ class Run(Future[list[Any]]):
 
     @property
     def reports(self) -> list[Reported]:
-        """What its ranks have reported until now (``mlaunch.report``).
+        """What the ranks have reported until now (``mlaunch.report``).
 
         10,000 at most. Of what a rank has reported since the last look at it, the latest 256.
         """
@@ -76,7 +76,7 @@ class Run(Future[list[Any]]):
         return self._course.reports.latest()
 
     def on_report(self, callback: Callable[[Reported], object]) -> None:
-        """Has a callback told of each report to come, within a tenth of a second, in the thread that drives launches.
+        """Calls back for each report to come, within a tenth of a second, in the thread that drives launches.
 
         To prune: ``run.on_report(lambda report: report["loss"] > 10 and run.stop())``.
         """
@@ -88,7 +88,7 @@ class Run(Future[list[Any]]):
         return self._course.runs and not self.done()
 
     def cancel(self) -> bool:
-        """Ends it, and returns when its processes are gone; one that waits starts none. Can be interrupted.
+        """Ends the run, and returns when its processes are gone; a run that waits starts none. Can be interrupted.
 
         True only if it ended by that: not if it was over, or all ranks had returned, or one had failed.
         """

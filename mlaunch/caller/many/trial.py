@@ -58,7 +58,7 @@ class TrialPlan:
 
 
 class Trial(Run):
-    """It is in line for its devices once somebody has begun it, or wants it to end."""
+    """One run of a sweep: in line for its devices once somebody has begun it, or wants it to end."""
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         course = RunCourse(THREAD, loop.notify, place=functools.partial(sweep.place, plan.number), trial=plan.label)

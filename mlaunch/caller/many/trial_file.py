@@ -40,7 +40,7 @@ class TrialFile:
         self._records: dict[str, Mapping[str, Any]] = {}
 
     def look_up(self, keys: Sequence[str]) -> list[Done | None]:
-        """Opens it, if it is not; returns what is done of these, None for others.
+        """Opens the file, unless it is open; returns which of these trials are done, None for the others.
 
         Raises:
             ValueError: It is no such file, of another function, damaged, or another sweep has it.

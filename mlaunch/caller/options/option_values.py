@@ -220,7 +220,7 @@ class Staying:
 
 
 class AnEngine:
-    """Who places ranks on other machines."""
+    """An engine: it places ranks on other machines."""
 
     def __str__(self) -> str:
         return "an engine such as mlaunch.engines.Slurm(), what its hold() has returned, or None"

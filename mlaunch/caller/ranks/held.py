@@ -25,7 +25,7 @@ class Holder(Protocol):
 
     @property
     def free_later(self) -> Callable[[str, int], None]:
-        """Has the next call let go of a held object, of which launch and number; called in any thread.
+        """Makes the next call free a held object, of this launch and number; called in any thread.
 
         It must not hold the ranks: until it is called it is referred to for good.
         """

@@ -60,7 +60,7 @@ class RankReport:
 
 @frozen_record
 class Stopped:
-    """That the ranks were asked to stop, and have agreed where.
+    """The ranks were asked to stop, and have agreed where.
 
     Attributes:
         reason: What ``mlaunch.stopping()`` returned: "TERM", "asked".

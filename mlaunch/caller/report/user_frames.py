@@ -24,7 +24,7 @@ def without_ours(error: E) -> E:
 
 
 def hide_ours(error: E) -> E:
-    """Has IPython, if it runs here, leave our frames away where it shows the error; returns the error."""
+    """Makes IPython, if it runs here, leave our frames out where it shows the error; returns the error."""
     if notebook.shell() is not None and not hasattr(error, _HOOK):
         BaseException.__setattr__(error, _HOOK, _Rendering())
     return error

@@ -134,7 +134,7 @@ class MachinesLaunch:
         return StartedLaunch(handle, servers.close)
 
     def _begin(self) -> tuple[LaunchSpec, History]:
-        """Has the machines start it."""
+        """Makes the machines start the launch."""
         history = History()
         tell = say if self.options.progress else lambda _text: None
         self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))

@@ -58,7 +58,7 @@ class Machine:
 
     @property
     def given(self) -> Offer:
-        """What it gives to the launch, once it has said so."""
+        """What the machine gives to the launch, once it has said so."""
         if self.prepared is None:
             raise RuntimeError(f"host {self.host} was not asked what it can give")
         return self.prepared

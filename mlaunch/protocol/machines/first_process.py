@@ -21,7 +21,7 @@ _LONGEST, _LARGEST = 400, 1 << 20  # characters of a text, and the largest numbe
 
 
 def limit_reads(fd: int, seconds: int) -> None:
-    """Has a read of the connection fail after so many seconds; 0: never."""
+    """Makes a read of the connection fail after so many seconds; 0: never."""
     with socket.socket(fileno=os.dup(fd)) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 

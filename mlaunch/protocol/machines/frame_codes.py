@@ -25,7 +25,7 @@ class ForgedError(NoiseError):
 
 
 class Code(Protocol):
-    """That of what comes piece by piece."""
+    """An authentication code of data that comes piece by piece."""
 
     def update(self, data: bytes, /) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Who says what to whom: for each kind of channel the records that travel on it, as types.
+"""The records that travel on each kind of channel, as types.
 
 A channel is typed by what comes and what goes: ``Channel[RankSays, RankHears]`` is the agent's end of its channel to a
 rank, ``Channel[RankHears, RankSays]`` the rank's. So a type checker finds a record that is sent to somebody who

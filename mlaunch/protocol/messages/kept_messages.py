@@ -21,7 +21,7 @@ DirectAnswer = tuple[int, int, str, bytes]
 
 @frozen_record
 class NextCall:
-    """Has ranks that stay run their next call. ``data``: the call; if it is empty, that is in the attached memfd.
+    """Makes ranks that stay run their next call. ``data``: the call; empty: it is in the attached memfd.
 
     ``deadline``: seconds, None: no limit.
     """

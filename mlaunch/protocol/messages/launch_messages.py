@@ -192,7 +192,7 @@ class RankGone:
 @frozen_record
 class RankStacks:
     """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
-    ``state`` is the kernel's letter for it. ``entered``: of its process groups, if it was asked and has told."""
+    ``state`` is the kernel's letter for it. ``entered``: what its process groups have entered, if known."""
 
     rank: int
     phase: Phase

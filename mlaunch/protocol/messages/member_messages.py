@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Lease:
-    """Has a member leave once nothing more has come for so many seconds: a machine that is cut off closes nothing.
+    """Makes a member leave once nothing more has come for so many seconds: a machine that is cut off closes nothing.
 
     ``farewell``: the command by which it then gives the machines back; () if that needs none.
     """
@@ -77,7 +77,7 @@ class AskOffer:
 
 @dataclass(frozen=True)
 class Offer:
-    """What it gives. ``clock``: its monotonic seconds now; ``epoch``: what makes seconds of the epoch of those."""
+    """What a member gives. ``clock``: its monotonic seconds now; ``epoch``: to add for seconds of the epoch."""
 
     number: int
     local_world_size: int
@@ -101,7 +101,7 @@ class NotPrepared:
 
 @dataclass(frozen=True)
 class Listen:
-    """Has a machine listen where others are to find it, and for them to try. ``port``: None: no more."""
+    """Makes a machine listen where others are to find it, and for them to try. ``port``: None: no more."""
 
     port: int | None
     number: int = 0  # of the call, which the answer repeats

@@ -74,7 +74,7 @@ class AskZygote:
 
 @frozen_record
 class KeepZygote:
-    """Has it stay for so many seconds after its last use, from now on."""
+    """Makes a zygote stay for so many seconds after its last use, from now on."""
 
     seconds: float
 

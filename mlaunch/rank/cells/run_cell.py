@@ -69,7 +69,7 @@ def shell() -> CellRunner:
 
 @contextlib.contextmanager
 def main_of_cells() -> Iterator[types.ModuleType]:
-    """Has the cells' namespace be ``__main__``.
+    """Makes the cells' namespace ``__main__``.
 
     Not for longer: values that go back are pickled without it, by value, since the notebook has none of its classes.
     """

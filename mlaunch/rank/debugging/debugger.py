@@ -53,7 +53,7 @@ class Debugger:
         return RankPdb(self._talk)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs it, and opens a prompt where it fails."""
+        """Runs the function, and opens a prompt where it fails."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -66,7 +66,7 @@ class Debugger:
             sys.settrace(None)
 
     def step_into(self, function: Callable[..., Any], **values: Any) -> Any:
-        """Runs it, from a prompt at its first line on."""
+        """Runs the function, from a prompt at its first line on."""
         return self._of_threads.setdefault(threading.get_ident(), RankPdb(self._talk)).runcall(function, **values)
 
     def examine(self, error: BaseException) -> None:

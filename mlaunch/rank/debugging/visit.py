@@ -75,7 +75,7 @@ class Visit(Debugger):
         return VisitorsPdb(self._talk, self)
 
     def leave(self) -> None:
-        """Ends it, in the main thread, also where that still has places to stop at."""
+        """Ends the visit, in the main thread, also where breakpoints are left."""
         # First: a trace function that meets a closed channel would raise in code of the user's.
         sys.settrace(None)
         for debugger in self._of_threads.values():

@@ -1,4 +1,4 @@
-"""Which device is this rank's."""
+"""The device of this rank."""
 
 from __future__ import annotations
 

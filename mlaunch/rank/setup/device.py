@@ -1,4 +1,4 @@
-"""Which devices, backend and threads a rank gets, and what its torch offers.
+"""The devices, backend and threads that a rank gets, and what its torch offers.
 
 Ranks see only the devices of their launch, through the variable with which each kind of device hides the others, so
 device i is local rank i's for every library, whichever ``devices`` were picked. Counting devices may wake a driver,

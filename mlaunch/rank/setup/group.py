@@ -76,7 +76,7 @@ class HeldLimits:
         self._to_come: dict[str, Any] = {}
 
     def hold(self) -> None:
-        """Lifts them. Called by the control thread."""
+        """Lifts the limits. Called by the control thread."""
         import torch.distributed.distributed_c10d as dist
 
         # A second request would take the lifted limits for those of before.

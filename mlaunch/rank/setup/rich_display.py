@@ -103,7 +103,7 @@ def _png_of(figure: Any) -> Any:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has IPython's functions replaced as their module is imported, before others take them from there."""
+    """Replaces IPython's functions as their module is imported, before others take them from there."""
 
     def __init__(self, sender: _Sender) -> None:
         self._sender = sender

@@ -1,4 +1,4 @@
-"""Has ``tqdm.notebook`` draw text in ranks, whose widgets no notebook would hear of: a rank has no kernel."""
+"""Makes ``tqdm.notebook`` draw text in ranks, whose widgets no notebook would hear of: a rank has no kernel."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where strangers come in: some at a time, while the others wait outside, and nobody is sent away.
+"""Limits how many unauthenticated connections are served at once: the others wait, and none is refused.
 
-Who waits outside is in the kernel's queue of the listening socket, and costs this process nothing.
+Connections that wait are in the kernel's queue of the listening socket, and cost this process nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StrangersReader(asyncio.StreamReader):
 class Guest:
     """One connection. It is a stranger until ``known``."""
 
-    def __init__(self, door: Door, patience: float) -> None:
-        self._door = door
+    def __init__(self, admission: Admission, patience: float) -> None:
+        self._admission = admission
         self._stranger = True
         self.patience = patience  # seconds to prove itself
 
@@ -51,7 +51,7 @@ class Guest:
         if self._stranger:
             # Before leave(), which lets the next one in at once.
             self._stranger = False
-            self._door.leave()
+            self._admission.leave()
 
 
 class Complaints:
@@ -80,7 +80,7 @@ class Complaints:
         print(f"mlaunch: {text}", file=sys.stderr, flush=True)
 
 
-class Door:
+class Admission:
     """Accepts connections for ``receive`` until it is closed. It owns the listening socket then."""
 
     def __init__(self, listener: socket.socket, receive: Receive) -> None:

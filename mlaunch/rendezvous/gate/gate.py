@@ -22,7 +22,7 @@ from typing import Any
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.rendezvous import control_protocol, values
 from mlaunch.rendezvous.gate import membership
-from mlaunch.rendezvous.gate.admission import PATIENCE, Complaints, Door, Guest
+from mlaunch.rendezvous.gate.admission import PATIENCE, Admission, Complaints, Guest
 from mlaunch.rendezvous.gate.gate_stop import GateStop
 from mlaunch.rendezvous.gate.roster import Roster
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
@@ -62,13 +62,13 @@ class Gate:
         self._values = values.GatheredValues(lambda: self._tell({"values": 1}))
         self._world_size = 0
         self._ended = False
-        self._door: Door | None = None
+        self._admission: Admission | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = GateStop()
 
     async def serve(self, listener: socket.socket) -> None:
         """Serves for as long as the process lives; who ends the launch kills it."""
-        self._door = Door(listener, self._receive)
+        self._admission = Admission(listener, self._receive)
         beat = self._heartbeat_timeout / BEATS
         while True:
             await asyncio.sleep(beat)
@@ -227,8 +227,8 @@ class Gate:
 
     async def _end(self) -> None:
         """Closes the port before anyone is told, since a next launch may use it at once."""
-        if self._door is not None:
-            self._door.close()
+        if self._admission is not None:
+            self._admission.close()
         await self._tell_master_last({"over": 1})
 
     async def _tell_master_last(self, record: control_protocol.Record) -> None:

@@ -1,6 +1,6 @@
 """The step at which the ranks of all machines stop, where each machine has a caller of its own: the gate agrees.
 
-A machine asks, the gate has all freeze their ranks and tell how often these have looked, and tells all where to stop.
+A machine asks, the gate makes all freeze their ranks and tell how often these have looked, and tells all where to stop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who takes part in a launch over several machines: what each says when it joins, and whether it fits together."""
+"""The machines of a launch: what each says when it joins, and whether that fits together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which machines have joined a launch. To add one costs the same however many there are."""
+"""The machines that have joined a launch. To add one costs the same however many there are."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class StoreConnection:
         self._held = 0  # bytes that are kept for it
 
     def feed(self, piece: bytes) -> None:
-        """Does what the client asks. ValueError or LookupError if that cannot be: it is to be let go."""
+        """Does what the client asks. ValueError or LookupError if that cannot be: close the connection."""
         for request in self._requests.feed(piece):
             if self._greeted:
                 self._do(request)

@@ -51,7 +51,7 @@ class StoreKeys:
     def hold(self, more: int) -> None:
         """Counts what is kept for clients besides. ValueError if that is too much for all together."""
         if more > 0 and self._held + more > MOST:
-            raise ValueError(f"a request with {more} bytes; the store's clients have it hold {self._held} of {MOST}")
+            raise ValueError(f"a request with {more} bytes; the store holds {self._held} of {MOST} for its clients")
         self._held += more
 
     def get(self, key: bytes) -> bytes:

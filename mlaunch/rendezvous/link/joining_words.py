@@ -17,7 +17,7 @@ _LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
 
 
 class JoiningWords:
-    """Knows it. ``there``: where the gate is to be, in words; ``tell``: to the agent."""
+    """What a joining machine waits for, in words. ``there``: where the gate should be; ``tell``: tells the agent."""
 
     def __init__(self, there: str, tell: Callable[[Waiting], object]) -> None:
         self._there, self._tell = there, tell
