@@ -68,6 +68,7 @@ class LeaseRequest:
         """Returns the lease; None: it is not our turn, or too few are free."""
         if self.options.lease == "idle" and self.numbers is not None:
             try:
+                # At each look: which devices are idle changes while the launch waits.
                 acquisition.prefer(other_programs.idle_first(self.wish.names))
             except other_programs.NoHintError as error:
                 log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
@@ -129,6 +130,7 @@ def _wanted(
 ) -> tuple[Mapping[str, int] | None, Sequence[str], int]:
     """Returns the devices' numbers by name, what will do, and how much of that."""
     kind = device_choice.choose_type(options.device_type, server.ready())
+    # Leases are by name: a number means another device under another CUDA_VISIBLE_DEVICES.
     names = server.name_devices(environ) if kind != "cpu" else ()
     if kind == "cpu" or (options.device_type == "auto" and not names):
         size = device_choice.place_on_cpus(options.n_gpus, options.devices).local_world_size

@@ -48,6 +48,8 @@ def cell_source(text: str, *, magic: str = "") -> CellSource:
         sources.take((found.file, whole))
     else:
         number = _number_of_cell(shell)
+        # IPython and Jupyter name a file by a hash of raw_code, and find breakpoints by it: so it has the magic's
+        # line, too.
         file = shell.compile.cache(whole, number, raw_code=f"{magic}{whole}")
         found = CellSource(text, f"cell In[{number}]", file, number, above)
     _check_syntax(found, shell)

@@ -101,6 +101,7 @@ class _OpenQuestion:
         self._open = False  # the thread may interrupt it
         self._over = os.eventfd(0, os.EFD_CLOEXEC)
         self._heard = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the numbers of signals that have come
+        # The end at which our thread waits. The other one must not block: Python's signal handler writes there.
         os.set_blocking(self._heard[0], True)
         self._noticed = False  # by Python, that an interrupt has come
         tasks = (self._run, self._repeat)
@@ -123,6 +124,7 @@ class _OpenQuestion:
 
     def end(self) -> None:
         """Ends the thread. No interrupt of its comes afterwards."""
+        # First: an interrupt of ours that is on its way already must raise nothing any more.
         self._asks = False
         with self._lock:
             self._open = False
@@ -155,6 +157,8 @@ class _OpenQuestion:
     def _interrupt(self) -> None:
         with self._lock:
             if self._open:
+                # To this thread, not to the process: the kernel may choose any thread then, and input() would go on
+                # waiting.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:

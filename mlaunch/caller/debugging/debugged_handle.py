@@ -76,6 +76,7 @@ class DebuggedHandle(LaunchHandle):
             if channel.fileno() in ready and not self._stopped.hear(rank):
                 self.relay.unwatch(channel.fileno())
                 self._stopped.channels.pop(rank).close()
+        # Somebody thinks at a prompt for longer than a deadline lasts, so it stands still, here and in the agent.
         if self._prompts.are_open != self._holds and not self._is_ending:
             self._holds = self._prompts.are_open
             self._limits.hold(self._holds)
@@ -88,6 +89,7 @@ class DebuggedHandle(LaunchHandle):
 
     def _ask(self, rank: int, prompt: str) -> None:
         """Asks for a line at the prompt of a rank, and does what it says."""
+        # Else what ranks have printed would come into the line that is typed.
         self.relay.output.console.wait()
         try:
             line = asking.ask(prompt, functools.partial(self._drive, rank))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _SOME = re.compile(r"\s*ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+(?P<command>\S.*)")
-_ALL = re.compile(r"\s*all\s+(?P<command>[^\s(=.\[].*)")
+_ALL = re.compile(r"\s*all\s+(?P<command>[^\s(=.\[].*)")  # not Python's: all(...), all = ..., all.x, all[0]
 _SWITCH = re.compile(r"\s*switch\s+(?P<rank>\d+)\s*")
 
 

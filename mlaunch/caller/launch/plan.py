@@ -128,6 +128,8 @@ def _context(environ: Mapping[str, str]) -> Context:
     main_name = getattr(getattr(main, "__spec__", None), "name", None)
     argv = tuple(getattr(sys, "argv", ()))
     authkey = bytes(current_process().authkey)
+    # Ranks have the key as this process's children do: a Manager of multiprocessing, passed as an argument, works
+    # there.
     own = of_this_process(), notebook.source(), authkey
     return Context(dict(environ), cwd, tuple(sys.path), argv, main_file, main_name, os.getpid(), *own)
 

@@ -83,6 +83,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
     server = warm_server.get(environ)
     course.starting = True
     while server.waits_for:
+        # Not in ready(): the import of torch takes seconds, and this thread drives all other runs.
         yield Need(server.waits_for)
         go_on(course)
     ready = server.ready()
@@ -98,6 +99,7 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
         history.ready = time.monotonic()
         handle = start(grant, server, spec, call, output_of(options, spec, course), history)
     finally:
+        # Ours alone: the launch's processes hold copies of the descriptors, and devices are free at the last one's end.
         grant.close()
     return (yield from driven(handle, course))
 
@@ -170,6 +172,7 @@ def driven(handle: LaunchHandle, course: RunCourse) -> Steps:
             if course.stop_reason:
                 handle.ask_to_stop(course.stop_reason)
             if course.cancelling and not asked:
+                # Else it ended by itself before: cancel() says False.
                 asked = not handle.outcome.failed and not handle.answered
                 handle.ask_to_end()
             yield Need((handle.fileno(),), course.reports.period(handle.timeout()))

@@ -33,7 +33,7 @@ class ClaimsMachines(Protocol):
         """Tells whether it has its machines now."""
 
     def part(self) -> StartsLaunches:
-        """Gives the machines back; may wait."""
+        """Returns the machines, once they are ready; may wait."""
 
     @property
     def lost(self) -> bool:

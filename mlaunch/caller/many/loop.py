@@ -51,6 +51,8 @@ class LaunchLoop:
         while self._take_new(ended):
             _tell(ended)
             ended = []
+            # Runs that have ended are told first: one that failed cancels the trials in line, which then take no
+            # devices.
             for steps in sorted(self._due(self._wait()), key=lambda steps: self._courses[steps][0].later):
                 if self._courses[steps][0].later:
                     _tell(ended)

@@ -76,6 +76,7 @@ def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None
             future.set_exception(error)
         course.notify()
 
+    # A thread for each, and no pool: in a pool, work that hangs on one machine would hold up that of all others.
     threading.Thread(target=run, daemon=True).start()
     while not future.done():
         yield Need()

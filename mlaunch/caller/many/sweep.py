@@ -91,6 +91,7 @@ class Sweep(Sequence[Run]):
 
     def cancel(self) -> None:
         """Ends all that run, starts none that wait, and returns when their processes are gone."""
+        # All are asked first, so that their grace periods pass at the same time.
         for trial in self._trials:
             trial.ask_to_cancel()
         for trial in self._trials:

@@ -111,7 +111,7 @@ class Trial(Run):
         return Trial(self._plan, self._sweep)
 
     def _go_on(self) -> None:
-        self._begun = self._begun or time.monotonic()
+        self._begun = self._begun or time.monotonic()  # of the first attempt
         with self._lock:
             then, self._then = self._then, None
         if then is not None:

@@ -97,6 +97,7 @@ class TrialFile:
                 f"what stands there is unpickled here; allowed: a file of your own, that not all may write to"
             )
         try:
+            # Not fcntl()'s kind of lock, which is gone as soon as this process closes any descriptor of the file.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._wrong("another sweep has it; wait for its end, or give another file") from None
@@ -108,6 +109,7 @@ class TrialFile:
         if not lines and not _line(_KIND)[:-2].startswith(torn[: len(_line(_KIND)) - 2]):
             raise self._wrong("it is no file of a sweep; nothing was written there")
         records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+        # No line of a trial that counts as done: that is whole before anybody is told.
         if torn:
             os.ftruncate(self._fd, len(whole + end))
         if not records:
@@ -145,6 +147,7 @@ class TrialFile:
             raise
 
     def _sync_directory(self) -> None:
+        # To sync a file does not write its name (fsync(2)): a crash could lose the whole of a new one.
         fd = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -161,6 +164,7 @@ def canonical(arguments: Mapping[str, Any]) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
+    # By type() and not isinstance(): a subclass may hold more than its number or text.
     if value is None or type(value) in {bool, int, float, str}:
         return value
     if type(value) is list:
@@ -182,6 +186,7 @@ def _plain(name: str, value: Any) -> Any:
 def _as_text(values: list[Any]) -> dict[str, Any]:
     """Returns them to be read by people, if they come back from that as they were; else pickled."""
     with contextlib.suppress(TypeError, ValueError, RecursionError):
+        # By their pickles: == takes a numpy.float64 or an IntEnum for the plain number that JSON makes of it.
         if pickle.dumps(json.loads(json.dumps(values))) == pickle.dumps(values):
             return {"values": values}
     return {"pickled": base64.b64encode(pickle.dumps(values)).decode()}

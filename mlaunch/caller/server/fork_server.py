@@ -56,6 +56,7 @@ class ForkServer:
         self._kill = kill or functools.partial(os.kill, pid, signal.SIGKILL)  # a child's number is its own
         self._control = control
         self._wait = wait
+        # Reentrant: a signal handler that launches while this thread waits in ready() must come to the error there.
         self._lock = threading.RLock()
         self._ready: Ready | None = None
         self._waiting = False

@@ -123,7 +123,7 @@ def _become_server(
         linux.open_standard_streams()
         process.reset_process()
     except BaseException:
-        os._exit(1)
+        os._exit(1)  # not sys.exit(): handlers of the caller's exit would run here
     serve(theirs, caller, call)
 
 

@@ -90,6 +90,7 @@ def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interprete
         try:
             _send(zygote, theirs, environ, like)
         finally:
+            # With a copy here, the channel of a fork that dies would never be at its end.
             theirs.close()
         answer, fds = _answer(zygote, pid)
         if isinstance(answer, Forked):
@@ -125,6 +126,7 @@ def _send(
     # A pidfd: by the time that the fork looks, this process's number may be another's.
     null, caller = os.open(os.devnull, os.O_RDWR), os.pidfd_open(os.getpid())
     try:
+        # A closed one becomes /dev/null: the next file that is opened would get its number.
         stdin = 0 if like.stdin != subprocess.DEVNULL and linux.identity(0) is not None else null
         stderr = 2 if linux.identity(2) is not None else null
         with in_memfds([("surroundings", surroundings)]) as memfds:

@@ -184,11 +184,11 @@ def _start(
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
         env=with_huge_heap(kept),
-        cwd="/",
+        cwd="/",  # it would keep a file system from being unmounted
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[theirs.fileno(), lock],
-        start_new_session=True,
+        start_new_session=True,  # away from the terminal, whose Ctrl-C and hang-up it survives
     )
     theirs.close()
     return process, ours
