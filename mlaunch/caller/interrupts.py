@@ -81,7 +81,7 @@ class _Deferral:
             return
         (number, handler), *others = handlers
         try:
-            if _signal.getsignal(number) == self.take:  # else code of the user's has set another
+            if _signal.getsignal(number) == self.take:  # else user code has set another
                 _signal.signal(number, handler)
         finally:
             self._give_back(others)

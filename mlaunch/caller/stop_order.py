@@ -23,7 +23,7 @@ class StopSignal(BaseException):
 class StopOrder:
     """Holds over the attempts of a call: one that begins after the order hears of it, too.
 
-    A context manager, and none of contextlib's, which would set attributes of what passes through it. Within it the
+    A context manager, but not contextlib's, which would set attributes of what passes through it. Within it the
     signals ask the ranks, whatever they did before.
     """
 

@@ -49,7 +49,7 @@ def _ask(name: str, spec: ModuleSpec | None) -> bool:
 
 def _is_found(name: str, path: list[str] | None, spec: ModuleSpec) -> bool:
     for finder in sys.meta_path:
-        with contextlib.suppress(Exception):  # a finder of the user's; a file that has gone
+        with contextlib.suppress(Exception):  # a user's finder; a file that has gone
             found = finder.find_spec(name, path)
             if found is not None:
                 return found.origin == spec.origin or os.path.samefile(found.origin or "", spec.origin or "")

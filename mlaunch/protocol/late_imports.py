@@ -58,7 +58,7 @@ def _note_standard(names: list[str]) -> None:
 
 
 def _is_standard(name: str) -> bool:
-    """Tells whether it is of Python's library; a file of the user's may have such a name."""
+    """Tells whether it is of Python's library; a user's file may have such a name."""
     top = name.partition(".")[0]
     if top not in sys.stdlib_module_names or top in _NEVER or top.startswith("_"):
         return False

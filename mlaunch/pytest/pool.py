@@ -78,7 +78,7 @@ class RankPool:
             found.close()
 
     def give_back(self) -> None:
-        """Ends the sets whose devices other workers of xdist's wait for; to be called between two tests."""
+        """Ends the sets whose devices other xdist workers wait for; to be called between two tests."""
         for shape in [shape for shape, shared in self.sets.items() if shared.is_due]:
             self.drop(shape)
 

@@ -102,7 +102,7 @@ class Runner:
         self.pool.forget(fixturedef)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Lets other workers of xdist's have devices that they wait for, and starts ranks for a bad moment."""
+        """Lets other xdist workers have devices that they wait for, and starts ranks for a bad moment."""
         self.pool.give_back()
         if self._to_come >= _MANY:
             self.pool.start_ahead()

@@ -102,7 +102,7 @@ class SharedRanks:
 
     @property
     def is_due(self) -> bool:
-        """Whether another worker of xdist's is to have its devices."""
+        """Whether another xdist worker is to have its devices."""
         return self._place.are_due()
 
     @property

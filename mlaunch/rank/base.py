@@ -184,7 +184,7 @@ class Rank:
         task = self._task or self._next_task()  # a rank that fails before a call has come answers the first one
         if task is None:
             return
-        # Before the descriptors are looked at: a __reduce__ is code of the user's, and may close them.
+        # Before the descriptors are looked at: a __reduce__ is user code, and may close them.
         data = payload.answer(content, self._memfd, most=ANSWER_LIMIT, to_caller=kind is AnswerKind.VALUE)
         self._check_descriptors()
         self._seal()
@@ -232,7 +232,7 @@ class Rank:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{fd}").startswith(
                 "/memfd:mlaunch-crash-"
-            ):  # else it is a file of the user's by now
+            ):  # else it is a user's file by now
                 os.write(fd, f"{text}\n".encode())
 
     def _report(self, error: BaseException, *, kind: AnswerKind = AnswerKind.ERROR) -> None:

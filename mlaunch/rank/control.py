@@ -92,7 +92,7 @@ def _let_attach(record: Attach, fd: int) -> None:
         from mlaunch.rank.debugging import visit  # imports pdb
 
         visit.begin(os.dup(fd), record.rank, record.who)
-    except Exception as error:  # a module of the user's in place of Python's, or no descriptor is left
+    except Exception as error:  # a user's module in place of Python's, or no descriptor is left
         told = f"{record.who} cannot be debugged: {type(error).__name__}: {error}"[:TEXT_LIMIT]
         visitor: Channel[DebuggerHears, DebuggerSays] = Channel.adopt(os.dup(fd))
         visitor.try_send(PromptSays(f"{told}\n"))

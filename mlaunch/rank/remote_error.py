@@ -59,7 +59,7 @@ def _is_from_files(error: BaseException) -> bool:
 
 
 def _is_torchs(error: BaseException) -> bool:
-    """Tells whether a function of torch's has raised it."""
+    """Tells whether a torch function has raised it."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(modules) and modules[-1].startswith("torch.")
 

@@ -65,7 +65,7 @@ class StepProfile:
             self._end()
 
     def _end(self) -> None:
-        # Taken out first: stop() writes the file, and while that fails a step of the user's may come here again.
+        # Taken out first: stop() writes the file, and while that fails a user's step may come here again.
         running, self._profile = self._profile, None
         if running is not None:
             self._try(running.stop)
@@ -88,6 +88,6 @@ class StepProfile:
             act()
         except Exception as error:  # of torch's, of CUPTI's, of a full disk: the run is worth more
             self._profile = None
-            # No warning: a filter of the user's may make an exception of it, in the middle of his loop.
+            # No warning: a user's filter may make an exception of it, in the middle of his loop.
             what = f"{type(error).__name__}: {error}"
             print(f"mlaunch: rank {self._rank} is not profiled: {what}", file=sys.stderr, flush=True)

@@ -58,7 +58,7 @@ def _is_refusal(error: RuntimeError) -> bool:
 
 
 def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Meets at a URL of torch's, whose own code makes the store; without libuv if torch has none."""
+    """Meets at a torch URL, whose own code makes the store; without libuv if torch has none."""
     import torch.distributed as dist
 
     def meet() -> dist.Store:

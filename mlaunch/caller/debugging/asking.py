@@ -53,7 +53,7 @@ def _kernel() -> Any:
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except Exception:  # None, closed, an object of the user's
+    except Exception:  # None, closed, a user's object
         return False
 
 

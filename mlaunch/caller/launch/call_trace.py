@@ -21,7 +21,7 @@ from mlaunch.protocol.spec import ProfileOrder
 class CallTrace:
     """Holds over the attempts of a call; the trace is that of the last one. Without ``profile=`` it does nothing.
 
-    No context manager of contextlib's, which would set attributes of what passes through it. ``named``: how the path
+    Not a contextlib context manager, which would set attributes of what passes through it. ``named``: how the path
     was given. OSError where no such file can be written.
     """
 

@@ -63,8 +63,7 @@ class LaunchHandle:
     over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
     stop_reason: str = field(default="", init=False)  # why the ranks are to stop
     seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
-    # Fork server or agent died before the call began: nothing has run, it can be retried.
-    never_began: bool = field(default=False, init=False)
+    never_began: bool = field(default=False, init=False)  # server or agent died before: nothing has run, try again
 
     def __post_init__(self) -> None:
         self._has_begun = False
@@ -150,7 +149,7 @@ class LaunchHandle:
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
             raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")
-        with interrupts.allowed():  # values are unpickled by code of the user's
+        with interrupts.allowed():  # values are unpickled by user code
             return settle(self.outcome, self.report())
 
     @property

@@ -60,7 +60,7 @@ class Outcome:
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Takes in a record of the agent's, with its descriptors if it has a use for them."""
+        """Takes in a record of the agent, with its descriptors if it has a use for them."""
         taker = _TAKERS.get(type(record))
         if taker is not None:
             taker(self, record, fds)
@@ -88,7 +88,7 @@ class Outcome:
         )
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
-        # Not unpickled here: that is code of the user's, for which neither order nor lock of the hearing is made.
+        # Not unpickled here: that is user code, for which neither order nor lock of the hearing is made.
         content = Payload(record.data, *fds)
         self.stale = self.stale or record.stale
         if record.kind is AnswerKind.VALUE:

@@ -46,7 +46,7 @@ def again(name: str, restart_count: int, max_restarts: int, error: BaseException
 
 
 def _line_of(report: LaunchError | None) -> str:
-    """Says in which line of the user's the cause was raised: " (train.py:29)"; "" if nobody knows."""
+    """Says in which line of user code the cause was raised: " (train.py:29)"; "" if nobody knows."""
     frames = _FRAME.findall(report.failures[0].traceback)[::-1] if report is not None and report.failures else []
     place = innermost_users([file for file, _ in frames])
     return "" if place is None else f" ({short_name(frames[place][0])}:{frames[place][1]})"

@@ -58,6 +58,7 @@ def start(
             with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
                 server.prepare(following, soon=bool(leases))
     finally:
+        # The server has its copy; with ours open, a dead agent's channel would never be at its end.
         if following is not None:
             following.close()
     return _handle(server, spec, agent, output, history, prepared=prepared)

@@ -81,7 +81,7 @@ class LaunchLoop:
             need = next(steps)
         except StopIteration as end:
             return [(tell, end.value)]
-        except BaseException as error:  # of code of the user's that pickles, too: the others go on
+        except BaseException as error:  # of user code that pickles, too: the others go on
             return [(tell, error)]
         due = None if need.timeout is None else time.monotonic() + need.timeout
         self._courses[steps] = need, due, tell

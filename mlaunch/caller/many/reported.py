@@ -110,7 +110,7 @@ class ReportLog:
 
 def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:
     for data in found:
-        with contextlib.suppress(ValueError, TypeError):  # code of the user's can write there, too
+        with contextlib.suppress(ValueError, TypeError):  # user code can write there, too
             step, values = json.loads(data)
             yield Reported(rank, step, values)
 

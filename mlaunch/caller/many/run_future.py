@@ -205,7 +205,7 @@ def _nothing() -> None: ...
 def _without_locals(error: BaseException) -> BaseException:
     """Returns the error without what the frames of its traceback hold: with it a run would keep its launch's handle."""
     found = [error]
-    for link in found:  # which may be each other's cause, and have an __eq__ of the user's
+    for link in found:  # which may be each other's cause, and have a user's __eq__
         traceback.clear_frames(link.__traceback__)
         for other in (link.__cause__, link.__context__):
             if other is not None and all(other is not known for known in found):

@@ -129,7 +129,7 @@ class Console:
             return self._outlet(stream, fd).write(data, target.flush)
         if stream in self._outlets:
             self._outlets.pop(stream).close()
-        with interrupts.allowed():  # code of the user's, maybe
+        with interrupts.allowed():  # user code, maybe
             if isinstance(target, io.TextIOWrapper):
                 target.flush()
                 self._begun = True

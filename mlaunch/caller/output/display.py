@@ -195,7 +195,7 @@ class StartingLine:
 
     It is shown if it is asked to, until the block ends. ``place``: where lines change; None: nowhere.
 
-    No context manager of contextlib's; see ``interrupts``.
+    Not a contextlib context manager; see ``interrupts``.
     """
 
     def __init__(self, name: str, place: Area | None) -> None:
@@ -208,7 +208,7 @@ class StartingLine:
         self.tell(f"{self._name}  starting: importing torch")
 
     def tell(self, text: str) -> None:
-        """Shows this."""
+        """Shows a text in the line's place."""
         with Display.lock:
             self._shown = True
             self._write(self._display.draw([text], time.monotonic()))

@@ -87,8 +87,7 @@ class Relay:
     def adopt(self, rank: int, local_rank: int, fds: Sequence[int], board: Board | None = None) -> None:
         """Takes over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
-            # The caller supervises, too: it waits for nothing but its poll.
-            os.set_blocking(fd, False)
+            os.set_blocking(fd, False)  # the caller supervises, too: it waits in its poll alone
             self._pipes[fd] = KeptFd(fd)
             self._streams[fd] = stream = self.output.open_stream(rank, local_rank, number, board)
             if self._is_read(stream):
@@ -130,7 +129,7 @@ class Relay:
         return ready & self._watched
 
     def show_status(self, status: Callable[[], list[str]]) -> None:
-        """Has this make the lines above the bars, of each call's output."""
+        """Shows these lines above the bars, of each call's output."""
         self._status = self.output.status = status
 
     def finish(self, until: float = math.inf, *, stays: bool = False) -> None:

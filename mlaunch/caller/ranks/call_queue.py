@@ -16,7 +16,7 @@ from mlaunch.caller.report.launch_report import LaunchReport
 
 
 class Queue:
-    """Under the lock of whoever has it, save ``tell``, which runs code of the user's, and ``add``."""
+    """Under the lock of whoever has it, save ``tell``, which runs user code, and ``add``."""
 
     def __init__(self) -> None:
         # Not the session's lock: a step may hold that for as long as nobody reads what ranks print.

@@ -23,7 +23,7 @@ Call = TypeVar("Call", bound=Awaited, contravariant=True)
 class Driven(Protocol[Call]):
     """What is driven. ``step`` takes in what has come, ``hear_values`` too until a call is over; they take the lock.
 
-    ``tell`` tells what came of that, without the lock, since it runs code of the user's. It tells whatever is over: by
+    ``tell`` tells what came of that, without the lock, since it runs user code. It tells whatever is over: by
     whom it is told may be any thread that tells just then.
     """
 

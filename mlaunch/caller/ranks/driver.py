@@ -129,7 +129,7 @@ class Driver(Generic[Call]):
             self.notify()
 
     def step_aside(self) -> None:
-        """Lets others drive while this thread, if it does, runs code of the user's, which may wait for them."""
+        """Lets others drive while this thread, if it does, runs user code, which may wait for them."""
         with self._driven.lock:
             if self._leader == threading.get_ident():
                 self._lead(None)

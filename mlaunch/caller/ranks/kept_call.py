@@ -130,7 +130,7 @@ class KeptCall:
         self.close()
 
     def tell(self) -> None:
-        """Lets those know who wait for a settled call; unpickling its values and telling it may run code of theirs."""
+        """Lets those know who wait for a settled call; unpickling its values and telling it may run user code."""
         ended = self.ended = self._make()
         if ended.error is not None:
             self._keep_freed()
@@ -219,7 +219,7 @@ def pickle_call(to: Destination, name: str, call: Call) -> Payload:
         data = pickle.dumps(plain, 5)
         if len(data) <= _CALL_LIMIT:
             return Payload(data)
-    with pickling_for.towards(to), interrupts.allowed():  # it runs code of the user's, and may take long
+    with pickling_for.towards(to), interrupts.allowed():  # it runs user code, and may take long
         try:
             return payload.pack(plain, "call", most=_CALL_LIMIT)
         except OSError:

@@ -79,7 +79,7 @@ class KeptHandle(DirectHandle):
         """Ends the call that is over; the ranks wait for the next one. Also returns what is stale in them.
 
         Returns:
-            What settles the call, to be called once, without a lock: it unpickles values, by code of the user's.
+            What settles the call, to be called once, without a lock: it unpickles values, by user code.
         """
         self._stall.rest()
         found = self._finish_ahead()

@@ -113,7 +113,7 @@ class RanksLaunch:
                 self.handle.cancel(force=False)
             elif not self.ended.is_set():
                 self.handle.end_ranks()
-        for call in queued:  # without the lock, since it runs code of theirs
+        for call in queued:  # without the lock, since it runs user code
             call.cancel()
         self._driver.notify()
 
@@ -160,7 +160,7 @@ class RanksLaunch:
                     return  # who tells of it drives no more, and must not wait as who does
 
     def tell(self) -> None:
-        """Tells those who wait, and lets others run what is left; without the lock, since it runs code of theirs."""
+        """Tells those who wait, and lets others run what is left; without the lock, since it runs user code."""
         if self._queue.settled:
             self._driver.step_aside()
         self._queue.tell()

@@ -1,4 +1,4 @@
-"""How one call of ranks that stay has ended. Values are unpickled here, which may run code of the user's."""
+"""How one call of ranks that stay has ended. Values are unpickled here, which may run user code."""
 
 from __future__ import annotations
 

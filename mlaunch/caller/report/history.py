@@ -70,7 +70,7 @@ class History:
     clocks: dict[int, list[ClockCompared]] = field(default_factory=dict)  # of machines, by their first rank
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Takes in what a record of the agent's says of the launch's course."""
+        """Takes in what a record of the agent says of the launch's course."""
         if isinstance(record, RanksStarting):
             self.board = Board(BoardFds(*fds).board)
         elif isinstance(record, RankStarted):

@@ -31,7 +31,7 @@ class in_memfds:
                     continue
                 # Kept before anything is written: an interrupt in a __reduce__ must not lose the descriptor.
                 self._memfds.append(memory_file(name))
-                with interrupts.allowed():  # it runs code of the user's, and may take long
+                with interrupts.allowed():  # it runs user code, and may take long
                     payload.write(self._memfds[-1], value)
         except BaseException:
             close_all(self._memfds)

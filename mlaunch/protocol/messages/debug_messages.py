@@ -24,7 +24,7 @@ class PromptSays:
 class PromptAsks:
     """Asks for a line, and waits for it. ``prompt``: what stands before that.
 
-    ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" where code of the user's calls ``input``.
+    ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" where user code calls ``input``.
     """
 
     prompt: str

@@ -1,4 +1,4 @@
-"""Who says what to whom over byte streams, as types: what ``channels.py`` is for the channels of one machine.
+"""The records that travel on each kind of byte stream, as types, as ``channels.py`` has those of channels.
 
 For annotations alone: this imports every kind of record.
 """

@@ -1,4 +1,4 @@
-"""Names for completion, found by looking alone: no code of the user's runs.
+"""Names for completion, found by looking alone: no user code runs.
 
 One rank answers while the others do nothing, so a property or a ``__dir__`` that communicates would wait for ever.
 IPython's own completer, however guarded, calls ``__dir__`` and ``__getattribute__``, and has nothing to say of a
@@ -28,7 +28,7 @@ _names_of_class: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"]
 
 
 class UnknownError(Exception):
-    """To find it out would take code of the user's, or there is no such thing."""
+    """To find it out would take user code, or there is no such thing."""
 
 
 def find_names(kind: str, source: str, prefix: str, asked: int) -> list[str] | None:

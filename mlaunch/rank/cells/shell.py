@@ -91,7 +91,7 @@ class CellShell(InteractiveShell):
                 raise _below_ipython(error, file)
             return CellAnswer(self.last, tuple(self.displays))
         finally:
-            # IPython keeps the latest result for %debug and the like, with a model of the user's in its frames.
+            # IPython keeps the latest result for %debug and the like, with a user's model in its frames.
             self.last, self.displays, self.last_execution_result = None, [], None
             del done, error  # with what the frames of the error hold
 

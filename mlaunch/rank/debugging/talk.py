@@ -69,7 +69,7 @@ class Talk(io.TextIOBase):
 
     def readline(self, _size: int | None = -1) -> str:  # type: ignore[override]  # text, not bytes
         """Asks for a line, with what was written last before it. Returns "" if no more come."""
-        with contextlib.suppress(Exception):  # what a stream of the user's raises
+        with contextlib.suppress(Exception):  # what a user's stream raises
             # What the function has printed before its prompt is to stand above it.
             sys.stdout.flush()
         prompt, self._begun = self._begun, ""
@@ -78,7 +78,7 @@ class Talk(io.TextIOBase):
         return "" if text is None else f"{text}\n"
 
     def ask(self, prompt: object = "", /) -> str:
-        """Does what ``input`` does, as code of the user's calls it. Raises EOFError if no more lines come."""
+        """Does what ``input`` does, as user code calls it. Raises EOFError if no more lines come."""
         with self.turn(""):
             self.write(f"[{self._rank}] {prompt}")
             line = self.readline()
@@ -90,7 +90,7 @@ class Talk(io.TextIOBase):
         if self._begun:
             self.write("\n")
         self._send(PromptLeft(self.how, place))
-        # Not even a finally of the user's: it may enter a collective to which nobody comes.
+        # Not even a user's finally: it may enter a collective to which nobody comes.
         if self.how is Onward.QUITS:
             self._wait_for_end()
 
@@ -108,6 +108,6 @@ class Talk(io.TextIOBase):
         os._exit(1)
 
     def _wait_for_end(self) -> NoReturn:
-        """Does nothing any more: no code of the user's runs until the agent ends this process."""
+        """Does nothing any more: no user code runs until the agent ends this process."""
         while True:
             self._receive()

@@ -1,7 +1,7 @@
 """A debugger that comes to a running rank from another terminal (``mlaunch debug``), and goes again.
 
     control thread --asks the interpreter--> main thread, between two instructions: traces from here on
-    --next line of the user's--> a prompt, as at breakpoint()  --detach, or the visitor is gone--> as before
+    --next line of user code--> a prompt, as at breakpoint()  --detach, or the visitor is gone--> as before
 
 A main thread inside C is not disturbed: it stops once that has returned.
 """
@@ -76,7 +76,7 @@ class Visit(Debugger):
 
     def leave(self) -> None:
         """Ends the visit, in the main thread, also where breakpoints are left."""
-        # First: a trace function that meets a closed channel would raise in code of the user's.
+        # First: a trace function that meets a closed channel would raise in user code.
         sys.settrace(None)
         for debugger in self._of_threads.values():
             debugger.clear_all_breaks()
@@ -125,7 +125,7 @@ class VisitorsTalk(Talk):
 
 
 class VisitorsPdb(RankPdb):
-    """Stops in code of the user's, or in what that has called; in no other that a rank runs."""
+    """Stops in user code, or in what that has called; in no other that a rank runs."""
 
     def __init__(self, talk: Talk, visit: Visit) -> None:
         super().__init__(talk)

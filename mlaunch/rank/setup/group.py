@@ -56,7 +56,7 @@ def _serves(backend: str, device_type: str) -> bool:
 
 
 def lift_limits() -> None:
-    """Gives groups that code of the user's makes no limit, either, unless it says one."""
+    """Gives groups that user code makes no limit, either, unless it says one."""
     import torch.distributed.distributed_c10d as dist
 
     # Asked for by name: which of the two there are depends on the release.

@@ -116,7 +116,7 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # None, a full disk, closed, what a stream of the user's raises: nobody is left to hear of it
+        except Exception:  # None, a full disk, closed, what a user's stream raises: nobody is left to hear of it
             continue
     # C++ of extensions prints through C's buffers, which os._exit drops.
     _libc.fflush(None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SIZE, NUMBER, SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
-# torch's: the first request of each client carries it, and a server of torch's hangs up on others.
+# torch's: the first request of each client carries it, and a torch server hangs up on others.
 _MAGIC = 0x3C85F7CE
 _MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own store takes
 LONGEST = 1 << 23
@@ -78,7 +78,7 @@ class Requests:
         return len(self._data) + self._taken
 
     def feed(self, piece: bytes) -> Iterator[Request]:
-        """Yields the requests that are complete now. ValueError for what no client of torch's says."""
+        """Yields the requests that are complete now. ValueError for what no torch client says."""
         self._data += piece
         while (request := self._next()) is not None:
             yield request
