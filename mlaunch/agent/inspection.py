@@ -153,6 +153,8 @@ class Inspection:
         if word == ALL_STACKS:
             self._signal([rank for rank in self._ranks if rank.alive], requests, all_threads=True)
         elif not self._curious or not self._entered.with_places:  # else they get what others have asked for
+            # By their control threads. A signal killed ranks that were importing, once in some thousand times
+            # (SIGSEGV); only those that have not answered by _signal_at get one.
             self._entered.ask(place=word != PULSE)
             self._answer_at = self._clock() + STACKS_TIMEOUT
         if word in {WHY, STACKS, DEBUG} and self._signal_at is None:

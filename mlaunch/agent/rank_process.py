@@ -63,6 +63,8 @@ class RankProcess:
     def _renew(self) -> int:
         if self.spent_fd >= 0:
             os.close(self.spent_fd)
+        # A new one for each large answer: the caller maps it privately, and the next answer would be written under
+        # that.
         self.spent_fd, self.answer_fd = self.answer_fd, memory_file(f"rank-{self.rank}")
         return self.answer_fd
 

@@ -55,6 +55,7 @@ class MachineQueue:
 
     def _give(self, claim: MachineClaim) -> bool:
         left = [machine for machine in self._machines.machines if not machine.lost]
+        # Too few are left: only a launch that has all of them may ask the engine for others.
         if claim.count is None or len(left) < claim.count:
             claim.whole = not self._holders
             return claim.whole

@@ -145,6 +145,7 @@ class Acquisition:
         if len(free) < self._wish.count:
             return None
         # All of them or none, under the lock: two that took theirs one by one would wait for each other.
+        # With the directory itself, whose lock keeps systemd-tmpfiles from removing it while ranks run for days.
         lease = DeviceLease(tuple(free[: self._wish.count]), [os.dup(self._site.fd)])
         _open.update(lease.fds)
         try:

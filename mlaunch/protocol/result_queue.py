@@ -19,7 +19,7 @@ from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind
 
 R = TypeVar("R")
 
-ANSWER_LIMIT = 2048  # bytes of a value inside an answer
+ANSWER_LIMIT = 2048  # bytes of a value inside an answer; a memory file for each cost more than a short call
 _LENGTH = struct.Struct("!i")  # as multiprocessing's connections have it
 _CHUNK = 65536  # bytes: a pipe holds no more
 

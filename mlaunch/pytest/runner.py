@@ -94,6 +94,7 @@ class Runner:
             object.__setattr__(fixturedef, "func", _nothing)
         value = yield
         if fixturedef.scope != "function" and not isinstance(value, _SMALL):
+            # With the value, or its number would be another object's once it is gone.
             self.pool.wide[id(value)] = (fixturedef, value)
         return value
 

@@ -90,6 +90,7 @@ def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException
     """
     keep_last = keep_last and not is_misuse(error)
     trace = error.__traceback__
+    # Our frames stood between the report and the user's code.
     while trace is not None and (is_ours(file := trace.tb_frame.f_code.co_filename) or file == RUNPY):
         if trace.tb_next is None and keep_last:
             break

@@ -47,6 +47,7 @@ class Server:
         with listen(address, port) as listener:
             self.address, self.py_server_port = listener.getsockname()[:2]
             fd = listener.fileno()
+            # A process of its own: one that hosts the store's thread must never fork, and a user's process may.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
                 stdin=subprocess.PIPE,  # its end tells the server that we are gone

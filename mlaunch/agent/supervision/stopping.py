@@ -109,6 +109,7 @@ class Stopping:
         now = self._system.clock()
         if self._asking.is_due():
             self._ask()
+        # All at one go, once all stacks are there: the end of one rank breaks the connections of the next.
         if self._terminate_at is not None and (not self.waits or now >= self._terminate_at):
             self._terminate()
             self._kill_at = now + self._grace_period

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-WINDOW = 0.05  # seconds
+WINDOW = 0.05  # seconds that a line waits for other ranks to print the same
 _MOST = 1000  # lines that wait
 
 

@@ -26,7 +26,7 @@ from mlaunch.protocol.spec import LaunchSpec
 
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 # A memory file for each cost more than a small call.
-_CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it
+_CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it; a memory file costs more than a call
 
 
 class MergedOptions:

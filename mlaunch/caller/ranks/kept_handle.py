@@ -59,6 +59,9 @@ class KeptHandle(DirectHandle):
         self._stall.begin(self._begun)
         self._present_call, self.stop_reason, self._stop_sent = call.number, call.stop_reason, False
         self._by_itself = len(self._direct) == self.spec.world_size
+        # After a pause the processor's caches have forgotten us, and each line of Python costs three times what it
+        # costs in a loop. So an outcome and an output of the call's own are made only if something else than values
+        # comes.
         self.ahead = self._by_itself and self.relay.output.serves(call.plan)
         if self.ahead:
             self._call, self._told = call, {}

@@ -224,7 +224,7 @@ class MachinesLaunch:
             seed=self.options.seed,
             port=0,
             torch_version=prepared[0].torch_version,
-            secret=tokens.draw(),
+            secret=tokens.draw(),  # long enough to be used without scrypt
             context=self._context(),
             rank0_only=self.options.results == "rank0",
             stop_on=signals.numbers_of_option(self.options.stop_on),

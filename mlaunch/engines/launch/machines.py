@@ -139,7 +139,7 @@ def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None])
                 f"or does it ask for input?"
             )
         told = state
-        interrupts.wait_readable([], _LOOK_DELAY)
+        interrupts.wait_readable([], _LOOK_DELAY)  # a sleep that Ctrl-C ends at once
 
 
 def say(text: str) -> None:

@@ -45,6 +45,7 @@ def threads_of(ranks: int) -> int:
 
 def visible(runtime: str, devices: Sequence[int], environ: Mapping[str, str]) -> str:
     """Returns these of the visible devices as the machine names them: the value of the variable that hides others."""
+    # Devices are picked by the variable that hides the others: local rank and number then agree for every library.
     shown = [name.strip() for name in _shown(runtime, environ).split(",") if name.strip()]
     return ",".join(shown[device] if shown else str(device) for device in devices)
 
@@ -119,6 +120,7 @@ def _own_backend(kind: str | None, names: Sequence[str]) -> str | None:
     """Names torch's own backend for tensors of this kind, or else gloo if that takes them; None if neither is there."""
     from torch.distributed import Backend
 
+    # Plugins enter their backends in this map.
     wanted = (Backend.default_device_backend_map.get(kind or "", ""), "gloo")
     return next((name for name in wanted if name in names and kind in Backend.backend_capability.get(name, ())), None)
 
