@@ -170,8 +170,7 @@ def _supervise(
     listener = _listen(spec, launcher)
     owned = _owned(order, link, parent)
     joined = Joined(spec, None, Peers())
-    if spec.cluster is not None:
-        # Before ranks are forked: their environment, and the launch's name, depend on what the machines agree on.
+    if spec.cluster is not None:  # before ranks are forked: their environment depends on what the machines agree on
         joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
         owned.add(*joined.peers.fds())
     spec = joined.spec
