@@ -52,9 +52,10 @@ def _apart(prefix: str, first: int) -> Iterator[None]:
 
     # Only now: at the test's end another rank may still be in one of its collectives, and would fail with "Connection
     # closed by peer" in place of what it has found.
-    _destroy(_left)
-    _left.clear()
-    if device.version() >= group.DESTRUCTIBLE:
+    if _left:
+        _destroy(_left)
+        _left.clear()
+    if _over and device.version() >= group.DESTRUCTIBLE:
         _over.clear()
     ours, known = dist.group.WORLD, set(_groups())
     _kept.intersection_update(known)

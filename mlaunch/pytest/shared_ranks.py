@@ -17,7 +17,7 @@ from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, early, isolation, station, workers
+from mlaunch.pytest import body, early, isolation, states, station, workers
 from mlaunch.pytest.briefing import beginning_of, findings_of
 from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, light
 from mlaunch.pytest.mark import Shape
@@ -155,11 +155,8 @@ class SharedRanks:
 
     def surroundings(self) -> Surroundings:
         """Says what of this process's has changed since the ranks began."""
-        changed: dict[str, str | None] = {}
-        if os.environ._data != self._environ:  # type: ignore[attr-defined]  # a dict of bytes, which is read in no time
-            now, decode = dict(os.environb), os.fsdecode
-            changed |= {decode(name): None for name in self._environ.keys() - now.keys()}
-            changed |= {decode(name): decode(value) for name, value in now.items() if self._environ.get(name) != value}
+        found = states.changed_variables(self._environ).items()
+        changed = {os.fsdecode(name): None if value is None else os.fsdecode(value) for name, value in found}
         there, path = os.getcwd(), list(sys.path)
         return Surroundings(
             changed, None if there == self._directory else there, None if path == self._path else tuple(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import _pytest.capture
@@ -14,7 +14,8 @@ import pytest
 
 from mlaunch.pytest.crossing import RankTest
 
-_FORMAT = "%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s"  # pytest's own
+_FORMATTER = logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s")  # pytest's own
+_HEARS_ALL = hasattr(_pytest.logging.catching_logs, "attached_loggers")  # also what never comes to the root
 
 
 class RankRequest:
@@ -55,13 +56,27 @@ class Twins(contextlib.ExitStack):
         self._test = test
         self._config = config
         self._handler = _pytest.logging.LogCaptureHandler()
-        self._handler.setFormatter(logging.Formatter(_FORMAT))
+        self._handler.setFormatter(_FORMATTER)
+        self._catching: list[logging.Logger] = []
         self.properties: list[tuple[str, object]] = []
 
     def __enter__(self) -> Twins:
+        root = logging.getLogger()
+        self._catching = [root, *(_apart() if _HEARS_ALL else ())]
+        for logger in self._catching:  # torch has forty, and their own way to add one takes a lock
+            logger.handlers.append(self._handler)
+        self.callback(self._catch_no_more)
         level = getattr(logging, str(self._config.getini("log_level") or "NOTSET").upper(), 0)
-        self.enter_context(_pytest.logging.catching_logs(self._handler, level or None))
+        if level:
+            self._handler.setLevel(level)
+            self.callback(root.setLevel, root.level)
+            root.setLevel(min(root.level, level))
         return self
+
+    def _catch_no_more(self) -> None:
+        for logger in self._catching:
+            if self._handler in logger.handlers:  # the test may have removed it
+                logger.handlers.remove(self._handler)
 
     @property
     def logged(self) -> str:
@@ -99,6 +114,13 @@ class Twins(contextlib.ExitStack):
 
     def _request(self) -> RankRequest:
         return RankRequest(self._test, self._config)
+
+
+def _apart() -> Iterator[logging.Logger]:
+    """Yields the loggers whose records do not come to the root."""
+    for one in list(logging.root.manager.loggerDict.values()):
+        if not getattr(one, "propagate", True) and isinstance(one, logging.Logger):
+            yield one
 
 
 _MAKE: dict[str, Callable[[Twins], Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import logging
 import os
 import signal
 import sys
@@ -17,8 +18,19 @@ from mlaunch.caller import leasing
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.acquisition import Wish
-from mlaunch.pytest import cases, early, rank_coverage, rank_fixtures, runner, station, workers
-from mlaunch.pytest.crossing import Findings, Verdict
+from mlaunch.pytest import (
+    cases,
+    early,
+    isolation,
+    rank_coverage,
+    rank_fixtures,
+    runner,
+    states,
+    station,
+    twins,
+    workers,
+)
+from mlaunch.pytest.crossing import Definition, Findings, RankTest, Surroundings, Verdict
 from mlaunch.pytest.debugged import Debugging
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from mlaunch.pytest.mark import Shape
@@ -171,3 +183,63 @@ def test_a_prompt_for_ranks_wants_somebody_to_ask(
         monkeypatch.setattr(sys, "stdin", io.StringIO())
         assert not Debugging(pytestconfig).wanted
     assert pytestconfig.pluginmanager.get_plugin("pdbinvoke") is prompt
+
+
+# What surrounds a test on a rank
+
+
+def test_the_children_of_a_rank() -> None:
+    """Those that have ended and that nobody has reaped are among them, and are not reaped."""
+    before = isolation._children()
+    end, held = os.pipe()
+    waits, ended = os.fork(), 0
+    if waits == 0:
+        os.close(held)
+        os.read(end, 1)
+        os._exit(0)
+    ended = os.fork()
+    if ended == 0:
+        os._exit(3)
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    assert isolation._children() - before == {waits, ended}
+    assert os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]) == 3
+    os.close(held)
+    os.close(end)
+    os.waitpid(waits, 0)
+    assert isolation._children() == before
+
+
+def test_the_variables_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("GONE", "1")
+    monkeypatch.setenv("OTHER", "1")
+    since = dict(os.environb)
+    assert states.changed_variables(since) == {}
+    monkeypatch.delenv("GONE")
+    monkeypatch.setenv("OTHER", "\udcff")  # any bytes
+    monkeypatch.setenv("NEW", "")
+    assert states.changed_variables(since) == {b"GONE": None, b"OTHER": b"\xff", b"NEW": b""}
+    isolation._put_back(since)
+    assert dict(os.environb) == since
+
+
+def test_what_loggers_say_apart_from_the_root_is_heard(pytestconfig: pytest.Config) -> None:
+    """As in pytest's own process; and nothing of that stays, whatever the test has made of their handlers."""
+    test = RankTest(
+        1, "x", "x", Definition("x", "x", "x", ()), None, {}, ("caplog",), Surroundings({}, None, None), (), None
+    )
+    apart, replaced = logging.getLogger("mlaunch-apart"), logging.getLogger("mlaunch-replaced")
+    apart.propagate = replaced.propagate = False
+    before = list(logging.root.handlers)
+    try:
+        with twins.Twins(test, pytestconfig) as made:
+            caplog = made.make()["caplog"]
+            logging.getLogger("below").warning("one")
+            apart.warning("two")
+            replaced.handlers = []
+            assert caplog.messages == (["one", "two"] if twins._HEARS_ALL else ["one"])
+            assert "WARNING  below:test_rank_test_parts.py:" in made.logged
+        assert not [one for one in (*apart.handlers, *replaced.handlers) if one is caplog.handler]
+        assert logging.root.handlers == before
+    finally:
+        apart.propagate = replaced.propagate = True
