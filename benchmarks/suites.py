@@ -60,6 +60,45 @@ def group():
 def test_it(number):
 """ + _BODY.format(total=0)  # fmt: skip
 
+# What two processes cost that do nothing but the bodies, each when a byte has come.
+BARE = """
+import os, socket
+import pytest, torch, torch.distributed as dist
+
+def body():
+""" + _BODY.format(total=1) + """
+def live(rank, channel, path):
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    while channel.recv(1):
+        body()
+        channel.send(b".")
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory):
+    path, ours = str(tmp_path_factory.mktemp("store") / "store"), []
+    for rank in range(2):
+        our, their = socket.socketpair()
+        if os.fork() == 0:
+            for channel in (our, *ours):
+                channel.close()
+            try:
+                live(rank, their, path)
+            finally:
+                os._exit(0)
+        their.close()
+        ours.append(our)
+    yield ours
+    for channel in ours:
+        channel.close()
+        os.wait()
+
+@pytest.mark.parametrize("number", range({count}))
+def test_it(number, channels):
+    for channel in channels:
+        channel.send(b".")
+    assert all([channel.recv(1) for channel in channels])
+"""  # fmt: skip
+
 PROCESSES = """
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
