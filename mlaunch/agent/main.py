@@ -130,7 +130,7 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
 def _wanted(order: Order) -> LaunchSpec:
     """Returns the launch that is to be made."""
     spec: LaunchSpec = payload.read(order.fds.spec)
-    return as_prepared(spec, rehearses=order.rehearses) if order.fds.call < 0 else spec
+    return as_prepared(spec, rehearses=order.rehearses) if order.fds.call is None else spec
 
 
 def _take_over_streams(order: Order) -> None:
@@ -216,20 +216,21 @@ def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, lau
 
 def _owned(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> OwnedFds:
     """Returns what the ranks must not hold."""
-    call = [] if order.fds.call < 0 else [order.fds.call]
+    call = [] if order.fds.call is None else [order.fds.call]
     return OwnedFds(parent, order.fds.socket, *call, *([] if link is None else [link.fileno()]))
 
 
 def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | None) -> Supervisor:
     """Returns the supervisor, which has begun the call if that is there already."""
-    if spec.prepared:
+    call_fd = order.fds.call
+    if call_fd is None:  # the launch is prepared
         return PreparedSupervisor(scene, priority, rehearses=spec.rehearses)
     if spec.stays:
-        os.close(order.fds.call)
+        os.close(call_fd)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)
     supervisor = Supervisor(scene)
-    supervisor.begin_call(order.fds.call if order.call is None else None, spec.deadline, spec.seconds)
-    os.close(order.fds.call)
+    supervisor.begin_call(call_fd if order.call is None else None, spec.deadline, spec.seconds)
+    os.close(call_fd)
     return supervisor
 
 

@@ -40,7 +40,7 @@ class Launch:
     @property
     def next(self) -> tuple[ServeNext, list[int]]:
         """What an agent that rests is told of it."""
-        return ServeNext(self.fds.call < 0, self.rehearses, self.soon), [*self.fds.there, *self.leases]
+        return ServeNext(self.fds.call is None, self.rehearses, self.soon), [*self.fds.there, *self.leases]
 
 
 def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:

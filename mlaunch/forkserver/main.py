@@ -207,7 +207,7 @@ class _ForkServer:
         self.next.forget()
         launch = Launch(own, self.call, more=order.more, directory=order.directory, leases=tuple(leases))
         self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
-        close_all([own.call, *leases])
+        close_all([*([] if own.call is None else [own.call]), *leases])
         self.next.remember((own.spec, own.stdout, own.stderr))
         if following is not None:
             self.next.want(following, soon=bool(leases))
@@ -220,7 +220,7 @@ class _ForkServer:
         self._launch(Launch(self.next.take(), more=True, rehearses=rehearses, soon=self.next.soon), caller)
 
     def _launch(self, launch: Launch, caller: int) -> None:
-        begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds))
+        begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds.there))
 
     def _owned(self, caller: int, spare: Sequence[int] = ()) -> OwnedFds:
         ours = {caller, self.control.fileno(), *self.next.fds()} | self.children.fds()

@@ -47,7 +47,7 @@ class NextLaunch:
         """Returns what it begins with; gives only the socket away."""
         socket, self._socket = self._socket, -1
         spec, out, err = self._like
-        return LaunchFds(spec, -1, socket, out, err)
+        return LaunchFds(spec, None, socket, out, err)
 
     def drop(self) -> None:
         """Prepares none after all, which the launcher sees by the socket's end."""

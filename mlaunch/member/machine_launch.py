@@ -190,7 +190,7 @@ class MachineLaunch:
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])
         elif isinstance(record, RanksStarting):
-            self._board = Board(BoardFds(*fds).board)
+            self._board = Board(BoardFds.of(fds).board)
             self._agreed = replace(self._spec, launch_id=record.launch_id, rank_start=record.rank_start)
             self._looks.learn(record)
             for early in self._early:

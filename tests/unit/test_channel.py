@@ -18,7 +18,8 @@ import pytest
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
 from mlaunch.protocol import messages, payload
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
-from mlaunch.protocol.messages import channels, launch_messages
+from mlaunch.protocol.messages import channels, launch_messages, member_streams
+from mlaunch.protocol.messages.attached import BoardFds, DirectFds, LaunchFds, StartFds
 from mlaunch.protocol.messages.control_messages import About
 
 
@@ -153,12 +154,13 @@ def test_classes_of_records_are_known_before_their_first_record() -> None:
     assert all("__slotnames__" in vars(kind) for kind in kinds)
 
 
-ELSEWHERE = {"cell_messages", "member_messages"}  # values of calls, and what streams between machines carry
+ELSEWHERE = {"cell_messages"}  # values of calls
 INSIDE = {"Answer", "RemoteError", "Details", "CallersProcess"}  # a queue, a file or another record
 
 
-def test_each_record_travels_on_some_channel() -> None:
-    named = {name: value for name, value in vars(channels).items() if name.endswith(("Says", "Hears"))}
+def test_each_record_travels_on_some_channel_or_stream() -> None:
+    known = {**vars(channels), **vars(member_streams)}
+    named = {name: value for name, value in known.items() if name.endswith(("Says", "Hears"))}
     travel = {record for union in named.values() for record in typing.get_args(union) or [union]}
     travel |= set(typing.get_args(About))
     for module in pkgutil.iter_modules(messages.__path__):
@@ -166,3 +168,17 @@ def test_each_record_travels_on_some_channel() -> None:
         kinds = {kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
         left = {kind.__name__ for kind in kinds - travel if kind.__module__.endswith(module.name)}
         assert module.name in ELSEWHERE or left <= INSIDE, left
+
+
+def test_descriptors_beside_records_have_names() -> None:
+    own = LaunchFds(spec=1, call=2, socket=3, stdout=4, stderr=5)
+    assert StartFds.of([1, 2, 3, 4, 5], leases=0) == (own, None, [])
+    assert StartFds.of([1, 2, 3, 4, 5, 6], leases=0) == (own, 6, [])
+    assert StartFds.of([1, 2, 3, 4, 5, 7, 8], leases=2) == (own, None, [7, 8])
+    assert StartFds.of([1, 2, 3, 4, 5, 6, 7, 8], leases=2) == (own, 6, [7, 8])
+    assert LaunchFds.of([*own.there, 7], prepares=False) == (own, [7])
+    prepared = own._replace(call=None)
+    assert prepared.there == [1, 3, 4, 5]
+    assert LaunchFds.of([*prepared.there, 7], prepares=True) == (prepared, [7])
+    assert BoardFds.of([1]) == (1, None)
+    assert BoardFds.of([1, 2, 3]) == (1, DirectFds(answers=2, all_there=3))

@@ -101,7 +101,7 @@ class CallOutput:
     def end_stream(self, stream: RankStream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
         self._streams.remove(stream)
-        if self._splits(stream):
+        if self._touched and self._splits(stream):
             self._take_lines(stream, stream.splitter.end(), self._clock())
         if stream.file is not None:
             stream.file.close()
@@ -112,6 +112,8 @@ class CallOutput:
 
     def due(self) -> float | None:
         """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
+        if not self._touched:  # as most calls, which print nothing
+            return self._display.due
         held = [stream.held + WINDOW for stream in self._streams if stream.held is not None]
         steps = (self._merger.due if self._merger is not None else None, self._display.due, *held)
         return min((step for step in steps if step is not None), default=None)
@@ -119,8 +121,9 @@ class CallOutput:
     def show_due(self) -> None:
         """Shows what is due."""
         now = self._clock()
-        self._release_held(now)
-        self._show_waiting()
+        if self._touched:
+            self._release_held(now)
+            self._show_waiting()
         if self._display.due is None or now < self._display.due:
             return
         if self.console.blocked is not None:
@@ -139,8 +142,9 @@ class CallOutput:
 
     def close(self) -> None:
         """Drops unshown output (after an error)."""
-        with self._display.lock:
-            self.console.write(2, self._display.close([]).encode())
+        if not self.untouched:
+            with self._display.lock:
+                self.console.write(2, self._display.close([]).encode())
         self.console.close()
         self._number.give_back()
 

@@ -122,7 +122,8 @@ class Relay:
         for fd, event in events:
             if event == select.EPOLLHUP and fd in self._streams:  # nothing is in it, so no line can be out of order
                 self._close(fd)
-        self._read_round(ready & self._streams.keys())
+        if read := ready & self._streams.keys():
+            self._read_round(read)
         self.output.show_due()
         self._await(self.output.console.blocked)
         self.output.console.raise_interrupt()
@@ -141,17 +142,16 @@ class Relay:
         self._await(None)
         if stays:
             self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())
-            if self.output.untouched:
-                return
-            for stream in self._streams.values():
+            for stream in self._streams.values() if not self.output.untouched else ():
                 self.output.end_stream(stream)
         else:
             while self._read_round(set(self._streams)) or self._more_comes():
                 self.output.console.wait(until)
             for fd in list(self._streams):  # somebody who outlived the launch holds the other end
                 self._close(fd)
-        self.output.finish()
-        self.output.console.finish(until)
+        if not self.output.untouched:
+            self.output.finish()
+            self.output.console.finish(until)
 
     def _more_comes(self) -> bool:
         """Waits for more, or an end, where all ends come; False if there is nothing to wait for."""

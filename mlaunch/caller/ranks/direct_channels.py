@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.attached import DirectFds
 from mlaunch.protocol.messages.kept_messages import DirectAnswer
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ResultQueue
@@ -38,11 +39,11 @@ class DirectWays:
         """Returns how many ranks can be reached directly."""
         return len(self._ranks)
 
-    def take_answers(self, fd: int, all_there: int, is_watched: Callable[[], bool]) -> None:
-        """Takes the end on which answers come, and what tells that all have; ``is_watched``: it is still the same."""
+    def take_answers(self, offered: DirectFds, is_watched: Callable[[], bool]) -> None:
+        """Takes what answers come by; ``is_watched``: what tells that all are there is still the same."""
         self._is_watched = is_watched
-        self.fd, self._answers = all_there, ResultQueue(Connection(fd, writable=False))
-        self._kept = KeptFd(fd), KeptFd(all_there)
+        self.fd, self._answers = offered.all_there, ResultQueue(Connection(offered.answers, writable=False))
+        self._kept = KeptFd(offered.answers), KeptFd(offered.all_there)
 
     def intact(self) -> bool:
         """Tells whether the descriptors are still these ways': others may have closed them and opened files."""

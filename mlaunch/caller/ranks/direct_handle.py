@@ -35,9 +35,8 @@ class DirectHandle(LaunchHandle):
         self._direct.close()
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
-        if isinstance(record, RanksStarting) and (offered := BoardFds(*fds)).answers >= 0:
-            watched = self.relay.watch(offered.all_there)
-            self._direct.take_answers(offered.answers, offered.all_there, watched)
+        if isinstance(record, RanksStarting) and (offered := BoardFds.of(fds).direct) is not None:
+            self._direct.take_answers(offered, self.relay.watch(offered.all_there))
         elif isinstance(record, RankStarted) and record.channels:
             self._direct.take_rank(record.rank, fds[0])
         self._note_values()

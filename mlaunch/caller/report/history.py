@@ -72,7 +72,7 @@ class History:
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
         """Takes in what a record of the agent says of the launch's course."""
         if isinstance(record, RanksStarting):
-            self.board = Board(BoardFds(*fds).board)
+            self.board = Board(BoardFds.of(fds).board)
         elif isinstance(record, RankStarted):
             self.started[record.rank] = record
         elif isinstance(record, RankGone):

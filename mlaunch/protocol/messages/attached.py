@@ -10,7 +10,7 @@ class LaunchFds(NamedTuple):
     """Of ServeNext, and the first of StartLaunch: what a launch begins with. They are the agent's by then."""
 
     spec: int  # a memfd
-    call: int  # a memfd; -1: the launch is to be prepared, and its call comes by the socket
+    call: int | None  # a memfd; None: the launch is to be prepared, and its call comes by the socket
     socket: int  # to its launcher
     stdout: int
     stderr: int
@@ -18,14 +18,14 @@ class LaunchFds(NamedTuple):
     @property
     def there(self) -> list[int]:
         """Those that there are."""
-        return [fd for fd in self if fd >= 0]
+        return [fd for fd in self if fd is not None]
 
     @classmethod
     def of(cls, fds: Sequence[int], *, prepares: bool) -> tuple[LaunchFds, Sequence[int]]:
         """Names what came, and returns the rest. ``prepares``: there is no memfd of a call among them."""
         count = len(cls._fields) - prepares
         spec, *others = fds[:count]
-        return cls(spec, *([-1] if prepares else []), *others), fds[count:]
+        return cls(spec, None if prepares else others.pop(0), *others), fds[count:]
 
 
 class StartFds(NamedTuple):
@@ -43,9 +43,20 @@ class StartFds(NamedTuple):
         return cls(LaunchFds(*fds[:own]), following, fds[first_lease:])
 
 
+class DirectFds(NamedTuple):
+    """By which ranks that stay answer their launcher directly."""
+
+    answers: int  # the end of the queue on which they do
+    all_there: int  # can be read once all have
+
+
 class BoardFds(NamedTuple):
-    """Of RanksStarting. Ranks that stay answer their launcher directly, too; -1 for ranks that do not."""
+    """Of RanksStarting."""
 
     board: int
-    answers: int = -1  # the end of the queue on which they do
-    all_there: int = -1  # can be read once all have
+    direct: DirectFds | None  # None: the ranks do not stay
+
+    @classmethod
+    def of(cls, fds: Sequence[int]) -> BoardFds:
+        """Names what came."""
+        return cls(fds[0], DirectFds(*fds[1:]) if fds[1:] else None)
