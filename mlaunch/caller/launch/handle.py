@@ -141,7 +141,7 @@ class LaunchHandle:
             self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
             if self.outcome.stacks:
                 add_note(interrupt, f"{self.spec.name} was ended by this; {'; '.join(self.outcome.doing())}")
-            self.outcome.interrupt = interrupt
+            self.outcome.interrupted_by(interrupt)
         return self.end()
 
     def end(self) -> Ended:
@@ -185,7 +185,7 @@ class LaunchHandle:
         try:
             self.relay.finish(0.0 if self.outcome.failed else until, stays=self.spec.stays)
         except BaseException as interrupt:
-            self.outcome.interrupt = self.outcome.interrupt or interrupt
+            self.outcome.interrupted_by(interrupt)
 
     def _cancel(self, number: int) -> None:
         """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
@@ -214,7 +214,7 @@ class LaunchHandle:
         record, fds = self.agent.hear()
         if record is None:
             self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
-            self.outcome.broken = self.outcome.broken or self.server.describe_end()
+            self.outcome.broken_by(self.outcome.broken or self.server.describe_end())
             remove_names(self.spec, self.outcome.spec)
             return False
         if isinstance(record, AgentStarted):
@@ -239,8 +239,8 @@ class LaunchHandle:
         """Kills what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""
         killed = self._limits.kill_if_overdue()
         if killed is not Killed.NONE and not self.outcome.broken:
-            self.outcome.broken = self.server.silence
-            self.outcome.late = self.outcome.interrupt is None and self.spec.deadline is not None
+            late = self.outcome.interrupt is None and self.spec.deadline is not None
+            self.outcome.broken_by(self.server.silence, late=late)
         return killed is not Killed.NOTHING_LEFT
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:

@@ -65,6 +65,14 @@ class Outcome:
         if taker is not None:
             taker(self, record, fds)
 
+    def interrupted_by(self, interrupt: BaseException) -> None:
+        """Takes in Ctrl-C, or what another signal handler raised; the first counts."""
+        self.interrupt = self.interrupt or interrupt
+
+    def broken_by(self, why: str, *, late: bool = False) -> None:
+        """Takes in what has ended the launch outside its ranks; the first counts. ``late``: after its deadline."""
+        self.broken, self.late = self.broken or why, self.late or late
+
     @property
     def failed(self) -> bool:
         """Tells whether there will be an error instead of values."""

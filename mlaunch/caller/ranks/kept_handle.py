@@ -141,7 +141,7 @@ class KeptHandle(DirectHandle):
     def end_call(self, interrupt: BaseException) -> None:
         """Asks to end it, as Ctrl-C does, because of an interrupt."""
         self._turn_to_present()
-        self.outcome.interrupt = interrupt
+        self.outcome.interrupted_by(interrupt)
         self.ask_to_end()
 
     def ask_to_end(self) -> None:

@@ -175,7 +175,7 @@ class RanksLaunch:
     def _take_step(self) -> None:
         if not self.whole():
             self.handle.cancel(force=True)
-            self.handle.outcome.broken = CLOSED
+            self.handle.outcome.broken_by(CLOSED)
             self._end()
         elif not self.handle.step():
             self._end()
@@ -190,7 +190,7 @@ class RanksLaunch:
     def _break(self, error: Exception) -> None:
         """Ends the ranks, of which nobody knows any more what they have answered."""
         if self.whole():  # else the next step says why
-            self.handle.outcome.interrupt = self.handle.outcome.interrupt or error
+            self.handle.outcome.interrupted_by(error)
         if not self.handle.ending:
             self.handle.cancel(force=True)
 

@@ -49,7 +49,7 @@ class _KeptMachinesHandle(KeptHandle):
         if self.history.started:
             super().end_call(interrupt)
         else:  # which may take as long as the machines need to find each other, and nothing is lost
-            self.outcome.interrupt = interrupt
+            self.outcome.interrupted_by(interrupt)
             self.cancel(force=False)
 
     def adapt_output(self, plan: OutputPlan) -> OutputPlan:
