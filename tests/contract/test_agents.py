@@ -61,7 +61,7 @@ def test_other_shapes_and_functions_share_it() -> None:
     assert launcher(total, 2)() == [2, 2]
 
 
-def test_it_leaves_in_a_pause() -> None:
+def test_an_agent_leaves_in_a_pause() -> None:
     agent = agent_of()
     wait_gone([agent], LIMIT)
     assert agent_of() != agent
@@ -86,7 +86,7 @@ def test_after_a_failure_it_serves_no_other(how: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_somebody_ends_or_stops_is_not_missed(number: signal.Signals) -> None:
+def test_an_agent_that_somebody_ends_or_stops_is_not_missed(number: signal.Signals) -> None:
     agent = until_kept(agent_of)
     with contextlib.suppress(ProcessLookupError):  # it may have left in the meantime
         os.kill(agent, number)
@@ -104,7 +104,7 @@ def held_by_agent() -> tuple[int, int]:
     return agent, len(os.listdir(f"/proc/{agent}/fd"))
 
 
-def test_it_holds_nothing_of_the_launches_before() -> None:
+def test_an_agent_holds_nothing_of_the_launches_before() -> None:
     held: dict[int, list[int]] = {}  # by agent
     for _ in range(10 * TRIES):
         ((agent, number),) = launcher(held_by_agent, 1)()
@@ -130,7 +130,7 @@ def leave_a_daemon(path: str) -> int:
     return os.getppid()
 
 
-def test_it_keeps_no_daemon_of_a_rank(tmp_path: Path) -> None:
+def test_an_agent_keeps_no_daemon_of_a_rank(tmp_path: Path) -> None:
     paths = (str(tmp_path / str(i)) for i in range(TRIES))
 
     def call() -> int:
@@ -185,7 +185,7 @@ def test_launches_of_many_threads() -> None:
 
 @pytest.mark.parametrize("how", ["retired", "killed"])
 @pytest.mark.parametrize("prepare", ["0", "1"])
-def test_it_ends_with_its_fork_server(how: str, prepare: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_ends_with_its_fork_server(how: str, prepare: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is retired while an agent rests prepares nothing: that would keep it."""
     monkeypatch.setenv("MLAUNCH_PREPARE", prepare)
     agent = until_kept(agent_of)
@@ -201,7 +201,7 @@ def test_it_ends_with_its_fork_server(how: str, prepare: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("killed", [2, 3])
-def test_one_that_is_killed_before_it_has_begun_anything_is_replaced(
+def test_an_agent_that_is_killed_before_it_has_begun_anything_is_replaced(
     killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one may be that rests, a moment before its next launch."""
@@ -251,7 +251,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.wait()
 
 
-def test_one_that_is_about_to_be_stopped_serves_no_launch(tmp_path: Path) -> None:
+def test_an_agent_that_is_about_to_be_stopped_serves_no_launch(tmp_path: Path) -> None:
     """One thread is in vfork, where it cannot stop, until the file has a writer: the kernel tells of no stop yet."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -269,7 +269,7 @@ def test_one_that_is_about_to_be_stopped_serves_no_launch(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_one_that_is_stopped_as_it_leaves_is_ended(order: str) -> None:
+def test_an_agent_that_is_stopped_as_it_leaves_is_ended(order: str) -> None:
     ours, theirs = Channel.pair()
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     with ended(process), contextlib.closing(theirs):

@@ -88,7 +88,7 @@ def doing(way: str) -> pytest.MarkDecorator:
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
-def test_whoever_is_asked_may_be_a_program(
+def test_the_lines_may_come_from_a_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start_method: str
 ) -> None:
     def train() -> float:
@@ -206,7 +206,7 @@ def here(terminal: Terminal, *places: str) -> int:
 
 
 @doing("breaks")
-def test_who_is_where(terminal: Terminal) -> None:
+def test_the_word_who_says_where_ranks_are(terminal: Terminal) -> None:
     seen = terminal.until(PROMPT)
     while "all_reduce" not in seen:
         terminal.type("who")

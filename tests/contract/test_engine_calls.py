@@ -241,7 +241,7 @@ def seen(word: bytes, state: str) -> dict[str, Any]:
     raise TimeoutError(f"seen: {ask(word)}")
 
 
-def test_it_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``mlaunch ps`` and ``stacks`` find it where it was called, with the ranks of all machines."""
 
     def work(go: Path) -> int:
@@ -1160,7 +1160,7 @@ def test_a_call_whose_machines_are_taken_starts_anew_on_others(marker: Path) -> 
 
 
 @pytest.mark.parametrize(("times", "most", "attempts"), [(5, 1, 2), (0, 5, 1), (5, 0, 1)])
-def test_it_does_not_start_anew_for_ever(marker: Path, times: int, most: int, attempts: int) -> None:
+def test_a_preempted_call_does_not_start_anew_for_ever(marker: Path, times: int, most: int, attempts: int) -> None:
     """Nor if the machines were not taken, as where the time of a job is over."""
     ours = launcher(work_until_told, 1, engine=Taken(times), stop_on="TERM", max_preemptions=most)
     with warnings.catch_warnings():
@@ -1186,7 +1186,7 @@ def test_ranks_that_were_killed_with_their_machines_are_counted_apart() -> None:
     assert "is started again (restart 1 of at most 1): " in second
 
 
-def test_who_asks_for_a_stop_ends_it(marker: Path) -> None:
+def test_a_request_to_stop_ends_a_preempted_call(marker: Path) -> None:
     """Though the machines were taken, too."""
     ours = launcher(work_until_told, 1, engine=Taken(5), stop_on="USR1", max_preemptions=5)
 

@@ -50,7 +50,7 @@ def total() -> int:
     return int(found.item())
 
 
-def test_they_stay(ranks: Ranks) -> None:
+def test_ranks_stay_on_machines(ranks: Ranks) -> None:
     pids = ranks.run(pid)
     assert len(set(pids)) == 3
     assert ranks.run(pid) == pids
@@ -321,7 +321,7 @@ def test_an_exit_before_they_have_joined(engine: Threads) -> None:
     Ranks(n_gpus=2, engine=engine).close()
 
 
-def test_they_are_seen_where_they_were_called(ranks: Ranks) -> None:
+def test_ranks_are_seen_where_they_were_called(ranks: Ranks) -> None:
     pids = ranks.run(pid)
     launch: dict[str, Any] = {"ranks": [{"pid": 0}]}
     while not all(rank["pid"] for rank in launch["ranks"]):  # an agent listens some moments after its ranks' start
@@ -331,7 +331,7 @@ def test_they_are_seen_where_they_were_called(ranks: Ranks) -> None:
     assert [(rank["pid"], rank["host"]) for rank in launch["ranks"]] == list(zip(pids, ["m0", "m0", "m1"], strict=True))
 
 
-def test_those_of_a_decorated_function(engine: Threads) -> None:
+def test_ranks_of_a_decorated_function_stay(engine: Threads) -> None:
     call = launcher(pid, 2, engine=engine, keep=60)
     pids = call()
     assert call() == pids

@@ -103,7 +103,7 @@ def test_a_call_waits_for_trials_and_these_for_it(engine: Alike, tmp_path: Path)
         assert [value[0] for value in one.result(LIMIT)] == [1]
 
 
-def test_one_that_is_cancelled_and_one_that_is_stopped(engine: Alike, tmp_path: Path) -> None:
+def test_a_run_is_cancelled_and_another_is_stopped(engine: Alike, tmp_path: Path) -> None:
     def steps() -> tuple[int, str]:
         (tmp_path / f"steps{dist.get_rank()}").touch()
         return next((step, reason) for step in itertools.count() if (reason := mlaunch.stopping()))

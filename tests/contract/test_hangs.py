@@ -169,7 +169,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_who_holds_up_the_others(case: Callable[[], None], tmp_path: Path) -> None:
+def test_the_rank_that_holds_up_the_others_is_named(case: Callable[[], None], tmp_path: Path) -> None:
     function, own = case if case in {cross, be_slow} else hold_up, {"TMPDIR": str(tmp_path)}
     run = launcher(function, 3, grace_period=0.2, env=own).submit(case)
     said: list[str] = []
@@ -186,7 +186,9 @@ def test_who_holds_up_the_others(case: Callable[[], None], tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_who_holds_up_the_others_on_two_machines(case: Callable[[Any], None], tmp_path: Path) -> None:
+def test_the_rank_that_holds_up_the_others_is_named_on_two_machines(
+    case: Callable[[Any], None], tmp_path: Path
+) -> None:
     """Whose ranks 0 and 1 are on one, and rank 2 on the other."""
     function, own = case if case in {cross, be_slow} else hold_up, {"TMPDIR": str(tmp_path)}
     ours = launcher(function, 2, engine=Threads(), grace_period=0.2, env=own)

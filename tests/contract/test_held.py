@@ -41,7 +41,7 @@ def test_what_is_here_is_no_function_to_hold(ranks: Ranks) -> None:
     assert ranks.hold(torch.nn.Linear, 2, 1).fetch(0).weight.shape == (1, 2)  # a class makes objects
 
 
-def test_it_is_the_same_object_in_each_call(ranks: Ranks) -> None:
+def test_a_handle_is_the_same_object_in_each_call(ranks: Ranks) -> None:
     held = ranks.hold(make, 5)
     first = ranks.run(id, held)
     assert ranks.run(id, held) == first
@@ -50,7 +50,7 @@ def test_it_is_the_same_object_in_each_call(ranks: Ranks) -> None:
     assert ranks.run(id, held) == first
 
 
-def test_it_travels_at_any_depth(ranks: Ranks) -> None:
+def test_a_handle_travels_at_any_depth(ranks: Ranks) -> None:
     held = ranks.hold(make, 5)
     first = ranks.run(id, held)
 
@@ -97,7 +97,7 @@ def test_free(ranks: Ranks) -> None:
         ranks.run(id, held)
 
 
-def test_it_is_freed_with_its_handle(ranks: Ranks) -> None:
+def test_an_object_is_freed_with_its_handle(ranks: Ranks) -> None:
     held = ranks.hold(make, 1)
     kept = ranks.hold(make, 2)
     del held
@@ -106,7 +106,7 @@ def test_it_is_freed_with_its_handle(ranks: Ranks) -> None:
     assert kept.fetch(0) == [2, 0]
 
 
-def test_one_in_arguments_that_cannot_be_sent_is_freed_all_the_same(ranks: Ranks) -> None:
+def test_a_handle_in_arguments_that_cannot_be_sent_is_freed_all_the_same(ranks: Ranks) -> None:
     held = ranks.hold(make, 1)
     held.free()
     with pytest.raises(TypeError, match="cannot be pickled"):
@@ -191,7 +191,7 @@ def test_a_handle_may_be_copied_while_arguments_are_pickled(ranks: Ranks) -> Non
     assert ranks.run(lambda setup: id(setup["model"]), Plain(held)) == ranks.run(id, held)
 
 
-def test_it_travels_to_its_ranks_alone(ranks: Ranks) -> None:
+def test_a_handle_travels_to_its_ranks_alone(ranks: Ranks) -> None:
     held = ranks.hold(make, 1)
     with pytest.raises(TypeError, match="stands for objects in its ranks and travels to them alone"):
         pickle.dumps(held)

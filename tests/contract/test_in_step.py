@@ -574,9 +574,7 @@ class SlowStream(io.StringIO):
         return len(text)
 
 
-def test_who_is_slow_to_take_what_ranks_print_holds_up_nobody_who_submits(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_reader_of_output_holds_up_no_submit(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SlowStream()
     monkeypatch.setattr(sys, "stdout", stream)
     with ThreadPoolExecutor(1) as pool:

@@ -38,7 +38,7 @@ def test_a_call_in_this_process() -> None:
     assert not dist.is_initialized()
 
 
-def test_its_failure_is_raised_as_it_is() -> None:
+def test_a_failure_is_raised_as_it_is() -> None:
     error = ValueError("no such luck")
 
     @launcher(device_type="cpu", inline=True)

@@ -150,7 +150,7 @@ def test_restarts_get_fresh_ranks(tmp_path: Path) -> None:
     assert train() == found
 
 
-def test_they_end_when_nobody_calls() -> None:
+def test_kept_ranks_end_when_nobody_calls() -> None:
     brief = launcher(pids, n_gpus=2, keep=0.05)
     first = brief()
     wait_gone(first)

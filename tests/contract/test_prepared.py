@@ -60,7 +60,9 @@ def test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processe
     assert len(set(seen)) == len(seen)
 
 
-def test_it_serves_other_functions_arguments_seeds_deadlines_and_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_launch_serves_other_functions_arguments_and_command_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launcher(total, 2)()
     ranks = pids_of(prepared())
     monkeypatch.setattr(sys, "argv", ["other.py", "--fast"])
@@ -236,7 +238,7 @@ def wait_stopped(*pids: int) -> None:
         ("fork server", signal.SIGSTOP),
     ],
 )
-def test_one_of_it_that_dies_or_is_stopped_while_it_waits_is_noticed_by_no_call(
+def test_no_call_notices_a_prepared_process_that_dies_or_is_stopped(
     victim: str, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher(total, 2)()

@@ -547,7 +547,7 @@ def test_idle_time_counts_from_the_end_of_a_call(ranks: Ranks) -> None:
     assert ranks._set.session._idle_since > begun
 
 
-def test_who_is_to_stay_for_less_leaves_then() -> None:
+def test_ranks_with_a_shorter_time_to_stay_leave_then() -> None:
     with Ranks(n_gpus=2, idle_timeout=3600.0) as ranks:
         pids = pids_of(ranks)
         ranks.stay(0.05)

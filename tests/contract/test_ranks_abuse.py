@@ -426,7 +426,7 @@ def test_a_call_that_runs_as_the_numbers_are_closed() -> None:
 
 
 @pytest.mark.parametrize("which", [["relay"], KEPT], ids=["relay", "all"])
-def test_who_waits_for_a_call_hears_that_another_thread_has_closed_the_numbers(which: list[str]) -> None:
+def test_a_waiting_thread_hears_that_another_has_closed_the_descriptors(which: list[str]) -> None:
     """Neither a bare error of the system's comes of it, nor does the caller wait for ever."""
     waiting: Future[None] = Future()
 

@@ -78,7 +78,7 @@ def test_failures_are_the_futures() -> None:
     wait_until(lambda: told != [])
 
 
-def test_one_whose_turn_has_come_is_starting() -> None:
+def test_a_run_whose_turn_has_come_is_starting() -> None:
     course = RunCourse(THREAD, lambda: None)
     run = Run("train()", {}, course)
     assert run.state == "waiting"
@@ -114,7 +114,7 @@ def count(folder: Path) -> tuple[int, str]:
     return next((step, reason) for step in itertools.count() if (reason := mlaunch.stopping()))
 
 
-def test_one_that_is_asked_to_stop(tmp_path: Path) -> None:
+def test_a_run_is_asked_to_stop(tmp_path: Path) -> None:
     run = launcher(count, n_gpus=2).submit(tmp_path)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     run.stop("enough")

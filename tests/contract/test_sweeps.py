@@ -82,7 +82,7 @@ def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     assert runs.retry().results(120) == [[2, 3], [1, 2], [3, 4]]
 
 
-def test_one_that_goes_on_after_failures(tmp_path: Path) -> None:
+def test_a_sweep_goes_on_after_failures(tmp_path: Path) -> None:
     for name in ("1-0", "2-0", "2-1"):
         (tmp_path / name).touch()
     runs = times.grid(x=[1, 2, 3], folder=[tmp_path], retries=1, return_exceptions=True)
@@ -198,7 +198,7 @@ def test_what_trials_print_and_how_far_they_are(
     assert found == {"[name='first'", "[name='second'", "[name='third'"}
 
 
-def test_one_that_is_cancelled_lets_the_next_begin(tmp_path: Path) -> None:
+def test_a_cancelled_trial_lets_the_next_begin(tmp_path: Path) -> None:
     runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"])
     ranks_of(runs, tmp_path)
     assert runs[1].cancel()

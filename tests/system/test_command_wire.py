@@ -31,7 +31,7 @@ FORGED = "sent what does not bear its code: somebody on the network between the 
         ("changes what the member says", rf"^host \S+ {FORGED}"),
     ],
 )
-def test_who_writes_to_the_wire_of_a_command_is_read_by_nobody(attack: str, words: str, tmp_path: Path) -> None:
+def test_nobody_reads_a_stranger_who_writes_to_the_wire_of_a_command(attack: str, words: str, tmp_path: Path) -> None:
     together = [sys.executable, "-m", "tests.system.wire_of_command", attack, str(tmp_path / "ran")]
     ours = launcher(work, 1, engine=Command(together), machines=2, device_type="cpu")
     if not words:

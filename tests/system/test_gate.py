@@ -220,7 +220,7 @@ def test_a_launch_of_many_machines_is_told_in_few_bytes(gate: Served) -> None:
     assert asyncio.run(everyone()) < 4_000 * machines
 
 
-def test_who_comes_after_a_failure_is_not_refused(gate: Served) -> None:
+def test_a_machine_that_comes_after_a_failure_is_not_refused(gate: Served) -> None:
     """It is a machine that was lost and is back: its link tries again until the next attempt begins."""
 
     async def come_back() -> bytes:
@@ -439,7 +439,7 @@ def test_a_stranger_says_little(gate: Served) -> None:
     assert asyncio.run(talk()) == b""
 
 
-def test_who_says_nothing_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are taken by strangers that are silent; soon they are sent away, and a machine comes in."""
     monkeypatch.setattr(door_module, "STRANGERS", 3)
     for name in ("PATIENCE", "CROWDED_PATIENCE"):
@@ -568,7 +568,9 @@ def test_strangers_make_the_gate_say_nothing(
 
 
 @pytest.mark.parametrize("role", ["control", "get"])
-def test_who_proves_himself_and_says_no_more_is_not_kept(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_proves_itself_and_says_no_more_is_not_kept(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Impatient(Gate):
         async def _admit(self, *streams: Any) -> str:
             admitted = await super()._admit(*streams)
@@ -711,7 +713,7 @@ def test_only_the_first_failure_is_told(gate: Served) -> None:
     assert asyncio.run(three()) == ["raised ValueError"]
 
 
-def test_who_waits_hears_that_another_has_left(gate: Served) -> None:
+def test_a_waiting_machine_hears_that_another_has_left(gate: Served) -> None:
     async def come_and_leave() -> list[str]:
         [(reader, first)] = await members(gate.port, join(0, 1, 3))
         told = [await next_of(reader, "waiting")]
@@ -1053,7 +1055,7 @@ def test_what_fits_together() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_overlaps_is_found_among_many(seed: int) -> None:
+def test_a_machine_that_overlaps_is_found_among_many(seed: int) -> None:
     """Against looking at each: machines of many sizes come in any order, and some leave again."""
     chance, roster, there = random.Random(seed), Roster(), []
     for _ in range(100):

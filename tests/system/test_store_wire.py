@@ -122,7 +122,7 @@ def test_waiting(port: int) -> None:
     assert first.get("x") == b""
 
 
-def test_who_waits_may_leave(port: int) -> None:
+def test_a_waiting_client_may_leave(port: int) -> None:
     for _ in range(5):
         leaving = client(port)
         with pytest.raises(dist.DistStoreError, match="timeout"):
@@ -164,7 +164,7 @@ def test_barrier(port: int) -> None:
     assert first.get("b") == b"2"
 
 
-def test_who_asks_for_the_impossible_is_alone_in_it() -> None:
+def test_a_client_that_asks_for_the_impossible_harms_no_other() -> None:
     """Torch's own store ends with it, and all ranks with the store."""
     with store_of_a_launch() as port:
         good, bad = client(port), client(port)
@@ -274,7 +274,9 @@ def test_requests_that_never_become_whole_have_room_for_so_much_together(monkeyp
     assert keys._held == 0
 
 
-def test_who_begins_large_values_again_and_again_takes_the_place_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_begins_large_values_again_and_again_takes_no_place_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(store_keys, "MOST", 1 << 20)
     with store_of_one_machine() as port, contextlib.ExitStack() as ends:
         good = client(port)

@@ -45,7 +45,7 @@ def test_torchs_own_object_collectives_unpickle_what_comes(tmp_path: Path) -> No
     assert launcher(train, 2)() == ["", "unpickled"]
 
 
-def test_who_stands_in_for_a_rank_changes_tensors() -> None:
+def test_a_process_that_stands_in_for_a_rank_changes_tensors() -> None:
     """What is reduced is what comes, whoever has sent it."""
 
     def train() -> float:
@@ -112,7 +112,7 @@ def test_a_server_answers_another_user_who_puts_an_old_value_back() -> None:
         assert Client(LOOPBACK, port).user_get("key") == "first"
 
 
-def test_who_reads_what_a_command_starts_learns_its_secrets(tmp_path: Path) -> None:
+def test_a_reader_of_what_a_command_starts_learns_its_secrets(tmp_path: Path) -> None:
     """They are printed, and passed on as the program passes it on."""
     together = ["sh", "-c", TEE, "sh", str(tmp_path / "read"), sys.executable, "-m", "tests.system.wire_of_command"]
     launcher(int, 1, engine=Command([*together, "nothing", str(tmp_path / "ran")]), machines=2, device_type="cpu")()
@@ -122,7 +122,7 @@ def test_who_reads_what_a_command_starts_learns_its_secrets(tmp_path: Path) -> N
     assert "" not in secrets
 
 
-def test_who_reads_the_wire_reads_values() -> None:
+def test_a_reader_of_the_wire_reads_values() -> None:
     async def pass_value() -> bytes:
         taken: asyncio.Queue[Any] = asyncio.Queue()
 

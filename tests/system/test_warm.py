@@ -122,7 +122,7 @@ def test_a_rank_is_as_without(tmp_path: Path) -> None:
     assert kept()[0].served == 1
 
 
-def test_it_ends_with_its_caller(zygote: ZygoteState, tmp_path: Path) -> None:
+def test_a_fork_ends_with_its_caller(zygote: ZygoteState, tmp_path: Path) -> None:
     """Also a fork server that somebody has stopped."""
     script = write(tmp_path, "import os, time; print(os.getppid(), flush=True); time.sleep(600)")
     for stopped in (False, True):
@@ -154,7 +154,7 @@ def test_a_fork_server_that_is_killed_is_told(zygote: ZygoteState, tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_one_that_does_not_answer_is_replaced(zygote: ZygoteState, tmp_path: Path, how: str) -> None:
+def test_a_kept_server_that_does_not_answer_is_replaced(zygote: ZygoteState, tmp_path: Path, how: str) -> None:
     os.kill(zygote.pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     wait_until(lambda: not alive(zygote.pid) or linux.is_stopped(zygote.pid))
     done = run(tmp_path, write(tmp_path, SAY))
@@ -164,20 +164,20 @@ def test_one_that_does_not_answer_is_replaced(zygote: ZygoteState, tmp_path: Pat
     assert list(registry.home(os.environ).glob("*.warm")) == []
 
 
-def test_its_directory_is_removed(zygote: ZygoteState) -> None:
+def test_a_kept_server_ends_when_its_socket_is_removed(zygote: ZygoteState) -> None:
     (path,) = registry.home(os.environ).glob("*.warm")
     path.unlink()
     wait_gone([zygote.pid])
 
 
-def test_it_ends_by_itself_after_some_time() -> None:
+def test_a_kept_server_ends_by_itself_after_some_time() -> None:
     done = warm("--for", "0.2s")
     (pid,) = map(int, re.findall(r"\(pid (\d+)\)", done.stdout))
     wait_gone([pid])
     assert kept() == []
 
 
-def test_it_ends_when_a_file_changes_that_it_has_imported(tmp_path: Path) -> None:
+def test_a_kept_server_ends_when_a_file_changes_that_it_has_imported(tmp_path: Path) -> None:
     library = tmp_path / "warm_library.py"
     library.write_text("version = 1")
     script = write(tmp_path, "import warm_library; print(warm_library.version)", "script.py")
@@ -221,7 +221,7 @@ def test_what_it_serves_not(tmp_path: Path) -> None:
     assert kept()[0].served == 0
 
 
-def test_one_is_left_where_that_is_wanted(tmp_path: Path) -> None:
+def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:
     try:
         assert run(tmp_path, write(tmp_path, SAY), MLAUNCH_WARM="20m").stdout == "0 1\n"
         wait_until(lambda: bool(kept()))

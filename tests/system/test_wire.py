@@ -109,7 +109,7 @@ async def stands_in(said: bytes) -> str:
     return "joined"
 
 
-def test_who_reads_the_wire_can_stand_in_for_nobody() -> None:
+def test_a_reader_of_the_wire_can_stand_in_for_nobody() -> None:
     async def read_all(port: int) -> tuple[dict[str, Any], bytes, bytes, list[str]]:
         async with Wire().to(port) as wire:
             plan = await joined(wire.port)
@@ -131,7 +131,7 @@ def change_proof(data: bytes) -> bytes:
     return data.replace(b'"proof": "', b'"proof": "0')
 
 
-def test_who_changes_what_proves_the_token_keeps_a_machine_from_joining() -> None:
+def test_a_changed_proof_of_the_token_keeps_a_machine_from_joining() -> None:
     """And no more: nobody joins by it."""
 
     async def join_through(port: int) -> str:
@@ -154,7 +154,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("part", ["value", "signature", "rank"])
-def test_who_changes_a_value_on_the_wire_gets_nothing_unpickled(part: str, tmp_path: Path) -> None:
+def test_a_value_that_was_changed_on_the_wire_is_not_unpickled(part: str, tmp_path: Path) -> None:
     evil = pickle.dumps(Evil(str(tmp_path / "ran")))
     value = b"x" * len(evil)
     own = values.Signature("guessed", "launch", 0)

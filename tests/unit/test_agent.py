@@ -420,7 +420,7 @@ def test_the_other_machines_hear_of_the_cause_not_of_its_consequence(monkeypatch
         end.close()
 
 
-def test_who_has_failed_may_end_as_soon_as_the_others_are_asked_to(world: World) -> None:
+def test_a_failed_rank_may_end_as_soon_as_the_others_are_asked_to(world: World) -> None:
     """Though these take their time."""
     world.deaf = {1, 2}
     released: list[bool] = []
@@ -889,7 +889,7 @@ def test_numbers_that_were_told_too_late_are_not_taken_for_the_next() -> None:
         ([{"g": ((0,), None)}, {"h": ((1,), None)}], True),  # where nobody else could be elsewhere
     ],
 )
-def test_who_is_in_step(told: list[Numbers], agree: bool) -> None:
+def test_ranks_are_in_step_by_their_numbers(told: list[Numbers], agree: bool) -> None:
     assert in_step.agree(told) is agree
 
 

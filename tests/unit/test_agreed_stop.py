@@ -84,7 +84,7 @@ def test_all_stop_at_the_highest_count_plus_one() -> None:
     assert told.stop.due == float("inf")
 
 
-def test_who_has_ended_need_not_agree() -> None:
+def test_a_rank_that_has_ended_need_not_agree() -> None:
     told = Told()
     told.stop.begin(10.0)
     told.take(r0=4, r2=6)
@@ -93,7 +93,7 @@ def test_who_has_ended_need_not_agree() -> None:
     assert told.stop.look == 7
 
 
-def test_who_does_not_answer_holds_up_the_others_for_a_moment_only() -> None:
+def test_a_rank_that_does_not_answer_holds_up_the_others_for_a_moment_only() -> None:
     """And then not at all: they agree without it, and it hears of that when it can."""
     told = Told()
     told.stop.begin(2 * (ANSWER_TIMEOUT + PAUSE))

@@ -42,7 +42,7 @@ def come(store: dist.Store, name: str, size: int = 3, limit: float = LIMIT) -> i
     return Barrier(store, "key", size).meet(name, limit).number
 
 
-def test_it_may_be_used_again_and_again(store: dist.Store) -> None:
+def test_a_barrier_may_be_used_again_and_again(store: dist.Store) -> None:
     with ThreadPoolExecutor(3) as pool:
         for number in range(4):
             assert set(pool.map(lambda name: come(store, name), "abc")) == {number}
@@ -57,7 +57,7 @@ def give_up(store: dist.Store, name: str, size: int = 3, limit: float = 0.05) ->
     raise AssertionError("all came")
 
 
-def test_those_who_came_are_named(store: dist.Store) -> None:
+def test_ranks_that_came_are_named(store: dist.Store) -> None:
     assert give_up(store, "a") == (["a"], "0.05")
 
 
@@ -69,7 +69,7 @@ def test_all_who_wait_hear_that_one_gave_up(store: dist.Store) -> None:
         assert give_up(store, "hasty") == patient.result(LIMIT) == (["hasty", "patient"], "0.05")
 
 
-def test_who_gave_up_does_not_count_twice(store: dist.Store) -> None:
+def test_a_rank_that_gave_up_does_not_count_twice(store: dist.Store) -> None:
     """Two came and gave up; when they try again, with a third, they wait for the fourth."""
     for name in "ab":
         give_up(store, name, 4)
@@ -82,7 +82,7 @@ def test_who_gave_up_does_not_count_twice(store: dist.Store) -> None:
         assert [one.result(LIMIT) for one in again] == [0, 0, 0]
 
 
-def test_who_comes_after_others_gave_up_is_the_first_of_the_next(store: dist.Store) -> None:
+def test_a_rank_that_comes_after_others_gave_up_is_the_first_of_the_next_turn(store: dist.Store) -> None:
     """Between their giving up and their saying so in the count, it still gets a position among them."""
     turn = Barrier(store, "key", 2).enter()
     store.set(turn.end, "0.05")
@@ -102,7 +102,7 @@ def test_what_all_put_is_there_when_one_leaves(store: dist.Store) -> None:
         assert list(pool.map(take_part, "abc")) == [[True] * 3] * 3
 
 
-def test_it_leaves_no_more_than_the_time_before(store: dist.Store) -> None:
+def test_a_barrier_leaves_no_more_than_the_time_before(store: dist.Store) -> None:
     if isinstance(store, dist.FileStore):
         pytest.skip("it counts the keys that it has happened to read")
     with ThreadPoolExecutor(3) as pool:

@@ -23,7 +23,7 @@ def report(environ: dict[str, str], failure: str | None = None) -> str:
     return "\n".join(bug_report.write(iter(["ok cpus"]), environ, failure))
 
 
-def test_it_holds_what_helps_and_no_secret() -> None:
+def test_a_report_holds_what_helps_and_no_secret() -> None:
     told = report(ENVIRON)
     for wanted in (
         "\nmlaunch ",

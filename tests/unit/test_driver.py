@@ -183,7 +183,7 @@ def test_a_call_that_is_told_while_nobody_drives_is_not_waited_for() -> None:
     end(driven, driver)
 
 
-def test_who_tells_a_call_that_another_thread_drives_by_then_wakes_that() -> None:
+def test_a_thread_that_tells_a_call_wakes_the_one_that_drives_by_then() -> None:
     driven, awaited = Told(), WaitedFor()
     driver = driven.driver = Driver[Any](driven)
     other = threading.Thread(target=driver.drive, args=(awaited,))

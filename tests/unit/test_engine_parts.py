@@ -175,7 +175,7 @@ def test_the_variables_of_an_outer_job_are_left_out_and_those_of_a_user_are_not(
     assert "outer" not in found.values()
 
 
-def test_who_is_lost_first_has_the_words_of_the_program_that_writes_for_all() -> None:
+def test_the_machine_lost_first_has_the_words_of_the_program_that_writes_for_all() -> None:
     """As mpirun does, on the first machine's standard error; that one may be heard of later."""
     machines = Machines(lambda *_: pytest.fail("it is not opened"), "python", None, None, None)
     ours, theirs = os.pipe()
@@ -322,7 +322,7 @@ def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPat
     os.close(writer)
 
 
-def test_who_carries_for_all_outlives_what_mpirun_passes_on() -> None:
+def test_the_process_that_carries_for_all_outlives_what_mpirun_passes_on() -> None:
     """A signal to mpirun comes to all that it has started."""
     ours, theirs = os.pipe(), os.pipe()
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
@@ -352,7 +352,7 @@ def test_a_member_whose_caller_stops_before_its_first_word_leaves(module: str, c
         assert b"nothing has come from the caller for 0.1 s" in member.stderr.read()
 
 
-def test_who_is_stopped_goes_on_once_its_input_ends() -> None:
+def test_a_stopped_member_goes_on_once_its_input_ends() -> None:
     """Also where it is a leader whose whole group is stopped, and is stopped again."""
     (reader, writer), (told, tells) = os.pipe(), os.pipe()
     pid = os.fork()

@@ -117,7 +117,7 @@ def test_all_that_comes_extends_a_lease() -> None:
         assert term.over
 
 
-def test_who_carries_for_nobody_any_more_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_carrying_process_without_a_machine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those here have ended, and of the other side, which is cut off, nothing comes."""
     monkeypatch.setattr("mlaunch.protocol.machines.mux._LAST_WORDS_TIMEOUT", 0.0)
     with pair() as (one, _):
@@ -192,9 +192,7 @@ def test_content_that_has_half_come_is_closed_with_its_stream() -> None:
 
 
 @pytest.mark.parametrize("side", ["incoming", "outgoing"])
-def test_who_carries_several_streams_reads_no_more_than_can_be_passed_on(
-    monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
+def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     monkeypatch.setattr("mlaunch.protocol.machines.mux._FULL", 10)
     with pair() as (one, other):
         ours, theirs = socket.socketpair()

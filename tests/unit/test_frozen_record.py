@@ -109,7 +109,7 @@ def test_none_can_be_changed() -> None:
     assert dataclasses.replace(sent, value=2) == Sent(2)
 
 
-def test_it_goes_through_a_pickle_and_is_inherited() -> None:
+def test_a_record_goes_through_a_pickle_and_is_inherited() -> None:
     assert pickle.loads(pickle.dumps(Longer(1, (2,), "y"))) == Longer(1, (2,), "y")
     assert repr(Longer(1)) == "Longer(value=1, more=(), last='z')"
 

@@ -85,7 +85,7 @@ class Handle:
         return lambda: Ended(cast(Any, None), [], None), ""
 
 
-def test_who_has_heard_one_call_does_not_wait_for_the_next_before_it_drives_again() -> None:
+def test_a_thread_that_has_heard_one_call_does_not_wait_for_the_next_before_it_drives_again() -> None:
     """It is told first, by code that may have others drive: what these take in wakes nobody else."""
     handle, nothing = Handle(), cast(Any, None)
     session = RanksLaunch(cast(Any, handle), None, own_server=False)

@@ -82,7 +82,7 @@ def test_a_system_that_has_no_process_left(noted: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("noted", ["raises", "exits"], indirect=True)
-def test_it_fails_after_a_trial_that_did_not(noted: str) -> None:
+def test_an_import_fails_after_a_trial_that_did_not(noted: str) -> None:
     late = LateImports()
     trial = late.begin(OwnedFds())
     assert trial is not None
@@ -93,7 +93,7 @@ def test_it_fails_after_a_trial_that_did_not(noted: str) -> None:
     assert noted not in sys.modules
 
 
-def test_it_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_imports_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert late_imports.missing() == [noted]
     monkeypatch.setenv("MLAUNCH_PREPARE", "0")
     assert not LateImports().wanted()

@@ -95,7 +95,7 @@ def test_in_order_of_arrival_among_those_that_want_the_same(tmp_path: Path) -> N
         one.close()
 
 
-def test_who_is_killed_holds_nothing_and_blocks_nobody(tmp_path: Path) -> None:
+def test_a_killed_process_holds_nothing_and_blocks_nobody(tmp_path: Path) -> None:
     holder = in_child(lambda: take(tmp_path, "a"))
     waiter = in_child(lambda: (one := Acquisition(tmp_path, Wish("a", 1)), one.step()))
     ours = Acquisition(tmp_path, Wish("a", 1))

@@ -100,7 +100,7 @@ def test_an_agent_is_told_of_a_deadline_once_and_then_has_its_time(passing_time:
     assert waiting.told == [108.0]
 
 
-def test_who_asks_for_the_end_before_needs_no_deadline(passing_time: Clock) -> None:
+def test_a_launch_that_is_ended_before_needs_no_deadline(passing_time: Clock) -> None:
     """Else the agent would be killed for it before it had its time."""
     for ask in (lambda waiting: waiting.begin_cancel(force=False), Limits.agent_ended):
         waiting = Told(begun=90.1)

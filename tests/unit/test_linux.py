@@ -105,7 +105,7 @@ def test_a_descriptor_aside(limit: int) -> None:
         os.close(fd)
 
 
-def test_who_was_an_orphan_before_it_could_say_with_whom_to_die_ends() -> None:
+def test_a_process_that_was_an_orphan_before_it_could_say_with_whom_to_die_ends() -> None:
     pid = os.fork()
     if pid == 0:
         linux.die_with(os.getpid())  # who is not its parent, as if that one were gone

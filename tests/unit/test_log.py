@@ -31,7 +31,7 @@ def test_alone_its_name_is_in_front(alone: Callable[[], None], capsys: pytest.Ca
     assert trace[-1] == "ValueError: no such luck"
 
 
-def test_who_listens_hears_it_as_it_is(alone: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_handler_hears_a_warning_as_it_is(alone: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     alone()
     text = io.StringIO()
     handler = logging.StreamHandler(text)
@@ -45,7 +45,7 @@ def test_who_listens_hears_it_as_it_is(alone: Callable[[], None], capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_one_who_wants_silence_has_it(alone: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_null_handler_makes_silence(alone: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     alone()
     handler = logging.NullHandler()
     log.addHandler(handler)

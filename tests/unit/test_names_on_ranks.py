@@ -46,7 +46,7 @@ def test_what_is_wanted(before: str, wanted: WordAtCursor | None) -> None:
     assert what_is_wanted(before) == wanted
 
 
-def test_who_answers() -> None:
+def test_the_first_target_answers() -> None:
     words = ("", "2,1", "--targets 3 --deadline 1", "--targets", "0-")
     assert list(map(first_target, words)) == [0, 1, 3, 0, 0]
 

@@ -204,7 +204,7 @@ def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
     assert (first.left, second.shown, second.left) == (["last"], ["line"], ["last"])
 
 
-def test_who_prints_makes_room_where_another_launch_draws() -> None:
+def test_a_launch_that_prints_makes_room_where_another_draws() -> None:
     class Terminal(Place):
         def hide(self) -> str:
             return f"hidden after {self.shown}"

@@ -82,7 +82,7 @@ def hows(left: list[PromptLeft]) -> list[Onward]:
     return [record.how for record in left]
 
 
-def test_it_steps_and_goes_on() -> None:
+def test_a_debugger_steps_and_goes_on() -> None:
     said, left = debugged(stopping, "p number", "n", "p number", "c")
     assert "(Pdb, rank 1) p number\n1\n" in said
     assert "-> number = inner(number)\n" in said
@@ -90,7 +90,7 @@ def test_it_steps_and_goes_on() -> None:
     assert " in outer" in left[0].place
 
 
-def test_it_stops_at_its_breakpoints_until_it_is_detached() -> None:
+def test_a_debugger_stops_at_its_breakpoints_until_it_is_detached() -> None:
     said, left = debugged(stopping, "b inner", "c", "detach")
     assert "Breakpoint " in said
     assert "-> return number + 1" in said
@@ -144,7 +144,7 @@ def test_a_long_text_comes_whole() -> None:
     assert "x" * 100_000 in said
 
 
-def test_it_shows_places_as_ipythons_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_debugger_shows_places_as_ipythons_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """With lines around, in colours, if pygments is there; as pdb does in a terminal that has none."""
     pytest.importorskip("pygments")
 

@@ -44,7 +44,9 @@ def test_a_limit_that_cannot_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rlimits.too_few_files(512) == ""
 
 
-def test_it_is_said_as_a_launch_is_planned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_files_are_told_as_a_launch_is_planned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(rlimits, "too_few_files", lambda ranks: f"{ranks} ranks need more")
     ready = Ready("2.13", None, ("gloo",))
     plan(Options(n_gpus=2, device_type="cpu"), ThisMachine(ready, lambda _environ: 0), "train()", {}, Attempt(0, None))

@@ -57,11 +57,11 @@ def used(**more: float) -> dict[str, float]:
         ({"activity": {}}, False),  # it is gone
     ],
 )
-def test_who_works(changes: dict[str, Any], works: bool) -> None:
+def test_a_rank_that_works_is_known(changes: dict[str, Any], works: bool) -> None:
     assert stall_signs.work([WAITS, LATE], [WAITS, {**LATE, **changes}]) is works
 
 
-def test_who_spins_does_not_work() -> None:
+def test_a_rank_that_spins_does_not_work() -> None:
     spun = {"activity": used(main=1.0, threads=1.0)}
     assert not stall_signs.work([WAITS, LATE], [{**WAITS, **spun}, LATE])
     there = {"entered": [["0 cuda", [0, 1], 5]], "frames": [["/home/me/train.py", "22", "train"]]}
@@ -134,7 +134,7 @@ def test_one_report_and_one_of_a_recovery_and_it_is_armed_again() -> None:
     assert world.watch.timeout() is None
 
 
-def test_who_works_is_looked_at_again_later() -> None:
+def test_a_rank_that_works_is_looked_at_again_later() -> None:
     world = World(40.0)
     world.until(39.0)
     for turn in range(5):

@@ -36,7 +36,7 @@ def test_the_speed_of_a_loop_is_that_of_its_turns(monkeypatch: pytest.MonkeyPatc
         ((Phase.IDLE, Phase.RUNNING), "running"),
     ],
 )
-def test_it_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None:
+def test_a_launch_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None:
     board = Board.create(2)
     spec = SimpleNamespace(name="train()", local_world_size=2, rank_start=0)
     outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])

@@ -31,7 +31,7 @@ def test_joining_takes_as_many_operations_whatever_the_size(port: int) -> None:
         assert asked == ({2: size} if hasattr(dist.TCPStore, "barrier") else {3: size - 1, 4: 1})
 
 
-def test_one_looks_for_who_is_missing_and_tells_all(port: int) -> None:
+def test_one_rank_looks_for_those_missing_and_tells_all(port: int) -> None:
     ranks = clients(port, "missing", 64)
     for number, client in enumerate(ranks):
         client.arrive(number)

@@ -125,7 +125,7 @@ def test_the_package_itself_has_what_is_asked() -> None:
     assert issubclass(nvml.NVMLError, Exception)
 
 
-def test_it_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "--watch"]) == 1
     said = capsys.readouterr().err
     assert said == "mlaunch: ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json\n"
