@@ -115,16 +115,13 @@ class LaunchHandle:
         if self.agent.fileno() not in ready:
             return self._press()
         while self._hear():
-            if self._pauses() or not linux.wait_readable([self.agent.fileno()], 0.0):
+            # Of ranks that stay: what comes after a call is over is of no call, or of the next one.
+            if self.over or not linux.wait_readable([self.agent.fileno()], 0.0):
                 return True
         return False
 
     def _take_answers(self, ready: set[int]) -> None:
         """Takes in what ranks have sent without their agent."""
-
-    def _pauses(self) -> bool:
-        """Tells whether what has come is to be taken in before more is heard."""
-        return False
 
     def wait(self) -> Ended:
         """Waits for the launch's last process. An interrupt ends the launch, and is how it ended.

@@ -209,9 +209,6 @@ class KeptHandle(DirectHandle):
         self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent, late, self._begun)
         self._limits.hold(self._stall.held)
 
-    def _pauses(self) -> bool:
-        return self.over and not self._is_settled  # what comes now is not of the call that is over
-
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
             self._read_answers()

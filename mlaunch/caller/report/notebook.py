@@ -73,7 +73,8 @@ def _cell(file: str) -> str:
 
 def shell() -> Any:
     """Returns IPython's shell, if this process has one."""
-    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    find = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return None if find is None else find()
 
 
 def is_here() -> bool:
