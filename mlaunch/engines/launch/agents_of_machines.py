@@ -23,7 +23,7 @@ from mlaunch.engines.launch.patience import EndOf, Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.messages.launch_messages import (
     AgentFailed,
@@ -37,8 +37,10 @@ from mlaunch.protocol.messages.launch_messages import (
 )
 from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
 from mlaunch.protocol.messages.member_messages import (
+    Alive,
     FromAgent,
     MachineDone,
+    MemberAnswer,
     Printed,
     Reports,
     Rows,
@@ -165,8 +167,7 @@ class MergedAgent:
         try:
             for record, content in machine.stream.receive():
                 self._take(machine, record, content)
-                if content >= 0:
-                    os.close(content)
+                close_all([content] if content >= 0 else [])
                 if isinstance(record, MachineDone):
                     del self._open[fd]
         except (NoiseError, EOFError) as error:
@@ -201,8 +202,11 @@ class MergedAgent:
         elif isinstance(record, ServerEnded):
             self._fail(RankFailure(None, 0, record.what, host=machine.host, subject="the fork server"))
             self._send(Cancel(), but=machine)
-        elif isinstance(record, MachineDone) and record.error:
-            self._refuse(f"host {machine.host}: {record.error}", late=record.late)
+        elif isinstance(record, MachineDone):
+            if record.error:
+                self._refuse(f"host {machine.host}: {record.error}", late=record.late)
+        elif not isinstance(record, Alive | MemberAnswer):  # an answer that came too late
+            assert_never(record)
 
     def _take_from_agent(self, machine: Machine, record: AgentSays | AskToStop, content: int) -> None:
         if isinstance(record, RanksStarting):

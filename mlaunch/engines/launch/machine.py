@@ -20,7 +20,17 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import RankAnswered, RankGone, RankStarted
 from mlaunch.protocol.messages.machine_messages import ClockCompared
-from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, Offer, Reach, Reports, Rows, versions
+from mlaunch.protocol.messages.member_messages import (
+    MARK,
+    AskOffer,
+    Listen,
+    MemberAnswer,
+    Offer,
+    Reach,
+    Reports,
+    Rows,
+    versions,
+)
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -46,7 +56,7 @@ class Machine:
         self.host, self.pid = "", 0  # of its member
         self.prepared: Offer | None = None
         self.asked = 0  # how often
-        self.answer: Any = None  # to what it was asked last
+        self.answer: MemberAnswer | None = None  # to what it was asked last
         self.place = 0  # among the machines of the launch
         self.rank_start = 0
         self.shift = 0.0  # seconds by which its clock is behind ours

@@ -12,7 +12,7 @@ from mlaunch.caller import interrupts
 from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.placement import Placement
 from mlaunch.protocol.machines.frame_codes import NoiseError
-from mlaunch.protocol.messages.member_messages import AskOffer, Listen, NotPrepared, Offer, Reach
+from mlaunch.protocol.messages.member_messages import AskOffer, Listen, MemberAnswer, NotPrepared, Offer, Reach
 
 Question = AskOffer | Listen | Reach
 _LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
@@ -96,8 +96,8 @@ class PlacedMachines:
             wrote = "".join(f"\n  it wrote: {line}" for line in last_lines(words))
             raise LaunchError(f"host {machine.host} was lost: {fate or 'its member has ended'}{wrote}") from None
         for record, _ in found:
-            if getattr(record, "number", 0) != machine.asked:  # an answer for a call that was given up before it came
-                continue
+            if not isinstance(record, MemberAnswer) or record.number != machine.asked:
+                continue  # an answer for a call that was given up before it came
             if isinstance(record, NotPrepared):
                 raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
             if isinstance(record, Offer):

@@ -132,6 +132,9 @@ class Reached:
     failures: tuple[str, ...]
 
 
+MemberAnswer = Offer | NotPrepared | Listens | Reached  # with the number of the question
+
+
 @dataclass(frozen=True)
 class Start:
     """Starts the ranks of this machine. The content: the call; none if they run a command."""

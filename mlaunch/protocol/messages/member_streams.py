@@ -18,14 +18,11 @@ from mlaunch.protocol.messages.member_messages import (
     FromAgent,
     Lease,
     Listen,
-    Listens,
     Look,
     MachineDone,
-    NotPrepared,
-    Offer,
+    MemberAnswer,
     Printed,
     Reach,
-    Reached,
     Reports,
     Rows,
     Seen,
@@ -41,7 +38,7 @@ MemberHears = (
     | (Cancel | NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRanks | StopRanks)
 )  # fmt: skip
 MemberSays = (
-    (Offer | NotPrepared | Listens | Reached)
+    MemberAnswer
     | (FromAgent | Printed | Rows | Reports | Seen | Alive | ServerEnded | TracePart | MachineDone)
 )  # fmt: skip
 CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
