@@ -7,6 +7,7 @@ import importlib
 import pickle
 import sys
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,10 +91,45 @@ class _ByNumberPickler(pickle.Pickler):
         return NotImplemented
 
 
+def _submodules(code: types.CodeType, values: Iterable[object]) -> list[types.ModuleType]:
+    """Returns the modules that code is likely to use as attributes of packages, which are among the values.
+
+    They are imported where the code goes. cloudpickle finds the same, but looks at each module of the process for each
+    package: where torch is imported, that is nearly all of what a function takes to be pickled.
+    """
+    names = dict.fromkeys(code.co_names)
+    modules = (value for value in values if isinstance(value, types.ModuleType))
+    packages = [module.__name__ for module in modules if getattr(module, "__package__", None)]
+    found = []
+    for package in packages:
+        for name in (f"{package}.{name}" for name in names):
+            if (module := sys.modules.get(name)) is not None:
+                found.append(module)
+                packages.append(name)  # by the name it was found under, which may not be its own
+    return found
+
+
+def _with(function: Any, **others: object) -> Any:
+    """Returns a function of cloudpickle's that finds others in place of some that are global there."""
+    return types.FunctionType(
+        function.__code__, function.__globals__ | others, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def _quick_reduce() -> Any:
+    """Returns what reduces a function with the submodules that we find; as cloudpickle does where it has changed."""
+    reduce = getattr(cloudpickle.Pickler, "_dynamic_function_reduce", None)
+    state = getattr(cloudpickle.cloudpickle, "_function_getstate", None)
+    if not (isinstance(reduce, _FUNCTION) and isinstance(state, _FUNCTION)):
+        return reduce
+    return _with(reduce, _function_getstate=_with(state, _find_imported_submodules=_submodules))
+
+
 class _ByValuePickler(cloudpickle.Pickler):
     """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
 
     parts: Parts
+    _dynamic_function_reduce = _quick_reduce()
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):
