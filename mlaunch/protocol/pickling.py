@@ -91,14 +91,14 @@ class _ByNumberPickler(pickle.Pickler):
         return NotImplemented
 
 
-def _submodules(code: types.CodeType, values: Iterable[object]) -> list[types.ModuleType]:
-    """Returns the modules that code is likely to use as attributes of packages, which are among the values.
+def _submodules(code: types.CodeType, top_level_dependencies: Iterable[object]) -> list[types.ModuleType]:
+    """Returns the modules that code is likely to use as attributes of packages, which are among its dependencies.
 
     They are imported where the code goes. cloudpickle finds the same, but looks at each module of the process for each
     package: where torch is imported, that is nearly all of what a function takes to be pickled.
     """
     names = dict.fromkeys(code.co_names)
-    modules = (value for value in values if isinstance(value, types.ModuleType))
+    modules = (value for value in top_level_dependencies if isinstance(value, types.ModuleType))
     packages = [module.__name__ for module in modules if getattr(module, "__package__", None)]
     found = []
     for package in packages:
@@ -116,11 +116,16 @@ def _with(function: Any, **others: object) -> Any:
     )
 
 
+def _parameters(function: Any) -> tuple[str, ...]:
+    return tuple(function.__code__.co_varnames[: function.__code__.co_argcount])
+
+
 def _quick_reduce() -> Any:
     """Returns what reduces a function with the submodules that we find; as cloudpickle does where it has changed."""
     reduce = getattr(cloudpickle.Pickler, "_dynamic_function_reduce", None)
     state = getattr(cloudpickle.cloudpickle, "_function_getstate", None)
-    if not (isinstance(reduce, _FUNCTION) and isinstance(state, _FUNCTION)):
+    find = getattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
+    if not all(isinstance(one, _FUNCTION) for one in (reduce, state, find)) or _parameters(find) != _parameters(_submodules):
         return reduce
     return _with(reduce, _function_getstate=_with(state, _find_imported_submodules=_submodules))
 
