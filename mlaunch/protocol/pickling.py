@@ -125,7 +125,8 @@ def _quick_reduce() -> Any:
     reduce = getattr(cloudpickle.Pickler, "_dynamic_function_reduce", None)
     state = getattr(cloudpickle.cloudpickle, "_function_getstate", None)
     find = getattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
-    if not all(isinstance(one, _FUNCTION) for one in (reduce, state, find)) or _parameters(find) != _parameters(_submodules):
+    known = all(isinstance(one, _FUNCTION) for one in (reduce, state, find))
+    if not known or _parameters(find) != _parameters(_submodules):
         return reduce
     return _with(reduce, _function_getstate=_with(state, _find_imported_submodules=_submodules))
 
