@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from mlaunch.base import linux
 from mlaunch.base.fds import close_all
 from mlaunch.protocol.messages.attached import LaunchFds
 
@@ -20,12 +21,14 @@ class NextLaunch:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is one to prepare."""
+        """Whether there is one to prepare: the launcher has neither dropped it since, nor ended."""
+        if self._socket >= 0 and linux.wait_readable([self._socket], 0.0):  # its end: nothing comes before the call
+            self.drop()
         return self._socket >= 0
 
     def fds(self) -> list[int]:
         """Returns the descriptors, which are no other process's business."""
-        return [*self._like, *([self._socket] if self.wanted else [])]
+        return [*self._like, *([self._socket] if self._socket >= 0 else [])]
 
     def remember(self, like: Sequence[int], *, announced: bool = False) -> None:
         """Takes what the last launch was made of, or one that is ``announced``."""
@@ -51,7 +54,7 @@ class NextLaunch:
 
     def drop(self) -> None:
         """Prepares none after all, which the launcher sees by the socket's end."""
-        if self.wanted:
+        if self._socket >= 0:
             os.close(self._socket)
         self._socket = -1
 
