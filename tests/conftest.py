@@ -31,6 +31,7 @@ from mlaunch.pytest.pool import POOL, RankPool
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks
 from tests.processes import alive, children, descendants, ours, session_of, wait_gone, wait_until
+from tests.users import TURNED_OFF, users_environ
 
 TORCH = importlib.util.find_spec("torch") is not None  # tests/matrix/run has Pythons without it
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,8 +103,7 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     hints._TOLD_AT = 0  # on a busy machine any package takes long, and what is told would stand in a test's output
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ.pop("MLAUNCH_WARM", None)  # each process would leave one
-    os.environ["MLAUNCH_UVLOOP"] = "0"  # what users without it have
-    os.environ["MLAUNCH_PREPARE"] = "0"  # what is prepared would be there when things are counted
+    os.environ |= TURNED_OFF
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))  # no other launches of this user
     os.environ["MLAUNCH_LEASE_DIR"] = str(tmp_path_factory.mktemp("leases"))  # nor do others wait for the tests'
     if not TORCH:
@@ -239,7 +239,7 @@ def run_script(tmp_path: Path):  # type: ignore[no-untyped-def]
     def run(text: str, *flags: str, fresh: bool = False, **options: object) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(text)
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environ = {**users_environ(), "PYTHONPATH": str(ROOT)}
         return subprocess.run(
             [sys.executable if flags or fresh else IMPORTED, *flags, str(path)],
             check=False,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.users import users_environ
 
 # The terminal that is standard input becomes the one of its session: Ctrl-C, and its end, reach the script.
 BEGIN = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
@@ -24,7 +25,7 @@ class Terminal:
 
     def __init__(self, script: Path, *args: str, **variables: str) -> None:
         self.fd, theirs = pty.openpty()
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", **variables}
+        environ = {**users_environ(), "PYTHONPATH": str(ROOT), "TERM": "dumb", **variables}
         script.write_text(BEGIN + script.read_text())
         self.process = subprocess.Popen(
             [IMPORTED, str(script), *args], stdin=theirs, stdout=theirs, stderr=theirs, env=environ, cwd=script.parent,

@@ -32,6 +32,7 @@ from tests.conftest import ROOT
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, TRIES, agents, until_kept
 from tests.processes import alive, wait_gone
+from tests.users import users_environ
 
 
 def agent_and_rank() -> tuple[int, int]:
@@ -161,7 +162,7 @@ def test_what_ranks_print_goes_where_it_goes_now(tmp_path: Path) -> None:
         "sys.exit(not any(one == other for one, other in zip(agents, agents[1:])))\n"
     )
     subprocess.run(
-        [sys.executable, str(script), *map(str, files)], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, str(script), *map(str, files)], check=True, env={**users_environ(), "PYTHONPATH": str(ROOT)}
     )
     assert [file.read_text() for file in files] == [f"{file.name}\n" * 30 for file in files]
 

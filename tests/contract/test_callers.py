@@ -19,6 +19,7 @@ from mlaunch import LaunchError, launcher
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.warm import warm_server
 from tests.conftest import ROOT
+from tests.users import users_environ
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
@@ -243,7 +244,7 @@ def test_multiprocessing_in_a_rank_of_a_package_run_with_m(tmp_path: Path) -> No
         "if __name__ == '__main__':\n"
         "    print(launcher(train, 1)())\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**users_environ(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pkg.main"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "[(0, 5)]\n", done.stderr

@@ -26,6 +26,7 @@ from mlaunch.rank.for_users import progress as of_rank
 from tests import builds
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.users import users_environ
 
 Capture = pytest.CaptureFixture[str]
 
@@ -234,7 +235,7 @@ except (KeyboardInterrupt, LaunchTimeout) as error:
 def test_nobody_reads(tmp_path: Path, deadline: str, error: str) -> None:
     """A full pipe holds up neither the deadline nor Ctrl-C, of which one does."""
     (tmp_path / "script.py").write_text(UNREAD.format(deadline=deadline))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**users_environ(), "PYTHONPATH": str(ROOT)}
     command = [IMPORTED, "script.py"]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, **streams) as process:
@@ -421,7 +422,7 @@ def test_the_lines_that_change(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+        environ = {**users_environ(), "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
         os.execve(sys.executable, [sys.executable, "show.py"], environ)
     seen = until(terminal, "[1]  50% loaded")
     seen += until(terminal, "rank 1 is 2 behind")

@@ -24,6 +24,7 @@ from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.integration.libraries import needs
 from tests.system import commands, slurm
+from tests.users import users_environ
 
 pytestmark = pytest.mark.slow
 COOKBOOK = ROOT / "docs" / "cookbook"
@@ -281,7 +282,7 @@ def test_a_batch_script(tmp_path: Path) -> None:
     with slurm.running(folder) as environ:
         subprocess.run(
             ["sbatch", "--wait", "--ntasks-per-node=1", f"--output={tmp_path}/out", LISTINGS / "train.sbatch"],
-            env={**os.environ, **environ, **changes, "PATH": path},
+            env={**users_environ(), **environ, **changes, "PATH": path},
             cwd=LISTINGS,
             capture_output=True,
             check=True,

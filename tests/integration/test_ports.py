@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.users import users_environ
 
 # Each trains the same regression on shards of the same data; the loss of the full data ends below 0.05 on every rank.
 
@@ -149,7 +149,7 @@ def test_a_port(tmp_path: Path, text: str, arguments: list[str], launcher: list[
     done = subprocess.run(
         [IMPORTED, *launcher, script, *arguments],
         capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**users_environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     # torch's own, at the end of a process of torchrun that used autograd: about 1 plain script in 24 on a busy machine.
     aborted = "terminate called without an active" in done.stderr and "Signal 6 (SIGABRT)" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.users import users_environ
 
 MLAUNCH = [IMPORTED, "-m", "mlaunch", "run"]
 FRESH = [sys.executable, *MLAUNCH[1:]]  # for what counts as torch is imported
@@ -21,7 +21,7 @@ T, R = TypeVar("T"), TypeVar("R")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
+    return {**users_environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **changes}
 
 
 def start(cwd: Path, *args: str, command: list[str] = MLAUNCH, **changes: str) -> subprocess.Popen[str]:

@@ -21,6 +21,7 @@ from tests.conftest import ROOT
 from tests.processes import apart, descendants, wait_gone
 from tests.system import slurm
 from tests.system.network import Host, free_port
+from tests.users import users_environ
 
 _CALLER = str(ROOT / "tests" / "system" / "engine_caller.py")
 _TIMEOUT = 60.0  # seconds
@@ -33,7 +34,7 @@ class Rig:
 
     def __init__(self, engine: str, environ: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self.engine = engine
-        self.environ = {**os.environ, **environ}
+        self.environ = {**users_environ(), **environ}
         self._prefix = list(prefix)
         self.process = self._start()
 
@@ -206,7 +207,7 @@ def ray(_folder: Path) -> Iterator[Rig]:
     """Two nodes, and their head, in a network namespace of their own."""
     if importlib.util.find_spec("ray") is None or os.geteuid() != 0:
         pytest.skip("ray is not installed, or this is not root, who can make a network namespace")
-    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    environ = {**users_environ(), "RAY_USAGE_STATS_ENABLED": "0"}
     inside = ["unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$0" "$@"']
     cluster = subprocess.Popen(
         [*inside, sys.executable, _RAY],

@@ -15,6 +15,7 @@ from mlaunch.rendezvous.event_loop import VARIABLE
 from tests.conftest import ROOT
 from tests.imported import IMPORTED, NAMESPACES
 from tests.processes import apart, descendants, wait_gone
+from tests.users import users_environ
 
 MACHINE = str(ROOT / "tests" / "system" / "machine.py")
 
@@ -43,7 +44,7 @@ class Host:
         where = {} if self._inhabitant is None else {NAMESPACES: str(self._inhabitant.pid)}
         return subprocess.Popen(
             [IMPORTED, *args],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **self._environ, **where, **environ},
+            env={**users_environ(), "PYTHONPATH": str(ROOT), **self._environ, **where, **environ},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

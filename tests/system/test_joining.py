@@ -21,6 +21,7 @@ from mlaunch.rendezvous.address import listen
 from tests import builds
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.users import users_environ
 
 JOINER = str(ROOT / "tests" / "system" / "joiner.py")
 TORCHRUN = [IMPORTED, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
@@ -34,7 +35,7 @@ def run(command: Iterable[str], **environ: str) -> list[dict[str, Any]]:
         pytest.skip("torchrun needs libuv, and this torch has none")
     done = subprocess.run(
         [*command],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        env={**users_environ(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -80,7 +81,7 @@ def tasks(how: str, environs: list[dict[str, str]]) -> list[dict[str, Any]]:
     processes = [
         subprocess.Popen(
             [IMPORTED, JOINER, how],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+            env={**users_environ(), "PYTHONPATH": str(ROOT), **environ},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -370,7 +371,6 @@ def test_seeds_of_a_launch() -> None:
 def test_the_rank_zero_filter() -> None:
     def train() -> list[str]:
         import logging
-        import os
 
         seen: list[str] = []
         for per_machine in (False, True):

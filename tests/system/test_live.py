@@ -31,6 +31,7 @@ from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import END, STATUS, Reception, answer
 from tests import builds
 from tests.conftest import ROOT
+from tests.users import users_environ
 
 HERE = os.path.basename(__file__)
 LIMIT = 60.0  # seconds
@@ -229,7 +230,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_names_that_a_terminal_cannot_show(tmp_path: Path, encoding: str) -> None:
-    environ = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict", "PYTHONPATH": str(ROOT)}
+    environ = {**users_environ(), "PYTHONIOENCODING": f"{encoding}:strict", "PYTHONPATH": str(ROOT)}
     with running(tmp_path, name="träin \udcfc"):
         for word in ("ps", "stacks"):
             command = [sys.executable, "-m", "mlaunch", word]

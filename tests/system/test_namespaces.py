@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.users import users_environ
 
 LIMIT = 120  # seconds
 
@@ -75,7 +76,7 @@ def in_namespaces(directory: Path, *command: str, script: str = SCRIPT) -> list[
     (directory / "script.py").write_text(script)
     done = subprocess.run(
         [*command, sys.executable, str(directory / "script.py"), str(directory)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**users_environ(), "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         check=False,
         capture_output=True,

@@ -20,6 +20,7 @@ from mlaunch import launcher
 from tests.conftest import ROOT
 from tests.contract.preparing import LIMIT
 from tests.processes import children
+from tests.users import users_environ
 
 
 @pytest.mark.slow
@@ -30,7 +31,7 @@ def test_the_digits_example() -> None:
         text=True,
         timeout=120,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**users_environ(), "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -241,11 +242,8 @@ print(mlaunch.launcher(who, 2)())
     ], done.stderr  # fmt: skip
 
 
-def test_what_ranks_had_to_import_the_next_ones_find(  # type: ignore[no-untyped-def]
-    run_script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ranks_had_to_import_the_next_ones_find(run_script) -> None:  # type: ignore[no-untyped-def]
     """Though no pause is between the calls; where there is one, the first pause will do."""
-    monkeypatch.delenv("MLAUNCH_PREPARE")
     done = run_script("""
 import mlaunch, sys
 
