@@ -105,6 +105,7 @@ INSIDE = {
     "mlaunch.cli.debug_command": "test_without_an_id",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.inline": "test_a_call_in_this_process",
+    "mlaunch.caller.launch.call_trace": "test_steps_that_the_function_counts",
     "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.caller.detectron2": "test_launch",
     "mlaunch.caller.output.files": "test_files",
