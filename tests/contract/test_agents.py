@@ -143,7 +143,7 @@ def test_an_agent_keeps_no_daemon_of_a_rank(tmp_path: Path) -> None:
     until_kept(call)
 
 
-def test_what_ranks_print_goes_where_it_goes_now(tmp_path: Path) -> None:
+def test_output_of_ranks_goes_to_the_streams_of_the_moment(tmp_path: Path) -> None:
     """The agent has the streams of its latest launch."""
     files = [tmp_path / name for name in ("first", "second")]
     script = tmp_path / "train.py"

@@ -150,7 +150,7 @@ def test_an_object_is_broadcast() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["all_gather", "gather", "broadcast_object"])
-def test_what_cannot_be_pickled_is_an_error_everywhere(name: str) -> None:
+def test_an_object_that_cannot_be_pickled_is_an_error_everywhere(name: str) -> None:
     data = {"model": threading.Lock()} if comm.get_rank() == 0 else 1
     text = error_of(lambda: getattr(comm, name)(data))
     if comm.get_rank() == 0:
@@ -162,7 +162,7 @@ def test_what_cannot_be_pickled_is_an_error_everywhere(name: str) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_what_another_than_the_first_cannot_broadcast() -> None:
+def test_a_rank_other_than_the_first_that_cannot_broadcast() -> None:
     data = threading.Lock() if comm.get_rank() == 1 else 1
     text = error_of(lambda: comm.broadcast_object(data, src=1))
     if comm.get_rank() == 1:

@@ -386,7 +386,7 @@ def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
         one.close()
 
 
-def test_what_a_killed_caller_has_left_is_removed_by_the_next_call(engine: Threads) -> None:
+def test_files_of_a_killed_caller_are_removed_by_the_next_call(engine: Threads) -> None:
     left = registry.home(os.environ) / "0123456789ab.sock"
     left.parent.mkdir(mode=0o700, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
@@ -591,7 +591,7 @@ def test_machines_that_nobody_uses_are_given_back(engine: Threads) -> None:
         launcher(rank, engine=held)()
 
 
-def test_what_machines_wait_for_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_wait_for_machines_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Threads(states=["queued (Priority)", "queued (Priority)", "queued (Resources)"])
     assert launcher(rank, 1, engine=engine, machines=1)() == [0]
     assert capfd.readouterr().err.splitlines()[:2] == [
@@ -820,14 +820,14 @@ def test_a_fork_server_that_is_stopped_over_there() -> None:
         ({"idle_timeout": -1}, "idle_timeout=-1: allowed: seconds, more than 0"),
     ],
 )
-def test_what_is_held_is_checked_before_anything_is_asked_for(options: dict[str, Any], words: str) -> None:
+def test_options_of_held_machines_are_checked_before_anything_is_asked_for(options: dict[str, Any], words: str) -> None:
     engine = Threads()
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         engine.hold(**options)
     assert not engine.placements
 
 
-def test_what_is_held_says_what_it_waits_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_held_machines_say_what_they_wait_for(capfd: pytest.CaptureFixture[str]) -> None:
     with Threads(states=["queued (Priority)", "queued (Resources)"]).hold(1):
         said = capfd.readouterr().err.splitlines()
     assert said == ["mlaunch: hold() waits: queued (Priority)", "mlaunch: hold() waits: queued (Resources)"]

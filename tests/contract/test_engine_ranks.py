@@ -94,7 +94,7 @@ def test_held_objects_scattered_values_and_futures(ranks: Ranks) -> None:
     assert [value[0].item() for value in held.fetch()] == [11.0, 22.0, 33.0]
 
 
-def test_what_they_print(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_ranks_on_machines(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         print(f"rank {dist.get_rank()}")
 

@@ -227,7 +227,7 @@ def test_a_trial_whose_rank_dies_costs_the_ranks_of_its_machine_alone(engine: Al
     keep._sets.clear()
 
 
-def test_what_cannot_be_is_raised_where_it_is_begun(engine: Alike) -> None:
+def test_an_impossible_sweep_is_raised_where_it_is_begun(engine: Alike) -> None:
     with pytest.raises(ValueError, match=r"engine=.* with map\(\): nobody says .* allowed: machines that it holds"):
         launcher(times, engine=engine).map([1])
     with engine.hold(machines=2, n_gpus=1) as held:

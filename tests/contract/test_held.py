@@ -33,7 +33,7 @@ def held_numbers(ranks: Ranks) -> list[list[int]]:
     return ranks.run(lambda: sorted(sys.modules["mlaunch.rank.held_objects"].table.objects))
 
 
-def test_what_is_here_is_no_function_to_hold(ranks: Ranks) -> None:
+def test_an_object_that_is_here_is_no_function_to_hold(ranks: Ranks) -> None:
     for thing, kind in ((torch.nn.Linear(1, 1), "Linear"), ([1, 2], "list")):
         with pytest.raises(TypeError, match=rf"hold\(\) takes a function that makes the object, not a {kind}; to hold"):
             ranks.hold(thing)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_a_handle_in_arguments_that_cannot_be_sent_is_freed_all_the_same(ranks: 
     assert held_numbers(ranks) == [[], []]
 
 
-def test_what_a_failed_call_worked_with_is_let_go(ranks: Ranks) -> None:
+def test_objects_of_a_failed_call_are_let_go(ranks: Ranks) -> None:
     """The next call may have no room beside it; and the collector may be far from its next round."""
 
     def fail() -> None:
@@ -210,7 +210,7 @@ def test_a_hold_that_fails_on_one_rank_holds_nothing(ranks: Ranks) -> None:
     assert held_numbers(ranks) == [[], []]
 
 
-def test_what_cannot_be_pickled_can_be_held(ranks: Ranks) -> None:
+def test_an_object_that_cannot_be_pickled_can_be_held(ranks: Ranks) -> None:
     held = ranks.hold(lambda: (number for number in range(5)))
     assert [ranks.run(next, held) for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
 

@@ -104,7 +104,7 @@ def _fails(folder: Path) -> None:
         launcher(forever, n_gpus=1, concurrent=1)(folder)
 
 
-def test_what_there_is_not_is_refused_before_anything_waits() -> None:
+def test_devices_that_are_not_there_are_refused_before_anything_waits() -> None:
     with pytest.raises(ValueError, match="ranks on CPUs have no device numbers"):
         launcher(os.getpid, device_type="cpu", devices=[0, 1], n_gpus=1)()
     assert standing(place(os.environ)) == ([], [])

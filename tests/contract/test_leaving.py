@@ -298,7 +298,7 @@ def loses_its_tracker() -> str:
     return block.name
 
 
-def test_what_nobody_is_left_to_remove_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_that_nobody_is_left_to_remove_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     [name] = launcher(loses_its_tracker, 1)()
     os.unlink(f"/dev/shm/{name}")
     words = rf"mlaunch: nobody is left to remove /dev/shm/{name} on host \S+, 4.9 KiB of memory that came during loses_"

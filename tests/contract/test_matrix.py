@@ -99,7 +99,7 @@ def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
 @pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", STOPPED)
 @pytest.mark.parametrize("where", WHERE)
-def test_what_keeps_a_launch_is_stopped(
+def test_a_process_that_keeps_a_launch_is_stopped(
     where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank stops its agent or its fork server; its caller does not depend on them."""

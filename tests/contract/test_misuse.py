@@ -74,7 +74,7 @@ def test_the_frame_of_a_users_reduce_is_kept() -> None:
     assert [entry.name for entry in traceback.extract_tb(error.__cause__.__traceback__)] == ["__reduce__"]
 
 
-def test_what_this_machine_lacks_is_told_from_the_callers_line() -> None:
+def test_a_lack_of_this_machine_is_told_from_the_callers_line() -> None:
     told(launcher(takes, 1, backend="none-such"), ValueError)
     told(launcher(takes, 2, world_size=4), ValueError)
 
@@ -160,7 +160,7 @@ def test_arguments_of_a_method() -> None:
     assert Model().fit(3) == [3]
 
 
-def test_what_a_decorator_passes_is_its_own_business() -> None:
+def test_arguments_of_a_decorator_are_its_own_business() -> None:
     @functools.wraps(wants)
     def passes(*args: Any, **kwargs: Any) -> float:
         return wants(0, 1, *args, **kwargs)

@@ -78,7 +78,7 @@ def test_all_that_writes_is_shown(capsys: Capture, start_method: str) -> None:
 
 @builds.silent
 @pytest.mark.parametrize("by", ["Python", "C"])
-def test_what_the_caller_has_buffered_is_written_once(run_script: Any, by: str) -> None:
+def test_text_that_the_caller_has_buffered_is_written_once(run_script: Any, by: str) -> None:
     """Ranks that are forked from it inherit its buffers; a cell's are filled by the warning of threads."""
     script = """
 import ctypes, os, sys, threading
@@ -110,7 +110,7 @@ launcher(lambda: None, 2, device_type="cpu", start_method="fork", output="raw")(
 @pytest.mark.parametrize(
     ("output", "shown"), [("all", "[0] 0\n[1] 1\n"), ("rank0", "[0] 0\n"), ("none", ""), ("raw", "")]
 )
-def test_what_is_shown(capsys: Capture, output: str, shown: str) -> None:
+def test_output_shows_what_its_option_says(capsys: Capture, output: str, shown: str) -> None:
     def train() -> None:
         for rank in (0, 1):
             if comm.get_rank() == rank:
@@ -301,7 +301,7 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
 
 @builds.silent
 @pytest.mark.parametrize("output", ["all", "rank0", "none"])
-def test_what_a_rank_printed_is_in_the_report(output: str) -> None:
+def test_output_of_a_rank_is_in_the_report(output: str) -> None:
     def train(fail: bool) -> None:
         print("rank", comm.get_rank())
         print("error of", comm.get_rank(), file=sys.stderr)
@@ -326,7 +326,7 @@ def test_what_a_rank_printed_is_in_the_report(output: str) -> None:
         ours.last.output(2)
 
 
-def test_what_went_into_the_callers_streams_is_not_known() -> None:
+def test_output_that_went_into_the_callers_streams_is_not_known() -> None:
     ours = launcher(lambda: None, 1, output="raw")
     ours()
     assert ours.last is not None

@@ -157,7 +157,7 @@ def priorities() -> set[int]:
 
 
 @builds.silent
-def test_what_is_seen_of_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_prepared_launch_as_others_see_it(capfd: pytest.CaptureFixture[str]) -> None:
     launcher(total, 2)()
     launch = prepared()
     ours = [launch["agent"], *pids_of(launch)]

@@ -189,7 +189,7 @@ def test_a_single_machine_of_an_engine(tmp_path: Path) -> None:
     assert run["ts"] <= step["ts"] <= run["ts"] + run["dur"]
 
 
-def test_what_an_engines_machines_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_that_machines_of_an_engine_cannot_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before there are ranks."""
 
     def never() -> None:

@@ -128,7 +128,7 @@ def test_all_ranks_are_heard(suite: Callable[..., tuple[Reports, str]]) -> None:
 
 
 @pytest.mark.parametrize("orders", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_what_a_test_leaves_on_ranks_does_not_reach_the_next(
+def test_state_that_a_test_leaves_on_ranks_does_not_reach_the_next(
     suite: Callable[..., tuple[Reports, str]], orders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each leak by a test of its own, in random orders; and what might confuse the ranks of the next test."""

@@ -66,7 +66,7 @@ def test_values_come_by_rank_and_the_processes_stay(ranks: Ranks) -> None:
     assert len({os.getpid(), *first}) == 3
 
 
-def test_what_a_call_leaves_in_its_ranks_is_there_in_the_next(ranks: Ranks) -> None:
+def test_state_that_a_call_leaves_is_there_in_the_next(ranks: Ranks) -> None:
     def leave(value: int) -> None:
         sys.left_here = value + dist.get_rank()  # type: ignore[attr-defined]
 
@@ -323,7 +323,7 @@ def test_after_close(ranks: Ranks) -> None:
     wait_gone(pids)
 
 
-def test_what_nobody_refers_to_ends() -> None:
+def test_ranks_that_nobody_refers_to_end() -> None:
     ranks = Ranks(n_gpus=2)
     pids = pids_of(ranks)
     del ranks
@@ -431,7 +431,7 @@ def test_errors_point_at_the_callers_line(ranks: Ranks) -> None:
         assert frames_of(wrong.value) == [use.__name__]
 
 
-def test_what_ranks_print_comes_as_they_were_started(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_ranks_comes_as_they_were_started(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the function's own options say of it."""
     train = launcher(lambda: print("printed"), n_gpus=2, output="raw")
     with Ranks(n_gpus=2) as fresh:  # no record of whose start has been heard yet
@@ -656,7 +656,7 @@ def test_a_directory_for_each_call(tmp_path: Path) -> None:
         assert re.search(rf"call {number}\b", found), (directory, found)
 
 
-def test_what_ranks_print_between_calls_is_shown(ranks: Ranks, tmp_path: Path, capfd: Capture) -> None:
+def test_output_of_ranks_between_calls_is_shown(ranks: Ranks, tmp_path: Path, capfd: Capture) -> None:
     gate, shown = tmp_path / "gate", tmp_path / "shown"
 
     def begin() -> None:

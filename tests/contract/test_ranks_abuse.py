@@ -216,7 +216,7 @@ def wait_for(path: str) -> None:
         os.sched_yield()
 
 
-def test_what_was_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_object_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Ranks, tmp_path: Path) -> None:
     def numbers() -> list[int]:
         return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
 
@@ -230,7 +230,7 @@ def test_what_was_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Rank
     assert ranks.run(numbers) == [[], []]
 
 
-def test_what_was_freed_with_a_call_that_no_rank_can_read_is_freed_with_the_next(ranks: Ranks) -> None:
+def test_an_object_freed_with_a_call_that_no_rank_can_read_is_freed_with_the_next(ranks: Ranks) -> None:
     class Unreadable:
         def __reduce__(self) -> tuple[Callable[[str], float], tuple[str]]:
             return float, ("no number",)

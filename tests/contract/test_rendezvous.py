@@ -91,7 +91,7 @@ class Bomb:
         return Path.touch, (self._path,)
 
 
-def test_what_a_stranger_put_there_is_not_unpickled(server: Server, tmp_path: Path) -> None:
+def test_a_strangers_value_in_the_store_is_not_unpickled(server: Server, tmp_path: Path) -> None:
     """With defaults on both sides: anybody on this machine can write to the store."""
     ours = client(server, timeout=60)
     stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))

@@ -253,7 +253,7 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     assert (spec.deadline, spec.seconds) == (60.0, 5.0)
 
 
-def test_what_somebody_has_ended_is_not_started_again() -> None:
+def test_a_launch_that_somebody_has_ended_is_not_started_again() -> None:
     """On another machine, say."""
     given: list[int] = []
 
@@ -434,7 +434,7 @@ def test_a_collective_is_named_and_not_what_torch_wraps_it_in(below: list[str], 
     assert in_words([*frames, ("/home/train.py", "8", "train")]) == f"in {words} at train.py:8"
 
 
-def test_what_a_library_imports_is_named_and_is_no_collective() -> None:
+def test_an_import_of_a_library_is_named_and_is_no_collective() -> None:
     library, users = "/x/site-packages/torch/nn/parallel/distributed.py", ("/home/train.py", "18", "train")
     begins = [(library, "8", "__init__"), users]
     importing = [
@@ -452,7 +452,7 @@ def test_what_a_library_imports_is_named_and_is_no_collective() -> None:
     assert operation_of([("/x/site-packages/torch/distributed/d.py", "1", "barrier"), users]) == "barrier"
 
 
-def test_what_python_has_generated_is_no_place_of_the_users() -> None:
+def test_generated_code_is_no_place_of_the_users() -> None:
     library, users = "/x/site-packages/config.py", ("/home/train.py", "18", "train")
     generated, attrs = ("<string>", "3", "__init__"), ("<attrs generated methods train.Config>", "25", "__init__")
     assert in_words([(library, "8", "read"), generated, users]) == "in __init__ at train.py:18"
@@ -489,7 +489,7 @@ MACHINERY = [
         ([("/x/site-packages/torch/_dynamo/eval_frame.py", "1", "compile_wrapper")], "8", "in train"),
     ],
 )  # fmt: skip
-def test_what_user_code_has_begun_is_named(
+def test_work_that_user_code_has_begun_is_named(
     inner: list[tuple[str, str, str]], line: str, words: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
@@ -528,7 +528,7 @@ def test_a_rank_that_hangs_in_an_import(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"rank 0 was importing stuck_of_mine at {HERE}:" in str(caught.value.__cause__)
 
 
-def test_what_is_not_running_is_told_by_its_phase() -> None:
+def test_a_rank_that_is_not_running_is_told_by_its_phase() -> None:
     bare = f'Current thread 0x1 (most recent call first):\n  File "{rank_function.__file__}", line 8 in live\n'
     joining = bare.replace("\n", f'\n  File "{rank_group.__file__}", line 6 in _meet\n', 1)
     waiting = bare.replace("\n", f'\n  File "{channel.__file__}", line 6 in _take\n', 1)

@@ -76,7 +76,7 @@ def test_a_callback_that_raises_is_logged_and_the_run_goes_on(caplog: pytest.Log
     assert run.result(120)[0][1] == "asked"
 
 
-def test_what_cannot_be_reported() -> None:
+def test_values_that_cannot_be_reported_are_refused() -> None:
     mlaunch.report(1, loss=0.5)  # here it does nothing
     with pytest.raises(TypeError, match=r"report\(loss=list\): allowed: a number"):
         mlaunch.report(1, loss=[0.5])  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def test_a_sweep_goes_on_where_it_was_killed(run_script: Callable[[str], Complet
     assert others in (["[2] False", "[3] False"], ["[2] True", "[3] False"])  # as it was killed, the second had begun
 
 
-def test_what_is_done_is_not_run_again(tmp_path: Path) -> None:
+def test_a_trial_that_is_done_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "2-0").touch()
     grid = {"x": [1, 2], "folder": [tmp_path], "return_exceptions": True, "resume": tmp_path / "sweep.jsonl"}
     runs = times.grid(**grid)
@@ -176,7 +176,7 @@ def say(folder: Path, name: str) -> None:
     hold(folder, name)
 
 
-def test_what_trials_print_and_how_far_they_are(
+def test_lines_of_trials_and_how_far_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place()
@@ -210,7 +210,7 @@ def test_a_cancelled_trial_lets_the_next_begin(tmp_path: Path) -> None:
     assert runs[2].result(120) == ["third", "third"]
 
 
-def test_what_is_wrong_with_a_sweep_is_raised_where_it_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sweep_is_raised_where_it_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"grid\(y=\[\]\): a grid of nothing"):
         times.grid(x=[1], y=[])
     with pytest.raises(TypeError, match=r"grid\(x='adam'\): allowed: the values to try, x=\['adam'\]"):

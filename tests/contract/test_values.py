@@ -44,7 +44,7 @@ def round_trip(value: Any, *, to_caller: bool = True) -> Any:
         os.close(fd)
 
 
-def test_what_cannot_go_by_name_leaves_nothing_of_the_attempt() -> None:
+def test_an_object_that_cannot_go_by_name_leaves_nothing_of_the_attempt() -> None:
     """By value it begins anew: what was written by name would be read as well, and shift what is told once."""
     words = [f"word {number}" for number in range(20_000)]
     first, second, function = round_trip([words, words, lambda: 7])
@@ -103,7 +103,7 @@ def test_other_layouts_round_trip(tensor: torch.Tensor) -> None:
     assert (back.layout, back.dtype, back.device) == (tensor.layout, tensor.dtype, tensor.device)
 
 
-def test_what_is_mapped_can_be_written_and_outlives_the_fd() -> None:
+def test_a_mapped_value_can_be_written_and_outlives_the_fd() -> None:
     array, tensor = round_trip((numpy.zeros(100_000), torch.zeros(100_000)))
     array[:] = 1
     tensor.fill_(2)
@@ -124,7 +124,7 @@ class Drawn:
         return torch.clone, (torch.from_numpy(array),)
 
 
-def test_what_nobody_else_holds_lives_until_it_is_written() -> None:
+def test_a_value_that_nobody_else_holds_lives_until_it_is_written() -> None:
     value = Drawn()
     parts = pickle_by_name(io.BytesIO(), value)
     gc.collect()
@@ -241,7 +241,7 @@ def test_classes_of_one_name_stay_apart() -> None:
     assert (old["Result"].version, new["Result"].version) == (1, 2)
 
 
-def test_what_plain_pickle_finds_is_what_the_function_means() -> None:
+def test_plain_pickle_finds_the_object_that_the_function_means() -> None:
     old, new = defined(1), defined(2)
     exec("import pickle\ndef load(old): return pickle.loads(pickle.dumps(Result(0))).version", new)
     assert launcher(new["load"], 1)(old["Result"](3)) == [2]
@@ -369,7 +369,7 @@ def top(cells: Any) -> dict[str, Any]:
         ("traced(torch.zeros(2)).tolist()", [2.0, 2.0]),
     ],
 )
-def test_what_stands_at_the_top_of_scripts_travels(top: dict[str, Any], text: str, wanted: object) -> None:
+def test_objects_at_the_top_of_scripts_travel(top: dict[str, Any], text: str, wanted: object) -> None:
     top["scripted"] = torch.jit.script(plain_plus_one)
     top["traced"] = torch.jit.trace(lambda x: x + 2, torch.ones(2))  # type: ignore[no-untyped-call]
     exec(f"def ask(given): return {text}", top)
@@ -380,7 +380,7 @@ def plain_plus_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_what_is_known_by_name_comes_back_as_itself(top: dict[str, Any]) -> None:
+def test_an_object_known_by_name_comes_back_as_itself(top: dict[str, Any]) -> None:
     known = [top[name] for name in ("MISSING", "UserId")] + [top["Color"].RED]
     with Ranks(n_gpus=1) as ranks:
         [back] = ranks.run(lambda *got: got, *known)
@@ -479,7 +479,7 @@ def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str
         (threading.Lock, "a _thread.lock, which .*: make it in the function"),
     ],
 )  # fmt: skip
-def test_what_to_pass_instead_is_said(argument: Callable[[], Any], advice: str) -> None:
+def test_errors_say_what_to_pass_instead(argument: Callable[[], Any], advice: str) -> None:
     unfit = argument()
     take = launcher(lambda x: x, 1)
     with pytest.raises(TypeError, match=advice):
@@ -511,7 +511,7 @@ def test_a_global_of_a_global_that_cannot_be_pickled() -> None:
         launcher(names["train"], 1)()
 
 
-def test_what_the_body_of_a_class_in_a_function_refers_to() -> None:
+def test_names_in_the_body_of_a_class_in_a_function_travel() -> None:
     """By instructions that cloudpickle does not look at: a default, a decorator, in a class inside of another one."""
     names: dict[str, Any] = {"__name__": "__main__"}
     text = """\
@@ -563,7 +563,7 @@ def notes_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return " ".join(error.__notes__)
 
 
-def test_what_a_rank_cannot_unpickle_is_named(top: dict[str, Any]) -> None:
+def test_an_object_that_a_rank_cannot_unpickle_is_named(top: dict[str, Any]) -> None:
     exec("def train(): return bar.inner", top)
     top["bar"] = Stream()
     what = "the rank could not unpickle a tests.contract.test_values.Wrapper"
@@ -576,7 +576,7 @@ def test_what_a_rank_cannot_unpickle_is_named(top: dict[str, Any]) -> None:
     assert f"{what} at 'deep'" in " ".join(caught.value.__notes__)
 
 
-def test_what_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = types.ModuleType("only_here")
     exec("class Net: pass", vars(module))
     monkeypatch.setitem(sys.modules, "only_here", module)

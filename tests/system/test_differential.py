@@ -65,7 +65,7 @@ def ranks(cwd: Path, launcher: str, *flags: str, **environ: str) -> list[dict[st
     return sorted(found, key=lambda rank: rank["environ"]["RANK"])
 
 
-def test_what_a_script_sees(tmp_path: Path) -> None:
+def test_a_script_sees_the_same(tmp_path: Path) -> None:
     ours, theirs = at_once(lambda name: ranks(tmp_path, name), LAUNCHERS)
     found = {path for pair in zip(ours, theirs, strict=True) for path in differences(*pair)}
     assert found - RANDOM <= DIFFERENT.keys()
@@ -78,7 +78,7 @@ def test_what_a_script_sees(tmp_path: Path) -> None:
     assert not set(ours[0]["random"]) & set(ours[1]["random"])
 
 
-def test_what_a_script_sees_of_virtual_local_ranks(tmp_path: Path) -> None:
+def test_a_script_sees_the_same_of_virtual_local_ranks(tmp_path: Path) -> None:
     flags = {"CUDA_VISIBLE_DEVICES": "5,3"}
     ours, theirs = at_once(lambda name: ranks(tmp_path, name, "--virtual-local-rank", **flags), LAUNCHERS)
     for mine, their in zip(ours, theirs, strict=True):

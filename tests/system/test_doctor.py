@@ -47,7 +47,7 @@ def test_launches_that_fail_are_a_problem(capsys: pytest.CaptureFixture[str], mo
     assert "problem  launch       two ranks on CPUs failed: no torch today" in capsys.readouterr().out
 
 
-def test_what_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_are_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=16, f_frsize=2**22))
     assert doctor._shared_memory().text.startswith("only 64.0 MiB free: DataLoader workers and NCCL use it")
     monkeypatch.setattr(resource, "getrlimit", lambda _what: (64, 64))

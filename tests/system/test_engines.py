@@ -71,7 +71,7 @@ def test_sixteen_ranks(held: Rig, request: pytest.FixtureRequest) -> None:
     assert held.ask("many held")["value"] == [[rank, many] for rank in range(many)]
 
 
-def test_what_ranks_print(held: Rig, size: int) -> None:
+def test_output_of_ranks_comes_home(held: Rig, size: int) -> None:
     found = held.ask("printing held")
     assert lines(found) == [f"[{rank}] rank {rank} prints" for rank in range(size)]
     assert f"[0-{size - 1}] all of them" in found["err"] or found["err"].count("all of them") > 1

@@ -299,7 +299,7 @@ def test_a_failure_fits_into_every_record_on_its_way(letter: str) -> None:
     assert failure_of_record(json.loads(control_protocol.encode({"failure": asdict(told)}))["failure"]) == told
 
 
-def test_what_is_waited_for_is_a_summary() -> None:
+def test_the_word_on_missing_machines_is_a_summary() -> None:
     """It is sent to every machine, and fits into every record on its way."""
     roster = Roster()
     for rank in range(0, 10_000, 2):
@@ -910,7 +910,7 @@ def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(told.ahead, told.error) for told in asyncio.run(compare(0))} == {(0.0, 0.0)}
 
 
-def test_what_is_no_answer_of_a_gate_changes_no_clock() -> None:
+def test_a_record_that_is_no_answer_of_a_gate_changes_no_clock() -> None:
     """As one that comes too late, or says what is no time."""
 
     async def answer() -> list[ClockCompared]:
@@ -1041,7 +1041,7 @@ def roster_of(*joins: Join) -> Roster:
     return roster
 
 
-def test_what_fits_together() -> None:
+def test_machines_that_fit_together() -> None:
     one = roster_of(join(0, 2, 5))
     assert not roster_of().complete
     assert roster_of(join(0, 2, 5), join(4, 1, 5)).missing() == [range(2, 4)]
@@ -1078,6 +1078,6 @@ def test_a_machine_that_overlaps_is_found_among_many(seed: int) -> None:
     join(0, 1, 1, host="\x1b[2J").as_record(), join(0, 1, 1, host="h" * 256).as_record(),
     join(0, 1, 10**12).as_record(), join(0, 10**12, 1, host="h").as_record(),
 ])  # fmt: skip
-def test_what_is_no_join(record: Any) -> None:
+def test_a_record_that_is_no_join(record: Any) -> None:
     with pytest.raises(ConnectionError, match="what came is no join"):
         Join.of_record(record)

@@ -272,7 +272,7 @@ def test_recognition() -> None:
     assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
 
 
-def test_what_is_not_recognised() -> None:
+def test_environments_that_are_not_recognised() -> None:
     batch_script = {name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")}
     assert recognise.recognise({}) is None
     assert recognise.recognise(batch_script) is None
@@ -294,7 +294,7 @@ def test_what_is_not_recognised() -> None:
          "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_named(call: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_variables_are_named(call: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "h")
     with pytest.raises(RuntimeError) as caught:
         call()

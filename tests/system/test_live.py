@@ -244,7 +244,7 @@ def test_help_needs_no_torch() -> None:
     assert done.stdout.endswith("False\n")
 
 
-def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_of_a_killed_launch_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     registry.listen(os.environ, "dead").close()
     assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
@@ -256,7 +256,7 @@ def test_what_a_killed_launch_left_is_removed(monkeypatch: pytest.MonkeyPatch, t
     assert os.listdir(tmp_path / "mlaunch") == []
 
 
-def test_what_is_no_dead_launchs_is_neither_replaced_nor_removed(
+def test_files_of_no_dead_launch_are_neither_replaced_nor_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Not a launch that runs, of the same name; no file of another kind; nothing in another directory."""

@@ -91,7 +91,7 @@ def test_machines_of_unequal_size_join_in_any_order(network: Network, order: tup
     ]
 
 
-def test_what_is_waited_for_is_said(network: Network) -> None:
+def test_machines_that_are_waited_for_are_named(network: Network) -> None:
     with launched(network, 1, 1) as machines:
         machines.start(1)
         line = machines.until_waiting(1)
@@ -342,7 +342,7 @@ def gate_of(process: subprocess.Popen[str]) -> int:
     [(0, "the gate on host HOST (pid PID) was killed by SIGKILL while the machines were joining"),
      (1, "the link on host HOST (pid PID) died while joining")],
 )  # fmt: skip
-def test_what_dies_while_joining_is_told_at_once(place: int, words: str, network: Network) -> None:
+def test_a_process_that_dies_while_joining_is_told_at_once(place: int, words: str, network: Network) -> None:
     with launched(network, 1, 1) as machines:
         process = machines.start(0)
         machines.until_waiting(0)

@@ -209,7 +209,7 @@ else:
     assert "is called while multiprocessing imports this script into a process of its own; put the call" in done.stderr
 
 
-def test_what_the_fork_server_imports_ranks_have(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_have_what_the_fork_server_imports(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Also where the server is there already, which has not; a module that is missing is said by the call."""
     (tmp_path / "large.py").write_text("import os\nimported_by = os.getpid()\n")
     done = run_script("""
@@ -242,7 +242,7 @@ print(mlaunch.launcher(who, 2)())
     ], done.stderr  # fmt: skip
 
 
-def test_what_ranks_had_to_import_the_next_ones_find(run_script) -> None:  # type: ignore[no-untyped-def]
+def test_later_ranks_find_what_ranks_had_to_import(run_script) -> None:  # type: ignore[no-untyped-def]
     """Though no pause is between the calls; where there is one, the first pause will do."""
     done = run_script("""
 import mlaunch, sys

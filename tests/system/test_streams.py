@@ -156,7 +156,7 @@ async def store() -> AsyncIterator[tuple[StoreKeys, asyncio.StreamReader, asynci
         ours[1].close()
 
 
-def test_what_is_no_client_of_torchs_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_that_is_no_torch_client_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
     async def come() -> list[tuple[int, bytes]]:
         async with store() as (_, reader, writer):
             nonsense = (b"GET / HTTP/1.1", meeting(b"a", 4), VALIDATE + b"\xff", b"\0\0\0\0\0")
@@ -230,7 +230,7 @@ def test_a_stream_that_was_ended_says_no_more() -> None:
     assert asyncio.run(speak()) == [(0, b""), (1, b"\1\0\0\0")]
 
 
-def test_what_a_machine_waited_for_is_forgotten_with_it() -> None:
+def test_waits_of_a_machine_are_forgotten_with_it() -> None:
     async def come_and_leave() -> StoreKeys:
         async with store() as (keys, reader, writer):
             wait = b"\x06" + (1).to_bytes(8, "little") + (1).to_bytes(8, "little") + b"x"

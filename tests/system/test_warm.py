@@ -210,7 +210,7 @@ def test_two_that_start_become_one() -> None:
 
 
 @pytest.mark.usefixtures("zygote")
-def test_what_it_serves_not(tmp_path: Path) -> None:
+def test_callers_that_a_kept_server_does_not_serve(tmp_path: Path) -> None:
     """Whoever imports something else under a name that it has, or under other variables, has a fork server alone."""
     (tmp_path / "sympy.py").write_text("")
     done = run(tmp_path, write(tmp_path, SAY), MLAUNCH_DEBUG="1", OPENBLAS_VERBOSE="0")
@@ -234,7 +234,7 @@ def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:
     assert "mlaunch run: MLAUNCH_WARM=soon: allowed: a time with its unit, such as 90s, 30m, 8h or 2d" in done.stderr
 
 
-def test_what_is_preloaded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What leaves nothing behind; a second start with more is refused."""
     (tmp_path / "threads.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
     (tmp_path / "opens.py").write_text("import os; fd = os.open('/etc/hostname', os.O_RDONLY)")

@@ -566,7 +566,7 @@ def test_ranks_that_have_answered_are_watched_no_more(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
-def test_what_the_ends_of_threads_tell_of_a_process(code: int) -> None:
+def test_ends_of_threads_tell_of_a_process(code: int) -> None:
     pid, end = fork_with_a_thread()
     assert not system.is_failing(pid)
     watched = system.watch_threads(pid)

@@ -326,7 +326,7 @@ def test_the_gate_tells_who_asked_that_nobody_looks() -> None:
     asyncio.run(talk())
 
 
-def test_what_the_gate_wants() -> None:
+def test_orders_of_the_gate() -> None:
     assert stop_words.order_of({"freeze": "TERM"}) == FreezeRanks(0, "TERM")
     assert stop_words.order_of({"thaw": 1}) == ThawRanks(0)
     assert stop_words.order_of({"stop_at": 8, "reason": "TERM"}) == StopRanks(0, 8, "TERM")

@@ -93,7 +93,7 @@ def test_a_rank_that_comes_after_others_gave_up_is_the_first_of_the_next_turn(st
         assert come(store, "again", 2) == late.result(LIMIT) == 0
 
 
-def test_what_all_put_is_there_when_one_leaves(store: dist.Store) -> None:
+def test_values_of_all_are_there_when_one_leaves(store: dist.Store) -> None:
     def take_part(name: str) -> list[bool]:
         turn = Barrier(store, "key", 3).meet(name, LIMIT, put=lambda turn: store.set(f"{turn.place}/of {name}", ""))
         return [store.check([f"{turn.place}/of {other}"]) for other in "abc"]

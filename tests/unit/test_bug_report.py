@@ -39,7 +39,7 @@ def test_a_report_holds_what_helps_and_no_secret() -> None:
         assert hidden not in told
 
 
-def test_what_a_call_has_printed_is_added_without_secrets(tmp_path: Path) -> None:
+def test_output_of_a_call_is_added_without_secrets(tmp_path: Path) -> None:
     failure = tmp_path / "failure.txt"
     failure.write_text("ValueError: hf_hidden in /home/ada/x.py at https://ada:pw@host/x\n" + "x\n" * 100_000 + "end")
     told = report(ENVIRON, str(failure))

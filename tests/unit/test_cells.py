@@ -33,7 +33,7 @@ def test_short_names(cell: str) -> None:
     assert notebook.short_name("/home/user/train.py") == "train.py"
 
 
-def test_what_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     shell = SimpleNamespace(execution_count=7, user_ns={})
     monkeypatch.setattr(IPython, "get_ipython", lambda: shell)

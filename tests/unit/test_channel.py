@@ -23,7 +23,7 @@ from mlaunch.protocol.messages.attached import BoardFds, DirectFds, LaunchFds, S
 from mlaunch.protocol.messages.control_messages import About
 
 
-def test_what_was_said_before_the_end_is_heard() -> None:
+def test_records_before_the_end_are_heard() -> None:
     """Also where the other end went without reading what we had said to it."""
     ours, theirs = Channel.pair()
     theirs.send("first")
@@ -135,7 +135,7 @@ def test_both_ends_of_a_text(size: int, limit: int) -> None:
 
 
 @pytest.mark.parametrize("value", [b"small", b"large" * 100_000])
-def test_what_is_put_into_memory_for_a_moment_is_gone_after_it(value: bytes) -> None:
+def test_memory_for_a_moment_is_gone_after_it(value: bytes) -> None:
     before = os.listdir("/proc/self/fd")
     packed = payload.pack(value, "value", most=1000)
     with payload.in_memfd(packed) as memfd:

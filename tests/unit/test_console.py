@@ -59,7 +59,9 @@ Ends = Callable[[], tuple[int, int]]
 
 @pytest.mark.parametrize("ends", [pipe, terminal, sockets])
 @pytest.mark.parametrize("buffered", [True, False])
-def test_what_nobody_reads_waits(monkeypatch: pytest.MonkeyPatch, shown: Console, ends: Ends, buffered: bool) -> None:
+def test_text_that_nobody_reads_waits(
+    monkeypatch: pytest.MonkeyPatch, shown: Console, ends: Ends, buffered: bool
+) -> None:
     """And comes whole and in its order when somebody does."""
     reader, writer = ends()
     raw = io.FileIO(writer, "w")
@@ -90,7 +92,7 @@ def test_a_file_is_written_where_it_was(monkeypatch: pytest.MonkeyPatch, shown: 
     assert (tmp_path / "log").read_bytes() == b"before\n" + TEXT + b"after\n"
 
 
-def test_what_comes_later_goes_to_the_stream_of_that_moment(
+def test_later_text_goes_to_the_stream_of_that_moment(
     monkeypatch: pytest.MonkeyPatch, shown: Console, tmp_path: Path
 ) -> None:
     """As from one cell of a notebook, or one test, to the next."""

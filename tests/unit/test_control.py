@@ -50,7 +50,7 @@ def test_the_control_thread_takes_no_signal_that_the_main_thread_waits_for() -> 
     assert said_in_fork(wait_for_one) == "[{}, {}] SIGUSR1"
 
 
-def test_what_ranks_have_entered_is_asked_anew_each_time() -> None:
+def test_entered_operations_are_asked_anew_each_time() -> None:
     ours, theirs = Channel.pair()
     questions = Questions({0: ours})
     entered = EnteredRequests(questions)

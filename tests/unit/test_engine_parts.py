@@ -216,7 +216,7 @@ def test_a_machine_waits_for_a_fork_server_that_was_stopped_no_longer_than_its_c
         MachinePlan(AskOffer({"join_timeout": 7.0}, "f()", "/", ()))
 
 
-def test_what_slurm_knows_of_an_end() -> None:
+def test_ends_are_told_in_slurms_words() -> None:
     assert fate_of(FakeShell("", squeue="NODE_FAIL"), "7", "n2") == "NODE_FAIL (job 7, node n2)"
     assert fate_of(FakeShell("", squeue="RUNNING", sinfo="down*"), "7", "n2") == "node n2 is down*"
     assert fate_of(FakeShell("", squeue="RUNNING", sinfo="idle"), "7", "n2") == ""
@@ -242,7 +242,7 @@ def test_programs_that_reach_machines() -> None:
 
 
 @pytest.mark.parametrize("when", ["kill -STOP $!; read _", "read _; kill -STOP $!"])
-def test_what_a_program_leaves_stopped_goes_on(when: str) -> None:
+def test_a_process_that_a_program_leaves_stopped_goes_on(when: str) -> None:
     """srun has a helper, which tidies up when srun has ended, and which somebody may have stopped, also meanwhile."""
     processes = Processes()
     helper = "(exec >&- 2>&-; while kill -0 $$; do sleep 0.1; done)"

@@ -237,7 +237,7 @@ def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyP
     board.close()
 
 
-def test_what_comes_before_the_first_word_is_dropped() -> None:
+def test_bytes_before_the_first_word_are_dropped() -> None:
     with pair() as (one, other):
         os.write(one.outgoing, b"Welcome to host7!\nLast login: yesterday\nmark {")
         assert other.skip_to(b"mark ") is None
@@ -295,7 +295,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forged", FORGERIES)
-def test_what_somebody_else_has_changed_is_not_unpickled(forged: str) -> None:
+def test_a_record_that_somebody_else_has_changed_is_not_unpickled(forged: str) -> None:
     first, second = frames(2)
     with pair("secret") as (one, other):
         os.write(one.outgoing, FORGERIES[forged](first, second))
@@ -309,7 +309,7 @@ def test_what_somebody_else_has_changed_is_not_unpickled(forged: str) -> None:
         assert not Marks.seen
 
 
-def test_what_is_turned_back_is_not_unpickled() -> None:
+def test_a_record_that_is_turned_back_is_not_unpickled() -> None:
     """Nor what bears the codes of another secret, nor none, nor a first line that somebody else has written."""
     [ours] = frames(1)
     data = pickle.dumps(Marks())
@@ -376,7 +376,7 @@ def heard(end: socket.socket) -> bytes:
         return file.read()
 
 
-def test_what_ranks_print_waits_for_who_reads_it() -> None:
+def test_output_of_ranks_waits_for_its_reader() -> None:
     backlog = Backlog()
     [reader] = backlog.open(3, [1])
     most = 1 << 20
@@ -401,7 +401,7 @@ def test_what_ranks_print_waits_for_who_reads_it() -> None:
     backlog.close()
 
 
-def test_what_nobody_reads_is_dropped_once_nobody_waits_and_its_size_is_told() -> None:
+def test_unread_output_is_dropped_once_nobody_waits_and_its_size_is_told() -> None:
     backlog = Backlog()
     [reader] = backlog.open(3, [1])
     backlog.limit = None

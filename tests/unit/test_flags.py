@@ -161,7 +161,7 @@ def test_a_bad_variable(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("given", ["two", "2:two", ":2", "1.5"])
-def test_what_is_no_number_of_machines(given: str) -> None:
+def test_words_that_are_no_number_of_machines(given: str) -> None:
     with pytest.raises(UsageError, match=f"--nnodes {given}: allowed: a number of machines"):
         job("--nnodes", given)
 
@@ -242,7 +242,7 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
 }
-# Seen to by the command itself: test_devices, test_engines_by_name, test_what_becomes_of_the_output.
+# Seen to by the command itself: test_devices, test_engines_by_name, test_flags_of_the_output.
 ELSEWHERE = {"lease", "devices", "engine", "log_dir"}
 
 
@@ -270,7 +270,7 @@ def test_variables_of_options() -> None:
     assert job(MLAUNCH_TOKEN="hush").options(1).token == "hush"
 
 
-def test_what_changes_nothing() -> None:
+def test_flags_that_change_nothing() -> None:
     assert job("--monitor-interval", "5", "--run-path") == job()
 
 
@@ -300,7 +300,7 @@ def policies(size: int, *args: str) -> dict[tuple[int, int], Policy]:
     return wishes_of(parse(*args), {}).policies(size)
 
 
-def test_what_becomes_of_the_output() -> None:
+def test_flags_of_the_output() -> None:
     kept, seen, gone = Policy(shown=False, kept=True), Policy(shown=True, kept=True), Policy(shown=False)
     assert policies(2) == {}
     assert policies(2, "-r", "1") == {(0, 1): kept, (1, 1): kept}

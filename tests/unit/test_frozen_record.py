@@ -85,7 +85,9 @@ def test_values_and_text_are_those_of_a_dataclass(given: tuple[Any, ...], named:
 
 
 @pytest.mark.parametrize(("given", "named"), WRONG)
-def test_what_a_dataclass_does_not_take_is_refused_in_words(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def test_arguments_that_a_dataclass_does_not_take_are_refused_in_words(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     with pytest.raises(TypeError):
         THEIRS(*given, **named)
     with pytest.raises(TypeError, match=r"^Record: (missing|got|multiple|too many)"):

@@ -21,5 +21,5 @@ from mlaunch.protocol import instead
         (object(), "", ""),
     ],
 )  # fmt: skip
-def test_what_to_send_instead(culprit: object, passed: str, returned: str) -> None:
+def test_advice_on_values_that_cannot_travel(culprit: object, passed: str, returned: str) -> None:
     assert (instead.to_pass(culprit), instead.to_return(culprit)) == (passed, returned)

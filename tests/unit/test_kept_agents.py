@@ -210,7 +210,7 @@ def test_ranks_that_wait_for_those_who_are_back(agents: Agents) -> None:
     assert agents.sent[1:] == [(0, Cancel()), (1, Cancel())]
 
 
-def test_what_was_told_of_one_call_is_not_told_of_the_next(agents: Agents) -> None:
+def test_answers_of_one_call_are_not_told_of_the_next(agents: Agents) -> None:
     agents._obey(EndCall(1), [])
     agents.hear(0, RanksBack(1), told(r0=3, r1=3))
     agents.begin(2)

@@ -53,7 +53,7 @@ def noted(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     gc.unfreeze()
 
 
-def test_what_leaves_something_behind_is_not_imported(noted: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_leaves_something_behind_is_not_imported(noted: str, capfd: pytest.CaptureFixture[str]) -> None:
     late, (reader, writer) = LateImports(), os.pipe()
     assert late.wanted()
     trial = late.begin(OwnedFds(writer))

@@ -85,7 +85,7 @@ def test_which_machines_are_missing() -> None:
         (counted(1, 1, function="other.py"), "host h0 has train.py to run, host h1 has other.py to run"),
     ],
 )
-def test_what_does_not_fit(new: Join, words: str) -> None:
+def test_machines_that_do_not_fit(new: Join, words: str) -> None:
     assert roster_of(counted(0, 2)).conflict(new) == words
 
 
@@ -184,7 +184,7 @@ def test_the_kernel_keeps_connections_between_machines_alive() -> None:
     assert asyncio.run(options()) == [1, 60, 60]
 
 
-def test_what_is_accepted_sends_at_once() -> None:
+def test_an_accepted_connection_sends_at_once() -> None:
     """Else the second of two records would wait for 40 ms, until a silent other side says that it has the first."""
     with address.listen() as listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as ours:
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -216,7 +216,7 @@ TEXTS = ("what", "traceback", "phase", "host", "device", "type_name", "subject")
 OWN = Join("h", 2, 2, 4, "f", "1.0", "2.0", "local", 0)
 
 
-def test_what_is_a_plan() -> None:
+def test_a_record_that_is_a_plan() -> None:
     assert agreed_of_record(PLAN, OWN) == Agreed(**PLAN)
     assert agreed_of_record({**PLAN, "attempt": 7}, counted(1, 2)).attempt == 7
 
@@ -227,14 +227,14 @@ def test_what_is_a_plan() -> None:
     {"attempt": 1.0}, {"attempt": 10**100}, {"world_size": 1 << 21}, {"world_size": 8}, {"num_nodes": 5},
     {"node_rank": 2}, {"rank_start": 3}, {"rank_start": 0}, {"role_start": 3}, {"role_size": 5}, {"more": 1},
 ])  # fmt: skip
-def test_what_is_no_plan(change: dict[str, Any]) -> None:
+def test_a_record_that_is_no_plan(change: dict[str, Any]) -> None:
     """Of a gate that may be anybody, where the machines have no token."""
     with pytest.raises(ConnectionError, match="what came is no plan"):
         agreed_of_record({**PLAN, **change}, OWN)
 
 
 @pytest.mark.parametrize("record", [None, [], {}, "plan", {name: PLAN[name] for name in PLAN if name != "secret"}])
-def test_what_is_no_record_of_a_plan(record: object) -> None:
+def test_fields_that_make_no_plan(record: object) -> None:
     with pytest.raises(ConnectionError, match="what came is no plan"):
         agreed_of_record(record, OWN)
 
@@ -245,7 +245,7 @@ def test_a_failure_has_bounded_numbers() -> None:
     assert failure_of_record("failed").what == "failed"
 
 
-def test_what_others_say_cannot_command_a_terminal() -> None:
+def test_words_of_others_cannot_command_a_terminal() -> None:
     evil = "\x1b[2J\x07\u202e\r\ud800"
     failure = shortened(failure_of_record({name: f"a\n{evil}" for name in TEXTS} | {"hints": [evil]}))
     for name in TEXTS:

@@ -107,7 +107,7 @@ def test_a_part_that_was_cut(tmp_path: Path, end: str) -> None:
     assert [event["pid"] for event in merged(tmp_path / "whole") if event["name"] == "add"] == [1000, 2000]
 
 
-def test_what_is_no_trace(tmp_path: Path) -> None:
+def test_a_text_that_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "part").write_text("[]")
     with pytest.raises(CutTraceError, match=r"no \{ where there should be one"):
         list(events_of(str(tmp_path / "part")))

@@ -42,7 +42,7 @@ from mlaunch.rank.cells.guarded_names import find_names
         ("x = \\alph", None),
     ],
 )
-def test_what_is_wanted(before: str, wanted: WordAtCursor | None) -> None:
+def test_words_at_the_cursor(before: str, wanted: WordAtCursor | None) -> None:
     assert what_is_wanted(before) == wanted
 
 
@@ -104,11 +104,11 @@ def cursor() -> Cursor:
         ("%ranks --nothing|", []),
     ],
 )
-def test_what_is_offered(cursor: Cursor, cell: str, offered: list[str] | None) -> None:
+def test_offered_names(cursor: Cursor, cell: str, offered: list[str] | None) -> None:
     assert cursor.at(cell) == offered
 
 
-def test_what_is_asked(cursor: Cursor) -> None:
+def test_questions_to_the_rank(cursor: Cursor) -> None:
     assert cursor.at("%%ranks 2-3\ncfg['l|") == ["loss'", "lr'"]
     assert cursor.at("%%ranks 2-3\ncfg['l|']") == ["loss", "lr"]  # as an editor closes it
     assert cursor.at("%%ranks\nmodel.x.l|") == ["loss", "lr"]

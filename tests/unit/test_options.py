@@ -266,7 +266,7 @@ OTHER = Ready("2.13", "toy", ("gloo",), None, "toy")
 FOUR = device_choice.Accelerator("cuda", "cuda", 4)
 
 
-def test_what_this_machine_lacks_is_refused() -> None:
+def test_devices_that_this_machine_lacks_are_refused() -> None:
     if device.offered().accelerator is not None:
         pytest.skip("torch was built for an accelerator, so these are not errors here")
     with pytest.raises(ValueError, match=r"device_type='cuda': torch .* has no such device; allowed: 'auto', 'cpu'"):

@@ -318,7 +318,7 @@ def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFi
     assert (tmp_path / "attempt_0" / "1" / "stderr.log").read_bytes() == b"\r 50%\r100%\n"
 
 
-def test_what_came_before_a_flood_is_shown_before_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_lines_before_a_flood_are_shown_before_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     pipes = Pipes(plan(2, Policy()), 2)
     pipes.write(0, 1, b"before\n")
     pipes.relay.carry()
@@ -352,7 +352,7 @@ def test_the_end_of_what_a_rank_prints_is_remembered(size: int, shown: bool) -> 
     assert tails.of_ranks() == {0: b"\n".join([*wanted, b"the end\n"])}
 
 
-def test_what_is_remembered_begins_with_a_line_where_it_was_just_cut() -> None:
+def test_remembered_output_begins_with_a_line_where_it_was_just_cut() -> None:
     tails = Tails(1)
     tails.add(0, [b"line %06d" % number for number in range(20_000)])
     count = 2**16 // len(b"line 000000\n")
@@ -434,7 +434,7 @@ def test_lines_come_in_the_order_of_their_writing(board: Board, capfdbinary: pyt
     assert shown == ["[1] a of 1", "[1] more of 1", "[0] a of 0", "[1] b of 1", "[1] more of 1", "[0] b of 0"]
 
 
-def test_what_others_write_does_not_upset_the_order(board: Board) -> None:
+def test_writes_of_others_do_not_upset_the_order(board: Board) -> None:
     """C code and other processes note no times; after them, what is noted counts again."""
     times = WriteTimes(board, 1, 2)
     assert times.cut(b"from C\n", 5.0) == [(5.0, b"from C\n")]
@@ -472,7 +472,7 @@ def test_a_long_description_keeps_to_its_place(board: Board) -> None:
     assert board.loop(1).number == 0
 
 
-def test_what_is_read_was_there_at_one_moment(
+def test_a_reading_was_there_at_one_moment(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     """While the relay looks how much waits, rank 0 prints after it was looked at, and then rank 1, before it was."""

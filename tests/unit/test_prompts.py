@@ -87,7 +87,7 @@ def test_a_rank_that_takes_a_step_keeps_the_prompt() -> None:
     assert list(table.prompts.stopped()) == [0]
 
 
-def test_what_several_were_asked_is_shown_in_the_order_of_ranks() -> None:
+def test_answers_of_several_ranks_are_shown_in_their_order() -> None:
     table = Table()
     table.stop(1, 0)
     assert table.prompts.next() == (1, "(1) ")

@@ -223,7 +223,7 @@ def test_the_variables_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dict(os.environb) == since
 
 
-def test_what_loggers_say_apart_from_the_root_is_heard(pytestconfig: pytest.Config) -> None:
+def test_loggers_apart_from_the_root_are_heard(pytestconfig: pytest.Config) -> None:
     """As in pytest's own process; and nothing of that stays, whatever the test has made of their handlers."""
     test = RankTest(
         1, "x", "x", Definition("x", "x", "x", ()), None, {}, ("caplog",), Surroundings({}, None, None), (), None

@@ -31,7 +31,7 @@ class Taker:
         return round, (self.number,)
 
 
-def test_what_can_be_unpickled_is_not_blamed() -> None:
+def test_an_object_that_can_be_unpickled_is_not_blamed() -> None:
     assert culprit(pickle.dumps(Call(len, ([1],), {})), []) == ""
 
 
@@ -56,7 +56,7 @@ def test_the_place_is_told_from_outside() -> None:
     assert " at 'broken': create" in culprit(function, [])
 
 
-def test_what_fails_since_a_part_of_it_is_missing() -> None:
+def test_an_object_that_fails_since_a_part_of_it_is_missing() -> None:
     """The part is told."""
     sent = {"model": functools.partial(len, Refusing()), "other": Taker(Refusing())}
     assert " at 'model" in culprit(pickle.dumps(sent), [])

@@ -80,7 +80,7 @@ def board() -> Iterator[Board]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_is_displayed_stands_between_the_lines(
+def test_a_display_stands_between_the_lines(
     size: int, board: Board, publisher: Publisher, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     """Although all is read at once; in a second call of ranks that stay, too."""
@@ -106,7 +106,7 @@ def test_what_is_displayed_stands_between_the_lines(
     assert len(publisher.told) == 3
 
 
-def test_what_the_notebook_does_not_take_is_printed(publisher: Publisher) -> None:
+def test_a_display_that_the_notebook_does_not_take_is_printed(publisher: Publisher) -> None:
     sent = rich_output.line_of({"data": {"text/html": "broken", "text/plain": "<HTML>"}})
     assert notebook.publish((sent or b"").strip()) == "<HTML>\n"
     sent = rich_output.line_of({"clear": True})
@@ -164,7 +164,7 @@ def test_objects_are_sent_in_all_their_forms(functions: tuple[Any, int]) -> None
     ]
 
 
-def test_what_is_displayed_can_be_updated(functions: tuple[Any, int]) -> None:
+def test_a_display_can_be_updated(functions: tuple[Any, int]) -> None:
     module, reader = functions
     kind, number = module.display(display_id=True)
     assert module.display(Table(), display_id=number, update=True) == (kind, number)
@@ -175,7 +175,7 @@ def test_what_is_displayed_can_be_updated(functions: tuple[Any, int]) -> None:
         module.display(Table(), update=True)
 
 
-def test_what_is_too_large_is_said(functions: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_display_that_is_too_large_is_told(functions: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
     module, reader = functions
     monkeypatch.setattr(rich_output, "LIMIT", 200)
     module.display({"text/html": "x" * 200, "text/plain": "a table"}, raw=True)

@@ -80,7 +80,7 @@ def test_a_rank_that_spins_does_not_work() -> None:
         ([rank(0, 2, 7, within=False, marks=["running the function", 1, 3, 0, 2])], True),
     ],
 )
-def test_what_shows_no_progress_at_all_is_not_judged(ranks: list[dict[str, Any]], begun: bool) -> None:
+def test_a_function_that_shows_no_progress_at_all_is_not_judged(ranks: list[dict[str, Any]], begun: bool) -> None:
     assert stall_signs.has_begun(ranks) is begun
 
 

@@ -56,7 +56,7 @@ def test_a_launch_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -
         ("torch._dynamo", "running, importing torch._dynamo, which later calls find imported"),
     ],
 )
-def test_what_ranks_import_is_said(module: str, said: str) -> None:
+def test_imports_of_ranks_are_told(module: str, said: str) -> None:
     board = Board.create(2)
     spec = SimpleNamespace(name="train()", local_world_size=2, rank_start=0)
     outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])

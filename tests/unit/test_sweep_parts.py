@@ -57,7 +57,7 @@ class OddError(Exception):
         raise TypeError("not to be compared")
 
 
-def test_what_frames_of_an_error_hold_is_dropped_whatever_the_error_is() -> None:
+def test_local_variables_of_an_error_are_dropped_whatever_the_error_is() -> None:
     """Of its cause and of what it came beside, too; they may go in a circle."""
 
     def fail(kind: type[Exception]) -> None:

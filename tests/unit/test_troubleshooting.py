@@ -102,11 +102,11 @@ def test_variables_are_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize("message", said(PAGE))
-def test_what_is_explained_is_said(message: str) -> None:
+def test_explained_messages_are_in_the_source(message: str) -> None:
     assert message in FOREIGN or any(explains(message, text) for text in texts())
 
 
-def test_what_is_raised_is_explained() -> None:
+def test_raised_messages_are_explained() -> None:
     explained = said(PAGE)
     missing = [
         text

@@ -25,7 +25,7 @@ def test_durations() -> None:
             duration("--for", text)
 
 
-def test_what_counts() -> None:
+def test_facts_that_count_at_an_import() -> None:
     here = import_facts.of_this_process({"OMP_PROC_BIND": "1", "OMP_NUM_THREADS": "3", "HOME": "/x", "LC_ALL": "C"})
     assert {name for name in here if name.startswith("variable")} == {"variable OMP_PROC_BIND", "variable LC_ALL"}
     assert all(here[name] for name in ("cgroup", "namespace mnt", "status Uid"))

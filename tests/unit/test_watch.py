@@ -53,7 +53,7 @@ def test_a_loop_that_stands_still() -> None:
     assert "none for" not in table.lines([launch])[2]  # it is through
 
 
-def test_what_is_not_known_takes_no_room() -> None:
+def test_unknown_columns_take_no_room() -> None:
     """A rank of a machine that has not answered, one elsewhere, and one that is not in its function."""
     table = RankTable(looked_at, "here")
     lost = {"rank": 0, "pid": 0, "device": "-", "state": "its machine is lost", "host": "there"}
@@ -100,7 +100,7 @@ class Driver:
         return SimpleNamespace(gpu=87)
 
 
-def test_what_a_device_tells() -> None:
+def test_figures_of_a_device() -> None:
     driver = Driver()
     use = DeviceUse(lambda _name: driver)
     assert use.of("cpu") is None
