@@ -104,6 +104,7 @@ class CellRanks:
         area = JobArea(self._shell, job)
         job.sink = area.sink
         ranks.submit_cell(job, cell, words.targets, words.deadline)
+        # Once it is queued: a name that stands for no job would be worse than none.
         self._shell.user_ns[words.bg] = job
         area.open()
 

@@ -87,6 +87,7 @@ class SharedRanks:
         )
 
     def _load_latest(self, like: SharedRanks) -> None:
+        # The latest alone: the tests to come are mostly of that file.
         for file, test in list(like._loaded.items())[-1:]:
             self._ready.append(self.ranks.submit(body.load, test))
             self._loaded[file] = test

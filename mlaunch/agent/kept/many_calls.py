@@ -164,6 +164,7 @@ class KeptSupervisor(Supervisor):
         self._stop.clear()
         if self._inspection is not None:
             self._inspection.end_request()
+        # As many as one record takes descriptors of go with CallOver, so that the launcher wakes once.
         self._send_answers(but=FD_LIMIT)
         answers = tuple(record for record, _ in self._kept_back)
         fds = [fd for _, fds in self._kept_back for fd in fds]
