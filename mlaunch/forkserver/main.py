@@ -34,7 +34,7 @@ from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.attached import StartFds
+from mlaunch.protocol.messages.attached import LikeFds, StartFds
 from mlaunch.protocol.messages.launch_messages import NotReady, Ready
 from mlaunch.protocol.messages.prepared_messages import PrepareNext
 from mlaunch.protocol.messages.server_messages import CountDevices, Retire, StartLaunch
@@ -187,7 +187,7 @@ class _ForkServer:
                 self._start(fds, caller, record)
             case PrepareNext():
                 if fds[1:]:
-                    self.next.remember(fds[1:], announced=True)
+                    self.next.remember(LikeFds(*fds[1:]), announced=True)
                 self.next.want(fds[0], soon=record.soon)
                 # By the agent of the trial that has just ended: a new one is a fork, 1,700 page faults and an end more,
                 # on cores that the other trials want.
@@ -208,7 +208,7 @@ class _ForkServer:
         launch = Launch(own, self.call, more=order.more, directory=order.directory, leases=tuple(leases))
         self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
         close_all([*([] if own.call is None else [own.call]), *leases])
-        self.next.remember((own.spec, own.stdout, own.stderr))
+        self.next.remember(LikeFds(own.spec, own.stdout, own.stderr))
         if following is not None:
             self.next.want(following, soon=bool(leases))
         else:

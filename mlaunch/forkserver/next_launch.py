@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
-from mlaunch.protocol.messages.attached import LaunchFds
+from mlaunch.protocol.messages.attached import LaunchFds, LikeFds
 
 
 class NextLaunch:
     """Owns the descriptors that it is given."""
 
     def __init__(self) -> None:
-        self._like: Sequence[int] = ()  # of the last launch: spec memfd, stdout, stderr
+        self._like: LikeFds | None = None  # of the last launch, or of one that was announced
         self._socket = -1
         self.announced = False  # somebody has said that its call will come
         self.soon = False  # and may, while others run
@@ -28,9 +27,9 @@ class NextLaunch:
 
     def fds(self) -> list[int]:
         """Returns the descriptors, which are no other process's business."""
-        return [*self._like, *([self._socket] if self._socket >= 0 else [])]
+        return [*(self._like or ()), *([self._socket] if self._socket >= 0 else [])]
 
-    def remember(self, like: Sequence[int], *, announced: bool = False) -> None:
+    def remember(self, like: LikeFds, *, announced: bool = False) -> None:
         """Takes what the last launch was made of, or one that is ``announced``."""
         self.forget()
         self._like, self.announced = like, announced
@@ -41,16 +40,17 @@ class NextLaunch:
         # more.
         self.drop()
         self.soon = soon
-        if self._like:
+        if self._like is not None:
             self._socket = socket
         else:
             os.close(socket)
 
     def take(self) -> LaunchFds:
-        """Returns what it begins with; gives only the socket away."""
+        """Returns what one that is wanted begins with; gives only the socket away."""
+        if self._like is None:
+            raise AssertionError("no launch is to be prepared")
         socket, self._socket = self._socket, -1
-        spec, out, err = self._like
-        return LaunchFds(spec, None, socket, out, err)
+        return LaunchFds(self._like.spec, None, socket, self._like.stdout, self._like.stderr)
 
     def drop(self) -> None:
         """Prepares none after all, which the launcher sees by the socket's end."""
@@ -61,5 +61,5 @@ class NextLaunch:
     def forget(self) -> None:
         """Closes everything."""
         self.drop()
-        close_all(self._like)
-        self._like = ()
+        close_all(self._like or ())
+        self._like = None

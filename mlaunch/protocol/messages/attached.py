@@ -43,6 +43,14 @@ class StartFds(NamedTuple):
         return cls(LaunchFds(*fds[:own]), following, fds[first_lease:])
 
 
+class LikeFds(NamedTuple):
+    """What the next launch is to be like; of PrepareNext, if that is not the last one."""
+
+    spec: int  # a memfd
+    stdout: int
+    stderr: int
+
+
 class DirectFds(NamedTuple):
     """By which ranks that stay answer their launcher directly."""
 

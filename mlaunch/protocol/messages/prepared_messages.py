@@ -19,8 +19,8 @@ from mlaunch.protocol.spec import LEASED, LaunchSpec
 class PrepareNext:
     """Asks for a launch like the last one, once none has run for a moment. Attached: its socket.
 
-    If there are more descriptors, they are spec memfd, stdout and stderr, for one that is like them instead. ``soon``:
-    while others run, too: its call waits for what they have.
+    If there are more descriptors, they are ``LikeFds``, for one that is like these instead. ``soon``: while others run,
+    too: its call waits for what they have.
     """
 
     soon: bool = False
