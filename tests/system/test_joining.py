@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mlaunch.rendezvous.address import listen
 from tests import builds
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.system import slurm
 from tests.users import users_environ
 
 JOINER = str(ROOT / "tests" / "system" / "joiner.py")
@@ -270,6 +272,28 @@ def test_recognition() -> None:
     assert place is not None
     assert place.host == "h7"
     assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
+    inside_mpi_init = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}  # of a task of srun's
+    assert recognise.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
+
+
+RECOGNISE = """
+import dataclasses, json, os
+from mlaunch.rank.joining.recognise import recognise
+print(json.dumps(dataclasses.asdict(recognise(os.environ))), flush=True)
+"""
+
+
+@needs_mpirun
+def test_mpirun_in_an_allocation_of_slurm_is_not_taken_for_srun(tmp_path: Path) -> None:
+    """Its daemons are tasks of srun's, one on each node, whose variables the ranks inherit."""
+    if why := slurm.why_not():
+        pytest.skip(why)
+    with slurm.running(tmp_path) as environ:
+        allocation = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"]
+        mpirun = [*MPIRUN[: MPIRUN.index("-np")], "--mca", "plm", "slurm"]
+        places = run([*allocation, *mpirun, sys.executable, "-c", RECOGNISE], **environ, MASTER_ADDR="h")
+    found = [(place["launcher"], place["rank"], place["world_size"], place["local_rank"]) for place in places]
+    assert found == [("mpirun", rank, 4, rank % 2) for rank in range(4)]
 
 
 def test_environments_that_are_not_recognised() -> None:

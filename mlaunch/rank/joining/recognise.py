@@ -6,7 +6,8 @@ In this order, each by variables that nothing else sets:
 2. ``SUBMITIT_EXECUTOR=local`` with ``SUBMITIT_LOCAL_GLOBALID`` and ``SUBMITIT_LOCAL_NTASKS``: a task of submitit's
    local executor (those of its Slurm executor are srun's);
 3. ``SLURM_STEP_NUM_TASKS`` with ``SLURM_PROCID`` and ``SLURM_SRUN_COMM_PORT``: a task of srun (a batch script has
-   ``SLURM_PROCID=0`` too, but is none);
+   ``SLURM_PROCID=0`` too, but is none), unless Open MPI's variables say otherwise: in an allocation, mpirun starts one
+   daemon on each node by srun, whose variables all ranks there inherit;
 4. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``: a process of Open MPI's mpirun.
 
 ``MLAUNCH_JOIN=0`` turns recognition off. A process that a rank of mlaunch started is no rank, though it inherits the
@@ -56,13 +57,15 @@ def recognise(environ: Mapping[str, str]) -> RankInfo | None:
         return from_torch(environ)
     if environ.get("SUBMITIT_EXECUTOR") == "local" and all(name in environ for name in _SUBMITIT):
         return from_submitit(environ)
-    # srun before mpirun: Open MPI's processes under Slurm are tasks of srun's as well, and its variables are
-    # complete.
-    if all(name in environ for name in _SLURM):
+    of_srun, of_mpirun = (all(name in environ for name in names) for names in (_SLURM, _OPENMPI))
+    # A task of srun's that has called MPI_Init has both, which agree; srun's say more.
+    if of_srun and not (of_mpirun and _places(environ, _OPENMPI) != _places(environ, ("SLURM_PROCID", _SLURM[0]))):
         return from_slurm(environ)
-    if all(name in environ for name in _OPENMPI):
-        return from_openmpi(environ)
-    return None
+    return from_openmpi(environ) if of_mpirun else None
+
+
+def _places(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
+    return [environ[name] for name in names]
 
 
 def from_torch(environ: Mapping[str, str]) -> RankInfo:
