@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.member.lease_term import SignalsHere, Term
 from mlaunch.member.looks import BoardNews, Looks
-from mlaunch.member.term import SignalsHere, Term
 from mlaunch.member.trace_parts import pieces
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_codes import NoiseError

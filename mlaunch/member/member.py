@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.member.lease_term import Term
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
-from mlaunch.member.term import Term
 from mlaunch.member.trace_parts import TraceParts
 from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.machines.frame_codes import NoiseError

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base import seeding
-from mlaunch.pytest import states
+from mlaunch.pytest import process_states
 from mlaunch.pytest.crossing import Surroundings
 from mlaunch.rank.for_users import current_device
 
@@ -60,7 +60,7 @@ def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
 
 def _put_back(wanted: Mapping[bytes, bytes]) -> None:
     """Writes the variables that differ: all of them for each test would take as long as the rest of it."""
-    for name in states.changed_variables(wanted):
+    for name in process_states.changed_variables(wanted):
         if name in wanted:
             os.environb[name] = wanted[name]
         else:
@@ -125,7 +125,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         _seed()
-        self._before = [get() for get, _ in states.all_of()]
+        self._before = [get() for get, _ in process_states.all_of()]
         self._threads = set(threading.enumerate())
         self._children = _children()
         self._recorder = warnings.catch_warnings(record=True)
@@ -137,7 +137,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._recorder.__exit__(None, None, None)
         self.warnings = tuple(dict.fromkeys(map(_plain, self._log)))
-        for (get, put), value in zip(states.all_of(), self._before, strict=True):
+        for (get, put), value in zip(process_states.all_of(), self._before, strict=True):
             try:
                 if get() != value:
                     put(value)

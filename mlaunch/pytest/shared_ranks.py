@@ -17,7 +17,7 @@ from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, early, isolation, states, station, workers
+from mlaunch.pytest import body, early, isolation, process_states, station, workers
 from mlaunch.pytest.briefing import beginning_of, findings_of
 from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, light
 from mlaunch.pytest.mark import Shape
@@ -156,7 +156,7 @@ class SharedRanks:
 
     def surroundings(self) -> Surroundings:
         """Says what of this process's has changed since the ranks began."""
-        found = states.changed_variables(self._environ).items()
+        found = process_states.changed_variables(self._environ).items()
         changed = {os.fsdecode(name): None if value is None else os.fsdecode(value) for name, value in found}
         there, path = os.getcwd(), list(sys.path)
         return Surroundings(

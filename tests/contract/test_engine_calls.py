@@ -38,10 +38,10 @@ from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.patience import Patience
 from mlaunch.engines.launch.visitors_of_machines import Lookout
 from mlaunch.member import member
+from mlaunch.member.lease_term import SignalsHere
 from mlaunch.member.looks import Looks
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
-from mlaunch.member.term import SignalsHere
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished, RanksStarting

@@ -19,7 +19,7 @@ from mlaunch.agent.stop_request import why_not
 from mlaunch.base import signals
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.engines.launch.machines_stop import MachinesStop
-from mlaunch.member.term import SignalsHere
+from mlaunch.member.lease_term import SignalsHere
 from mlaunch.protocol.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
 from mlaunch.protocol.messages.stop_messages import (
     AskAll,

@@ -19,8 +19,8 @@ import pytest
 
 from mlaunch.engines.launch.machine import last_lines
 from mlaunch.engines.launch.output_pipes import Backlog
+from mlaunch.member.lease_term import Term
 from mlaunch.member.machine_launch import MachineLaunch
-from mlaunch.member.term import Term
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.machines.content import Content

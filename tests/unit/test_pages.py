@@ -42,6 +42,14 @@ def test_an_answer_leads_to_a_page_that_is_there(question: str) -> None:
     assert all((DOCS / f"{page}.rst").exists() for page in pages)
 
 
+@pytest.mark.parametrize("page", ["how", "design"])
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    house = [f"/{path.relative_to(ROOT)}" for room in ("mlaunch", "tests") for path in (ROOT / room).rglob("*.py")]
+    named = re.findall(r"``([\w/]+\.py)``", (DOCS / f"{page}.rst").read_text())
+    assert named
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in house)]
+
+
 def test_pages_are_found_by_the_words_that_users_have() -> None:
     entries = [
         word.strip(" !")
