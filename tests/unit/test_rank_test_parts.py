@@ -22,10 +22,10 @@ from mlaunch.pytest import (
     cases,
     early,
     isolation,
+    process_states,
     rank_coverage,
     rank_fixtures,
     runner,
-    states,
     station,
     twins,
     workers,
@@ -214,11 +214,11 @@ def test_the_variables_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("GONE", "1")
     monkeypatch.setenv("OTHER", "1")
     since = dict(os.environb)
-    assert states.changed_variables(since) == {}
+    assert process_states.changed_variables(since) == {}
     monkeypatch.delenv("GONE")
     monkeypatch.setenv("OTHER", "\udcff")  # any bytes
     monkeypatch.setenv("NEW", "")
-    assert states.changed_variables(since) == {b"GONE": None, b"OTHER": b"\xff", b"NEW": b""}
+    assert process_states.changed_variables(since) == {b"GONE": None, b"OTHER": b"\xff", b"NEW": b""}
     isolation._put_back(since)
     assert dict(os.environb) == since
 
