@@ -40,7 +40,7 @@ from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.event_loop import VARIABLE
-from mlaunch.rendezvous.gate import admission as door_module
+from mlaunch.rendezvous.gate import admission as admission
 from mlaunch.rendezvous.gate import gate as gate_module
 from mlaunch.rendezvous.gate.gate import Gate
 from mlaunch.rendezvous.gate.membership import Join, failure_of_record, shortened
@@ -395,13 +395,13 @@ def strange(chance: random.Random) -> bytes:
 
 def test_a_burst_waits_and_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """More come at once than may be strangers at a time: each is let in, at its first attempt."""
-    monkeypatch.setattr(door_module, "STRANGERS", 3)
+    monkeypatch.setattr(admission, "STRANGERS", 3)
     strangers: list[int] = []
 
     class Counting(Gate):
         async def _admit(self, *streams: Any) -> str:
-            assert self._door is not None
-            strangers.append(self._door._strangers)
+            assert self._admission is not None
+            strangers.append(self._admission._strangers)
             return await super()._admit(*streams)
 
     async def burst() -> list[str]:
@@ -424,7 +424,7 @@ def test_a_stranger_says_little(gate: Served) -> None:
     async def talk() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
         with contextlib.suppress(OSError):
-            writer.write(json.dumps({**HELLO, "more": "x" * door_module.STRANGERS_LINE}).encode() + b"\n")
+            writer.write(json.dumps({**HELLO, "more": "x" * admission.STRANGERS_LINE}).encode() + b"\n")
             await writer.drain()
         said = b""
         with contextlib.suppress(ConnectionError):
@@ -441,9 +441,9 @@ def test_a_stranger_says_little(gate: Served) -> None:
 
 def test_a_silent_connection_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are taken by strangers that are silent; soon they are sent away, and a machine comes in."""
-    monkeypatch.setattr(door_module, "STRANGERS", 3)
+    monkeypatch.setattr(admission, "STRANGERS", 3)
     for name in ("PATIENCE", "CROWDED_PATIENCE"):
-        monkeypatch.setattr(door_module, name, 0.1)
+        monkeypatch.setattr(admission, name, 0.1)
 
     async def come() -> None:
         async with serving(Gate("launch", TOKEN, 60.0)) as (_, port):
