@@ -40,7 +40,7 @@ from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.event_loop import VARIABLE
-from mlaunch.rendezvous.gate import admission as admission
+from mlaunch.rendezvous.gate import admission
 from mlaunch.rendezvous.gate import gate as gate_module
 from mlaunch.rendezvous.gate.gate import Gate
 from mlaunch.rendezvous.gate.membership import Join, failure_of_record, shortened
