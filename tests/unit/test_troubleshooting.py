@@ -20,6 +20,7 @@ FOREIGN = {"Gloo connectFullMesh failed", "Connection closed by peer"}  # torch 
 # What nobody sees, since it is caught here, or ends in another message; and what only a defect of ours can bring about.
 INTERNAL = (
     "no receiver takes this record",
+    "no launch is to be prepared",
     "what came is no ",
     "nobody is left to ask",
     "the connection was closed",
