@@ -18,12 +18,13 @@ from pathlib import Path
 
 from benchmarks.contestant import in_a_process
 from benchmarks.measure import Row, alternate, compare, seconds
+from benchmarks.work import WAIT, wait
 from mlaunch import launcher
 from mlaunch.base.linux import wait_readable
 from mlaunch.leases.acquisition import Acquisition, Wish
 
-_TRIALS, _AT_ONCE, _WAIT = 64, 4, 0.25
-_IDEAL = _TRIALS / _AT_ONCE * _WAIT
+_TRIALS, _AT_ONCE = 64, 4
+_IDEAL = _TRIALS / _AT_ONCE * WAIT
 _PAUSE = 0.3  # seconds
 _DEVICES = [f"gpu{number}" for number in range(8)]
 
@@ -32,18 +33,12 @@ def run(rounds: int) -> list[Row]:
     return [*_sweeps(rounds), *_futures(rounds), *_leases(rounds)]
 
 
-def wait(number: int) -> int:
-    """What each trial does."""
-    signal.sigtimedwait([], _WAIT)
-    return number
-
-
 def _sweeps(rounds: int) -> list[Row]:
     with contextlib.ExitStack() as running:
         found = {name: running.enter_context(in_a_process("benchmarks.sweep", way)) for name, way in _WAYS.items()}
         medians = alternate(found, rounds)
     bounds = {"mlaunch": ("ideal", "<= 1.15"), **{name: ("mlaunch", "") for name in _WAYS if name != "mlaunch"}}
-    case = f"{_TRIALS} trials that wait {_WAIT} s, {_AT_ONCE} at a time"
+    case = f"{_TRIALS} trials that wait {WAIT} s, {_AT_ONCE} at a time"
     return compare(case, {"ideal": _IDEAL, **medians}, bounds, "s")
 
 
