@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 from mlaunch.caller.why_text import sentence
@@ -31,6 +32,16 @@ def ask_by_name(word: bytes, start: str = "", *, patient: bool = False) -> list[
     return [(name, answer) for name, answer in answers if answer is not None]
 
 
+def whole(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns launches, each with the ranks of all its parts: machines of one launch may be this one."""
+    found: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        before = found.get(part["id"], {"ranks": []})["ranks"]
+        ranks = sorted([*before, *part["ranks"]], key=lambda rank: rank["rank"])
+        found[part["id"]] = {**part, **found.get(part["id"], {}), "ranks": ranks}
+    return list(found.values())
+
+
 def connect(name: str) -> socket.socket:
     """Returns a connection to the launch of this name. LookupError: it is over."""
     connection = registry.reach(os.environ, name, _QUEUE_TIMEOUT)
@@ -41,7 +52,7 @@ def connect(name: str) -> socket.socket:
 
 def why_launch(launch_id: str) -> str:
     """Says which rank of it the others wait for; "" if it does not run."""
-    return "\n".join(sentence(launch["ranks"]) for launch in ask(WHY, launch_id))
+    return "\n".join(sentence(launch["ranks"]) for launch in whole(ask(WHY, launch_id)))
 
 
 def why_call(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report.stacks_of_ranks import grouped
-from mlaunch.caller.running_launches import ask
+from mlaunch.caller.running_launches import ask, whole
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.watch_rows import ID_SHOWN, place_of_rank, title_of
 from mlaunch.caller.watching import EVERY, watch_all
@@ -110,7 +110,7 @@ def _watch(every: float) -> int:
 def _why(args: argparse.Namespace) -> int:
     told = [
         f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{grouped(launch['ranks'])}"
-        for launch in _asked(WHY, args.id)
+        for launch in whole(_asked(WHY, args.id))
     ]
     print("\n\n".join(told))
     return 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlaunch.caller.running_launches import whole
 from mlaunch.caller.wait_graph import RankView, why
 from mlaunch.caller.why_text import of_stacks, view_of
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
@@ -90,3 +91,9 @@ def test_a_rank_that_has_returned_holds_up_the_others() -> None:
     assert of_stacks([waits], [1]) == ["rank 1 has returned (rank 0 waits for it, in barrier at train.py:21)"]
     assert of_stacks([RankStacks(0, Phase.RUNNING, "", stack)], [1]) == []  # nobody has asked
     assert of_stacks([waits, RankStacks(1, Phase.RUNNING, "", stack, ())], []) == []  # too much to be told
+
+
+def test_parts_of_one_launch_on_one_machine_are_asked_together() -> None:
+    part, other = ({"id": "a", "ranks": [{"rank": rank} for rank in ranks]} for ranks in ((2, 3), (0, 1)))
+    alone = {"id": "b", "ranks": [{"rank": 0}]}
+    assert whole([part, alone, other]) == [{"id": "a", "ranks": [{"rank": rank} for rank in range(4)]}, alone]
