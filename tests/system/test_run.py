@@ -305,7 +305,8 @@ sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] < "2" else 0)
 
 
 def test_a_deadline(tmp_path: Path) -> None:
-    done = run(tmp_path, "--deadline", "0.3", write(tmp_path, "import signal\nsignal.pause()"))
+    # A loop: what asks for its stack is a signal, after which pause() returns.
+    done = run(tmp_path, "--deadline", "0.3", write(tmp_path, "import signal\nwhile True: signal.pause()"))
     assert done.returncode == 124
     assert "mlaunch: train.py did not finish within its deadline of 0.3 s; rank 0 had not returned" in done.stderr
 
@@ -313,7 +314,7 @@ def test_a_deadline(tmp_path: Path) -> None:
 def test_the_deadline_of_a_second_attempt(tmp_path: Path) -> None:
     """It has less time, and the words are of the time that was given."""
     script = write(tmp_path, "import os, signal\nos.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(5)\n"
-                   "signal.pause()")  # fmt: skip
+                   "while True: signal.pause()")  # fmt: skip
     done = run(tmp_path, "--deadline", "2", "--max-restarts", "1", script)
     assert done.returncode == 124
     assert "is started again" in done.stderr
