@@ -90,7 +90,10 @@ class Visit(Debugger):
         if self._hooks is not None and os.getpid() == self._pid:
             sys.breakpointhook, pdb.set_trace = self._hooks
             self._hooks = None
-        self._channel.close()
+        # A thread that is at its prompt hears from the channel that the visitor is gone, and ends the visit after that:
+        # closed under its hands, the channel would raise in user code.
+        if not any(isinstance(one, VisitorsPdb) and one.asks for one in list(self._of_threads.values())):
+            self._channel.close()
 
     def _stop(self, frame: FrameType | None) -> None:
         # The visitor may have gone before the main thread came out of C.
@@ -131,6 +134,7 @@ class VisitorsPdb(RankPdb):
         super().__init__(talk)
         self._visit = visit
         self._arrives = threading.current_thread() is threading.main_thread()  # it has not stopped yet
+        self.asks = False  # its thread is at a prompt
 
     def stop_here(self, frame: FrameType) -> bool:
         return bool(super().stop_here(frame)) and _is_users(frame)
@@ -148,7 +152,11 @@ class VisitorsPdb(RankPdb):
             super().user_exception(frame, exc_info)
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
-        super().interaction(frame, *trace)
+        before, self.asks = self.asks, True
+        try:
+            super().interaction(frame, *trace)
+        finally:
+            self.asks = before
         self._arrives = False
         # The agent learns from the closed channel that the next visitor may come.
         if self.detached:
