@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _GENERATED = "<string>"
 _Task = Callable[[FrameType | None], None]
 _tasks: collections.deque[_Task] = collections.deque()  # for the main thread
+_asked = [False]  # the main thread is to look at them, or does
 _present: list[Visit] = []  # at most one
 
 
@@ -211,16 +212,25 @@ def _is_users(frame: FrameType | None) -> bool:
 def _in_main_thread(task: _Task) -> None:
     """Lets the main thread call it between two instructions, with the frame that it is in; it may take its time."""
     _tasks.append(task)
+    # One at a time: where a task has begun to trace while another call is pending, Python 3.11 begins that call's first
+    # instruction again and again.
+    if _asked[0]:
+        return
+    _asked[0] = True
     # Between two instructions of Python: a signal would make system calls of the user's fail. It needs no ptrace, and
     # works before Python 3.14.
     while ctypes.pythonapi.Py_AddPendingCall(_CALLBACK, None) != 0:  # others have filled the queue, of 32
         os.sched_yield()
 
 
-def _run_task(_argument: object) -> int:
-    if _tasks:
-        _tasks.popleft()(sys._getframe(1))
+def _run_tasks(_argument: object) -> int:
+    frame = sys._getframe(1)
+    while _asked[0]:
+        while _tasks:
+            _tasks.popleft()(frame)
+        _asked[0] = False
+        _asked[0] = bool(_tasks)  # one that has come between the two lines before
     return 0
 
 
-_CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run_task)
+_CALLBACK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_run_tasks)
