@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 from mlaunch.rank.debugging.rank_pdb import RankPdb
 from mlaunch.rank.debugging.talk import Talk
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +163,28 @@ def test_a_debugger_shows_places_as_ipythons_does(monkeypatch: pytest.MonkeyPatc
     assert re.search(shown, plain)
     monkeypatch.setenv("NO_COLOR", "1")
     assert f"outer()\n-> {line}\n" in debugged(stop, "c")[0]
+
+
+TWO_TASKS = """
+import sys
+from mlaunch.rank.debugging import visit
+seen = []
+def leave(frame):
+    sys.settrace(None)
+    seen.append("leave")
+def stop(frame):
+    visit._in_main_thread(leave)  # as the control thread does where the visitor leaves at this moment
+    sys.settrace(lambda *event: None)
+    seen.append("stop")
+visit._in_main_thread(stop)
+while len(seen) < 2:
+    pass
+print(seen)
+"""
+
+
+def test_a_visitor_that_leaves_while_its_rank_begins_to_stop_does_not_hang_the_rank() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_TASKS], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
+    )
+    assert done.stdout == "['stop', 'leave']\n", done.stderr
