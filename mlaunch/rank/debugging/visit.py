@@ -225,11 +225,14 @@ def _in_main_thread(task: _Task) -> None:
 
 def _run_tasks(_argument: object) -> int:
     frame = sys._getframe(1)
-    while _asked[0]:
-        while _tasks:
-            _tasks.popleft()(frame)
-        _asked[0] = False
-        _asked[0] = bool(_tasks)  # one that has come between the two lines before
+    try:
+        while _asked[0]:
+            while _tasks:
+                _tasks.popleft()(frame)
+            _asked[0] = False
+            _asked[0] = bool(_tasks)  # one that has come between the two lines before
+    finally:
+        _asked[0] = False  # after a task that raises, too: the next visitor is heard
     return 0
 
 
