@@ -40,7 +40,7 @@ def interrupted(stage: Stage, count: int, chance: random.Random) -> tuple[dict[s
         end = "no answer" if found is None else found.get("error", "returned")
         ends[end] = ends.get(end, 0) + 1
         wrong += [f"left after {end}: {described(pid)}" for pid in stage.leave({caller.process.pid})]
-        wrong += [f"a job stays: {job}" for job in (stage.jobs() if "Slurm" in caller.engine else [])]
+        wrong += [f"a job stays: {job}" for job in (stage.jobs_left() if "Slurm" in caller.engine else [])]
     undisturbed(caller, wrong)
     caller.close()
     return ends, [*wrong, *(f"a file stays: {name}" for name in shared_names() - names)]

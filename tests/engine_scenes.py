@@ -169,9 +169,7 @@ class Stage:
                 scene.wrong.append("until it goes on")
                 break
         if "Slurm" in self._rig.engine and scene.stage != "queue":
-            with contextlib.suppress(TimeoutError):
-                wait(lambda: not self.jobs())
-            scene.wrong += [f"a job stays: {job}" for job in self.jobs()]
+            scene.wrong += [f"a job stays: {job}" for job in self.jobs_left()]
         ask(STATUS)  # which removes the name of a caller that was killed
         runtime = Path(os.environ["XDG_RUNTIME_DIR"], "mlaunch")
         with contextlib.suppress(TimeoutError):  # torch removes what ranks have left after some seconds
@@ -179,6 +177,12 @@ class Stage:
         temporary = [path for path in (self._folder / "tmp").iterdir() if path.name[:3] not in {"omp", "ray"}]
         files = [*runtime.glob("*"), *temporary, *map(Path, shared_names() - names)]
         scene.wrong += [f"a file stays: {path.name}" for path in files]
+
+    def jobs_left(self) -> list[str]:
+        """Waits until no job is there: the controller takes some seconds to complete one that has ended."""
+        with contextlib.suppress(TimeoutError):
+            wait(lambda: not self.jobs())
+        return self.jobs()
 
     def jobs(self) -> list[str]:
         asked = subprocess.run(["squeue", "-h"], env=self._rig.environ, capture_output=True, text=True, check=True)
@@ -200,8 +204,8 @@ class Stage:
 
 def role_of(pid: int) -> str:
     """Says which of the victims this is; "" for none, as an engine's daemons."""
-    words, name = read(pid, "cmdline").split(b"\0"), read(pid, "comm").decode()
-    program = os.path.basename(words[0].decode())
+    words, name = read(pid, "cmdline").split(b"\0"), os.fsdecode(read(pid, "comm"))  # of any process on the machine
+    program = os.path.basename(os.fsdecode(words[0]))
     if name.startswith("mlaunch"):
         return next((role for role in VICTIMS if role.split()[0] in name), "process of mlaunch")
     guards = program == "sh" and b"sbatch" in b" ".join(words)
@@ -227,7 +231,7 @@ def read(pid: int, what: str) -> bytes:
 
 
 def described(pid: int) -> str:
-    state = read(pid, "stat").decode().rpartition(")")[2].split()[:1]
+    state = os.fsdecode(read(pid, "stat")).rpartition(")")[2].split()[:1]
     return f"{role_of(pid)} {pid} ({' '.join(state)})"
 
 

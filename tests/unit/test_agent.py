@@ -27,7 +27,6 @@ from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision import stack_requests, system
-from mlaunch.agent.supervision import supervisor as supervisor_module
 from mlaunch.agent.supervision.first_step import END_DELAY
 from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
 from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
@@ -69,7 +68,6 @@ class FakeServer:
 class World:
     """Ranks are children that end when a byte tells them to; signals are recorded, and end them if they should."""
 
-    monkeypatch: pytest.MonkeyPatch
     size: int = 3
     now: float = 100.0
     signals: list[tuple[int, str, float]] = field(default_factory=list)
@@ -94,8 +92,6 @@ class World:
         self.parent, self.parent_end = socket.socketpair()
         self.ranks = [self._rank(index) for index in range(self.size)]
         self.pids = {rank.pid: rank.rank for rank in self.ranks}
-        self.monkeypatch.setattr(supervisor_module, "wait_readable", self._wait)
-        self.monkeypatch.setattr(supervisor_module.orphans, "end_children", lambda _spare: None)
         self.theirs = theirs
         self.supervisor = self.kind(
             Supervision(
@@ -108,6 +104,8 @@ class World:
                 peers=self.peers,
                 system=System(
                     clock=lambda: self.now,
+                    wait=self._wait,
+                    end_children=lambda _spare: None,
                     group=self._signal,
                     process=self._signal,
                     stray=lambda _pid, _pidfd, _number: None,
@@ -216,8 +214,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch)
+def world() -> World:
+    return World()
 
 
 def gone(told: list[object]) -> dict[int, launch_messages.RankGone]:
@@ -389,11 +387,11 @@ def test_a_death_stops_the_others_at_once(world: World) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_other_machines_hear_of_a_death_after_the_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_machines_hear_of_a_death_after_the_value() -> None:
     """They are not awaited any more, though the link lives on."""
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(monkeypatch, peers=Peers(link, 3600.0))
+    world = World(peers=Peers(link, 3600.0))
     world.run(lambda: world.answer(0), lambda: world.end(0, 3))
     failure, _ = theirs.receive()
     assert (failure.rank, failure.what.partition(" (")[0]) == (0, "returned its value, then exited with code 3")
@@ -401,10 +399,10 @@ def test_the_other_machines_hear_of_a_death_after_the_value(monkeypatch: pytest.
         end.close()
 
 
-def test_the_other_machines_hear_of_the_cause_not_of_its_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_machines_hear_of_the_cause_not_of_its_consequence() -> None:
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(monkeypatch, peers=Peers(link, 60.0))
+    world = World(peers=Peers(link, 60.0))
 
     def answer() -> None:
         lost = launch_messages.RemoteError(
@@ -465,8 +463,8 @@ def test_a_rank_that_is_about_to_end_is_not_waited_for_without_end(world: World)
     assert world.signals[0] == (1, "SIGTERM", pytest.approx(100.0 + CAUSE_DELAY + END_DELAY))
 
 
-def test_ranks_that_stay_wait_for_one_that_is_about_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, kind=KeptSupervisor)
+def test_ranks_that_stay_wait_for_one_that_is_about_to_end() -> None:
+    world = World(kind=KeptSupervisor)
     world.ending = {1}
     consequence, pause = functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True), lambda: None
     told = world.run(lambda: begin(world, 1), consequence, pause, lambda: world.end(1, 6))
@@ -477,7 +475,7 @@ def test_prepared_ranks_leave_when_memory_is_short(monkeypatch: pytest.MonkeyPat
     """At the first look, long before they have waited too long."""
     monkeypatch.setattr(linux, "memory_is_short", lambda: True)
     kind: Any = functools.partial(PreparedSupervisor, priority=None, rehearses=False)
-    world = World(monkeypatch, size=1, kind=kind, deaf={0})
+    world = World(size=1, kind=kind, deaf={0})
     world.run()
     _, last, at = world.signals[-1]
     assert (last, at < 100.0 + WAIT_LIMIT) == ("SIGKILL", True)
@@ -516,9 +514,9 @@ def begin_to_fail(world: World, rank: int) -> None:
     world.end_thread(rank)
 
 
-def test_a_rank_that_begins_to_fail_is_the_cause_though_it_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_begins_to_fail_is_the_cause_though_it_ends_last() -> None:
     """Its memory may take long. The others are not left to see their connections close."""
-    world = World(monkeypatch, watched=True, deaf={0})
+    world = World(watched=True, deaf={0})
 
     def nothing() -> None: ...
 
@@ -530,17 +528,17 @@ def test_a_rank_that_begins_to_fail_is_the_cause_though_it_ends_last(monkeypatch
     assert {record.rank for record in told if isinstance(record, launch_messages.RankStacks)} == {0, 2}
 
 
-def test_a_thread_that_ends_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, watched=True, size=1)
+def test_a_thread_that_ends_is_no_failure() -> None:
+    world = World(watched=True, size=1)
     world.run(lambda: None, lambda: world.end_thread(0), lambda: world.answer(0), lambda: world.end(0))
     assert world.signals == []
 
 
-def test_threads_are_not_watched_where_other_machines_want_to_know_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_not_watched_where_other_machines_want_to_know_why() -> None:
     """They hear of the first failure as the others are stopped, and it is known once the rank has ended."""
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(monkeypatch, watched=True, peers=Peers(link, 60.0))
+    world = World(watched=True, peers=Peers(link, 60.0))
     assert world.supervisor._stopping.endings.due is None
     world.run(lambda: world.end(1, 3))
     failure, _ = theirs.receive()
@@ -549,8 +547,8 @@ def test_threads_are_not_watched_where_other_machines_want_to_know_why(monkeypat
         end.close()
 
 
-def test_ranks_that_have_answered_are_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, watched=True, size=1)
+def test_ranks_that_have_answered_are_watched_no_more() -> None:
+    world = World(watched=True, size=1)
     endings, watched = world.supervisor._stopping.endings, list[int]()
 
     def answer() -> None:
@@ -701,9 +699,9 @@ def test_a_stack_is_read_to_its_end_however_it_is_written(world: World) -> None:
     assert stack_dump.main_frames(before) == [("t.py", "8", "train")]
 
 
-def test_a_deadline_while_a_consequence_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_while_a_consequence_is_held() -> None:
     """The failure was told first, so that is how the launch ended."""
-    world = World(monkeypatch, deadline=CAUSE_DELAY / 2)
+    world = World(deadline=CAUSE_DELAY / 2)
     told = world.run(lambda: world.answer(0, AnswerKind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
     kinds = [
         type(record)
@@ -724,15 +722,15 @@ def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
     assert world.signals == [(0, "SIGTERM", 100.0), (2, "SIGTERM", 100.0)]
 
 
-def test_the_deadline_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, deadline=60.0)
+def test_the_deadline_stops_all() -> None:
+    world = World(deadline=60.0)
     told = world.run(lambda: world.answer(1), lambda: world.end(1))
     assert [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
     assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
 
 
-def test_no_deadline_passes_once_the_ranks_are_being_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, deadline=2.0, deaf={0})
+def test_no_deadline_passes_once_the_ranks_are_being_stopped() -> None:
+    world = World(deadline=2.0, deaf={0})
     told = world.run(lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1))
     assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
     assert world.signals[-1] == (0, "SIGKILL", 105.0)
@@ -799,9 +797,9 @@ def overs(told: list[object]) -> list[CallOver]:
     return [record for record in told if isinstance(record, CallOver)]
 
 
-def test_the_end_of_a_call_that_is_over_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_call_that_is_over_ends_no_other() -> None:
     """It was asked for before its caller had heard that it was over."""
-    world = World(monkeypatch, kind=KeptSupervisor)
+    world = World(kind=KeptSupervisor)
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     told = world.run(
         lambda: begin(world, 5), *answers, lambda: begin(world, 6), lambda: world.ours.send(EndCall(5)), *answers,
@@ -812,9 +810,9 @@ def test_the_end_of_a_call_that_is_over_ends_no_other(monkeypatch: pytest.Monkey
     assert not [record for record in told[: told.index(second)] if isinstance(record, launch_messages.RankStacks)]
 
 
-def test_a_deadline_that_the_launcher_has_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_that_the_launcher_has_kept() -> None:
     """It is as if the agent had; of a call that is over nothing but this is said."""
-    world = World(monkeypatch, kind=KeptSupervisor)
+    world = World(kind=KeptSupervisor)
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     told = world.run(
         lambda: begin(world, 5), *answers, lambda: world.ours.send(EndCall(5, 2.0)), lambda: begin(world, 6),
@@ -826,8 +824,8 @@ def test_a_deadline_that_the_launcher_has_kept(monkeypatch: pytest.MonkeyPatch) 
     assert any(isinstance(record, launch_messages.RankStacks) for record in told)
 
 
-def test_answers_of_more_ranks_than_one_record_carries(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, size=FD_LIMIT + 2, kind=KeptSupervisor)
+def test_answers_of_more_ranks_than_one_record_carries() -> None:
+    world = World(size=FD_LIMIT + 2, kind=KeptSupervisor)
     answers = [functools.partial(world.answer, rank) for rank in range(world.size)]
     told = world.run(lambda: begin(world, 1), *answers, lambda: end_ranks(world))
     before = [record.rank for record in told if isinstance(record, launch_messages.RankAnswered)]
@@ -835,9 +833,9 @@ def test_answers_of_more_ranks_than_one_record_carries(monkeypatch: pytest.Monke
     assert [*before, *(answer.rank for answer in over.answers)] == list(range(world.size))
 
 
-def test_a_call_that_begins_as_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_begins_as_a_rank_is_gone() -> None:
     """Its caller has not heard of that yet."""
-    world = World(monkeypatch, kind=KeptSupervisor)
+    world = World(kind=KeptSupervisor)
     heard: list[object] = []
 
     def hear_and_end() -> None:
@@ -851,9 +849,9 @@ def test_a_call_that_begins_as_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.timeout(60)  # it would be looked at for ever
-def test_a_rank_that_does_not_come_back_is_lost_when_grace_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_back_is_lost_when_grace_ends() -> None:
     """However often it is looked at meanwhile."""
-    world = World(monkeypatch, kind=KeptSupervisor)
+    world = World(kind=KeptSupervisor)
     world.run(lambda: begin(world, 1), lambda: world.ours.send(EndCall(1)))
     assert {(name, round(at)) for _, name, at in world.signals} == {("SIGTERM", 105)}
 

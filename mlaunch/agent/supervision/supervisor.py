@@ -17,9 +17,7 @@ from mlaunch.agent.stop_request import StopRequest
 from mlaunch.agent.supervision.evidence import Evidence
 from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
-from mlaunch.base import orphans
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.channel import pickled
 from mlaunch.protocol.messages.launch_messages import (
@@ -50,7 +48,7 @@ class Supervisor:
         self._results, self._server, self._launcher = scene.results, scene.server, scene.launcher
         self._listening = {scene.launcher.fileno(), scene.parent}
         self._inspection, self._peers = scene.inspection, scene.peers
-        self._clock, self._signal_group = scene.system.clock, scene.system.group
+        self._system, self._clock, self._signal_group = scene.system, scene.system.clock, scene.system.group
         self._questions = Questions({one.rank: one.control for one in scene.ranks if one.control is not None})
         self._must_stay = False  # a rank that ends well is a failure all the same
         self._evidence = Evidence()
@@ -77,7 +75,7 @@ class Supervisor:
     def run(self) -> bool:
         """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
         while self._ranks or self._shared.is_awaited(stopping=self._stopping.begun):
-            ready = set(wait_readable(self._sources(), self._timeout()))
+            ready = set(self._system.wait(self._sources(), self._timeout()))
             # The answers before the ends: a rank that has answered and ended has not failed.
             self._drain()
             if self._server is not None and self._server.sentinel in ready:
@@ -95,7 +93,8 @@ class Supervisor:
             self._take_steps()
         if self._server is not None:
             self._server.kill()
-        orphans.end_children(set() if self._server is None else {self._server.pid})  # the fork server reaps that one
+        # The fork server reaps that one.
+        self._system.end_children(set() if self._server is None else {self._server.pid})
         return not self._stopping.begun
 
     # What is waited for
