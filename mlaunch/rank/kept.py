@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 from mlaunch.rank.setup import group, process
 
-_AGAIN = 0.01  # seconds: by then the callback has returned
+_AGAIN = 0.01  # seconds: by then the callback has mostly returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
 _STALE_MODULES = 10
 
@@ -50,9 +51,9 @@ class KeptRank(FunctionRank):
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
         self._enter(Phase.IDLE)
 
-    def _call_back(self, _number: int, _frame: FrameType | None) -> None:
+    def _call_back(self, _number: int, frame: FrameType | None) -> None:
         """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing."""
-        if self._can_be_called_back and self._is_to_end():
+        if self._can_be_called_back and self._is_to_end() and not _would_be_dropped(frame):
             self._can_be_called_back, self._was_called_back = False, True
             self._raised = KeyboardInterrupt("the call is ended")
             raise self._raised
@@ -63,9 +64,12 @@ class KeptRank(FunctionRank):
             self._unraisable(found)
             return
         self._can_be_called_back = True
-        again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True  # else the interpreter's end would wait for it
-        again.start()
+        threading.Thread(target=self._signal_again, daemon=True).start()  # the interpreter's end does not wait for it
+
+    def _signal_again(self) -> None:
+        while self._can_be_called_back and self._is_to_end():
+            time.sleep(_AGAIN)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def _is_to_end(self) -> bool:
         number = self._task.number if self._task is not None else 0
@@ -172,3 +176,10 @@ def _let_go(error: BaseException) -> None:
         for other in (one.__cause__, one.__context__):
             if other is not None and all(other is not known for known in found):
                 found.append(other)
+
+
+def _would_be_dropped(frame: FrameType | None) -> bool:
+    """Tells whether the signal has come while Python tells of what it drops: what is raised there, it drops as well."""
+    while frame is not None and frame.f_code is not KeptRank._take_unraisable.__code__:
+        frame = frame.f_back
+    return frame is not None

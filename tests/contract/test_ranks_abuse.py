@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.base import linux
+from mlaunch.rank import kept
 from tests import builds
 from tests.contract import crashes
 from tests.contract.functions import caught, kept_numbers, total
@@ -345,8 +346,9 @@ def test_a_handle_that_the_ranks_have_keeps_nobody_alive() -> None:
             thread.join(LIMIT)
 
 
-def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
-    """Where it comes in a finalizer, nobody can raise it."""
+@pytest.mark.parametrize("pause", [0.01, 0.0])
+def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks, pause: float) -> None:
+    """Where it comes in a finalizer, nobody can raise it; nor, at once, while Python still tells of that."""
 
     class Slow:
         def __del__(self) -> None:
@@ -354,6 +356,7 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks) -> None:
                 os.sched_yield()
 
     def work() -> None:
+        kept._AGAIN = pause
         if dist.get_rank() == 0:
             raise ValueError("no such luck")
         Slow()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,11 +21,9 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, comm, launcher
 from mlaunch.agent.supervision.evidence import Evidence
-from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
-from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import in_order, in_words, operation_of, summarise
 from mlaunch.protocol import channel, payload
@@ -194,76 +191,6 @@ def test_a_deadline() -> None:
         f"rank 1 had not returned\n\nmeanwhile:\n  rank 1 was in wait at {HERE}:"
     )
     assert error.results == {0: 5, 2: 5}
-
-
-@pytest.mark.parametrize("start_method", METHODS)
-def test_restarts(start_method: str) -> None:
-    def train() -> tuple[str, str]:
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        if attempt == "0" and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if attempt == "1" and dist.get_rank() == 0:
-            raise ValueError("not yet")
-        dist.barrier()
-        return attempt, os.environ["TORCHELASTIC_MAX_RESTARTS"]
-
-    with pytest.warns(RuntimeWarning, match="is started again") as seen:
-        assert launcher(train, 2, max_restarts=3, start_method=start_method)() == [("2", "3")] * 2
-    first, second = [str(warning.message) for warning in seen]
-    assert first.endswith("(restart 1 of at most 3): rank 1 of test_restarts.<locals>.train() was killed by SIGKILL")
-    assert re.search(
-        r"\(restart 2 of at most 3\): rank 0 of test_restarts\.<locals>\.train\(\) raised ValueError: not yet"
-        r" \(test_reports\.py:\d+\)$",
-        second,
-    )
-
-
-def test_the_last_failure_is_raised() -> None:
-    def train() -> None:
-        raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-    with pytest.warns(RuntimeWarning, match="restart 1 of at most 1"), pytest.raises(ValueError, match="1") as caught:
-        launcher(train, 1, max_restarts=1)()
-    assert caught.value.args == ("1",)
-
-
-@pytest.mark.slow
-def test_the_deadline_covers_all_restarts() -> None:
-    def train() -> None:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            raise ValueError("at once")
-        wait_for_ever()
-
-    with pytest.warns(RuntimeWarning, match="restart 1 of at most 5"), pytest.raises(LaunchTimeout):
-        launcher(train, 1, max_restarts=5, deadline=1.0)()
-
-
-def test_a_restart_has_what_is_left_of_the_deadline() -> None:
-    given: list[float | None] = []
-
-    def attempt(left: float | None, _restart_count: int) -> Any:
-        given.append(left)
-        return SimpleNamespace(error=LaunchError("no such luck", [RankFailure(0, 1, "raised")], {}, {}))
-
-    with_restarts(attempt, "train()", 60.0, 2, lambda _why: None)
-    assert (len(given), given[0]) == (3, 60.0)
-    assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
-    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
-    spec = plan(Options(n_gpus=1, deadline=60.0), machine, "train()", {}, Attempt(1, 5.0))
-    assert (spec.deadline, spec.seconds) == (60.0, 5.0)
-
-
-def test_a_launch_that_somebody_has_ended_is_not_started_again() -> None:
-    """On another machine, say."""
-    given: list[int] = []
-
-    def attempt(_left: float | None, restart_count: int) -> Any:
-        given.append(restart_count)
-        ended = RankFailure(None, 0, "was interrupted", subject="the call on host h1", final=True)
-        return SimpleNamespace(error=LaunchError("no such luck", [ended], {}, {}))
-
-    with_restarts(attempt, "train()", None, 2, lambda _why: None)
-    assert given == [0]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")

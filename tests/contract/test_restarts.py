@@ -1,0 +1,93 @@
+"""A call that has failed is started again (``max_restarts``), within its deadline."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mlaunch import LaunchError, LaunchTimeout, launcher
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.protocol.messages.launch_messages import Ready
+
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
+def test_restarts(start_method: str) -> None:
+    def train() -> tuple[str, str]:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if attempt == "1" and dist.get_rank() == 0:
+            raise ValueError("not yet")
+        dist.barrier()
+        return attempt, os.environ["TORCHELASTIC_MAX_RESTARTS"]
+
+    with pytest.warns(RuntimeWarning, match="is started again") as seen:
+        assert launcher(train, 2, max_restarts=3, start_method=start_method)() == [("2", "3")] * 2
+    first, second = [str(warning.message) for warning in seen]
+    assert first.endswith("(restart 1 of at most 3): rank 1 of test_restarts.<locals>.train() was killed by SIGKILL")
+    assert re.search(
+        r"\(restart 2 of at most 3\): rank 0 of test_restarts\.<locals>\.train\(\) raised ValueError: not yet"
+        r" \(test_restarts\.py:\d+\)$",
+        second,
+    )
+
+
+def test_the_last_failure_is_raised() -> None:
+    def train() -> None:
+        raise ValueError(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    with pytest.warns(RuntimeWarning, match="restart 1 of at most 1"), pytest.raises(ValueError, match="1") as caught:
+        launcher(train, 1, max_restarts=1)()
+    assert caught.value.args == ("1",)
+
+
+@pytest.mark.slow
+def test_the_deadline_covers_all_restarts() -> None:
+    def train() -> None:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ValueError("at once")
+        threading.Event().wait()
+
+    with pytest.warns(RuntimeWarning, match="restart 1 of at most 5"), pytest.raises(LaunchTimeout):
+        launcher(train, 1, max_restarts=5, deadline=1.0)()
+
+
+def test_a_restart_has_what_is_left_of_the_deadline() -> None:
+    given: list[float | None] = []
+
+    def attempt(left: float | None, _restart_count: int) -> Any:
+        given.append(left)
+        return SimpleNamespace(error=LaunchError("no such luck", [RankFailure(0, 1, "raised")], {}, {}))
+
+    with_restarts(attempt, "train()", 60.0, 2, lambda _why: None)
+    assert (len(given), given[0]) == (3, 60.0)
+    assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
+    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    spec = plan(Options(n_gpus=1, deadline=60.0), machine, "train()", {}, Attempt(1, 5.0))
+    assert (spec.deadline, spec.seconds) == (60.0, 5.0)
+
+
+def test_a_launch_that_somebody_has_ended_is_not_started_again() -> None:
+    """On another machine, say."""
+    given: list[int] = []
+
+    def attempt(_left: float | None, restart_count: int) -> Any:
+        given.append(restart_count)
+        ended = RankFailure(None, 0, "was interrupted", subject="the call on host h1", final=True)
+        return SimpleNamespace(error=LaunchError("no such luck", [ended], {}, {}))
+
+    with_restarts(attempt, "train()", None, 2, lambda _why: None)
+    assert given == [0]
