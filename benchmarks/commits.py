@@ -22,6 +22,7 @@ from benchmarks.measure import Row, alternate, compare, table
 _ROOT = Path(__file__).resolve().parent.parent
 _CASES = {
     "warm": "a warm call of 2 ranks",
+    "stay": "an empty call on 4 ranks that stay, 20 in a row",
     "gather": "comm.all_gather of 2 ranks, small",
     "join": "1,024 ranks on 128 machines join",
     "held": "a call of 2 machines, held",
@@ -36,6 +37,9 @@ from mlaunch import Ranks, comm, launcher
 answers, case, where = os.fdopen(os.dup(1), "w"), sys.argv[1], sys.argv[2]
 os.dup2(2, 1)
 assert mlaunch.__file__.startswith(where), mlaunch.__file__
+
+def nothing():
+    pass
 
 def reduce():
     dist.all_reduce(torch.ones(1))
@@ -58,6 +62,10 @@ def measures():
     if case == "warm":
         call = timed(launcher(reduce, 2, device_type="cpu"))
         return lambda: statistics.median(call() for _ in range(10))
+    if case == "stay":
+        ranks = Ranks(n_gpus=4, device_type="cpu")
+        call = timed(lambda: ranks.run(nothing))
+        return lambda: statistics.median(call() for _ in range(20))
     if case == "gather":
         ranks = Ranks(n_gpus=2, device_type="cpu")
         return lambda: max(ranks.run(gather))
