@@ -7,6 +7,7 @@ import inspect
 import multiprocessing.util
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -249,13 +250,19 @@ def test_buffers_are_aligned(size: int) -> None:
 # What others tidy up
 
 
-def shared_files() -> set[str]:
-    """Blocks and files of tensors; other tests have semaphores there meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "torch_"))}
+def shared_files(mark: str) -> list[str]:
+    """What has this in its name: others have blocks, tensors and semaphores there meanwhile."""
+    return [name for name in os.listdir("/dev/shm") if mark in name]
 
 
-def makes_a_block() -> None:
-    block = shared_memory.SharedMemory(create=True, size=1)
+@pytest.fixture
+def mark() -> str:
+    """What the names of a test's blocks have in them, and no others."""
+    return secrets.token_hex(8)
+
+
+def makes_a_block(mark: str) -> None:
+    block = shared_memory.SharedMemory(f"psm_{mark}_{os.getpid()}", create=True, size=1)
     if os.fork() == 0:  # a worker, which holds what the tracker waits for
         signal.pause()
     _blocks.append(block)
@@ -264,14 +271,16 @@ def makes_a_block() -> None:
 _blocks: list[object] = []
 
 
-def makes_a_block_and(end: Callable[[], object]) -> None:
-    makes_a_block()
+def makes_a_block_and(mark: str, end: Callable[[], object]) -> None:
+    makes_a_block(mark)
+    dist.barrier()  # who is killed while multiprocessing makes a block may leave one that no tracker knows of
     end()
 
 
-def shares_files() -> None:
+def shares_files() -> int:
     torch.multiprocessing.set_sharing_strategy("file_system")
     _blocks.append(torch.ones(1000).share_memory_())
+    return len(shared_files(f"torch_{os.getpid()}_"))
 
 
 def kills_itself() -> None:
@@ -284,11 +293,10 @@ def kills_its_agent() -> None:
 
 
 @pytest.mark.parametrize("end", [crashes.raise_error, kills_itself, kills_its_agent], ids=["raises", "killed", "agent"])
-def test_a_block_of_a_rank_that_fails_is_removed_by_its_tracker(end: Callable[[], object]) -> None:
-    before = shared_files()
+def test_a_block_of_a_rank_that_fails_is_removed_by_its_tracker(mark: str, end: Callable[[], object]) -> None:
     with pytest.raises((ValueError, LaunchError)):
-        launcher(makes_a_block_and, 2)(end)
-    assert shared_files() <= before
+        launcher(makes_a_block_and, 2)(mark, end)
+    assert not shared_files(mark)
 
 
 def loses_its_tracker() -> str:
@@ -305,21 +313,23 @@ def test_files_that_nobody_is_left_to_remove_are_told(capfd: pytest.CaptureFixtu
     assert re.search(words, capfd.readouterr().err)
 
 
-def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker() -> None:
+def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker(mark: str) -> None:
     """Its group is not killed with it."""
 
     def train() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        makes_a_block()
+        makes_a_block(mark)
         crashes.hang()
 
-    before = shared_files()
     with pytest.raises(LaunchError):
         launcher(train, 1, deadline=5, grace_period=0.1)()
-    assert shared_files() <= before
+    assert not shared_files(mark)
 
 
 def test_files_of_tensors_are_removed_by_torchs_manager() -> None:
-    before = shared_files()
-    launcher(shares_files, 1)()
-    assert shared_files() <= before
+    def shares() -> tuple[int, int]:
+        return os.getpid(), shares_files()
+
+    [(pid, count)] = launcher(shares, 1)()
+    assert count == 1
+    assert not shared_files(f"torch_{pid}_")
