@@ -1,4 +1,4 @@
-"""What a call will have an agent do, done once for nothing by one that was prepared; see ``rank/rehearsal.py``."""
+"""What an agent will do for a call, done once for nothing by one that was prepared; see ``rank/rehearsal.py``."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 A rank's faulthandler answers a signal of its own by writing the stack of its main thread into a pipe. That works
 while the rank waits in C or holds the interpreter lock, and leaves alone what handlers user code has installed.
 
-Another signal has it write those of all threads. It reads them without the interpreter lock: a thread that runs Python
-meanwhile may take away the frames that are read, and then the rank dies of SIGSEGV. So it is for those who ask for it.
+Another signal makes it write those of all threads. It reads them without the interpreter lock: a thread that runs
+Python meanwhile may take away the frames that are read, and then the rank dies of SIGSEGV. So it is for those who ask
+for it.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ def held_by_agent() -> tuple[int, int]:
     return agent, len(os.listdir(f"/proc/{agent}/fd"))
 
 
+@pytest.mark.slow
 def test_an_agent_holds_nothing_of_the_launches_before() -> None:
     held: dict[int, list[int]] = {}  # by agent
     for _ in range(10 * TRIES):
@@ -167,6 +168,7 @@ def test_output_of_ranks_goes_to_the_streams_of_the_moment(tmp_path: Path) -> No
     assert [file.read_text() for file in files] == [f"{file.name}\n" * 30 for file in files]
 
 
+@pytest.mark.slow
 def test_launches_of_many_threads() -> None:
     """Of the agents that are free at the same time one stays."""
     found: list[list[int]] = []

@@ -324,6 +324,7 @@ def test_a_function_that_mentions_modules_of_classes_of_their_own() -> None:
     assert not torch.backends.cudnn.benchmark  # it is the rank's own
 
 
+@pytest.mark.slow
 def test_methods_keep_their_instance() -> None:
     model = functions.Model(1)
     assert model.fit(2) == [7, 7]
@@ -397,6 +398,7 @@ def test_output_keeps_its_order_and_place(run_script) -> None:  # type: ignore[n
 # Callers that no fork could serve
 
 
+@pytest.mark.slow
 def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
     torch.ones(5_000_000).sum()
     start_server._warn_of_threads.cache_clear()  # an earlier test may have been warned
@@ -436,6 +438,7 @@ def test_a_busy_openmp_pool_of_a_library_anywhere(run_script, tmp_path: Path) ->
     assert done.stdout == "[5000000.0]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_two_threads_get_their_own_results() -> None:
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(functions.launched, number) for number in range(8)]

@@ -226,6 +226,7 @@ def test_completion_on_busy_ranks_is_empty_at_once(run: Run, offered: Offered, t
     assert offered("%%ranks\nmod") == ["model"]
 
 
+@pytest.mark.slow
 def test_completion_waits_for_no_rank_that_does_not_answer(run: Run, offered: Offered) -> None:
     run("%load_ext mlaunch")
     run("%ranks 2 --device-type cpu")

@@ -78,6 +78,7 @@ def test_objects_of_unequal_size_reach_everybody() -> None:
         assert len(one["bytes"]) == 200_000 * number
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, deadline=60)
 def test_buffers_as_large_as_those_that_travel_by_themselves_and_their_neighbours() -> None:
     """At the limit sender and receivers must choose the same way."""
@@ -325,6 +326,7 @@ def test_the_main_process_leaves_by_system_exit() -> None:
     assert str(caught(block)) == ("3" if comm.get_rank() == 0 else told)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_local_groups_of_equal_machines() -> None:
     refused = (

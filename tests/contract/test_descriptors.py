@@ -263,6 +263,7 @@ def held_by() -> tuple[int, list[str]]:
     return os.getppid(), held()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_nor_do_ranks_that_are_forked_in_several_goes(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_ranks, "_AT_ONCE", at_once)  # the agent of "fork" is a fork of this process
@@ -284,6 +285,7 @@ def test_an_agent_holds_no_end_of_its_ranks_streams() -> None:
     assert launcher(found_there, 2)() == [[], []]
 
 
+@pytest.mark.slow
 def test_standard_input_is_empty() -> None:
     """Under "fork" too, where a rank could read what its caller's terminal is given."""
 

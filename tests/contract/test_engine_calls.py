@@ -446,6 +446,7 @@ def test_a_death_is_on_its_machine(engine: Threads) -> None:
         launcher(work, 2, engine=engine)()
 
 
+@pytest.mark.slow
 def test_a_gate_that_is_stopped_is_named_and_not_what_ranks_raise_for_it(engine: Threads) -> None:
     """Their requests to the store end with the link's connection, which somebody has caused."""
 
@@ -461,11 +462,13 @@ def test_a_gate_that_is_stopped_is_named_and_not_what_ranks_raise_for_it(engine:
     assert "was a process there stopped (SIGSTOP)?" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_deadline(engine: Threads) -> None:
     with pytest.raises(LaunchTimeout, match="ranks 0-2 had not returned"):
         launcher(lambda: threading.Event().wait(), 2, engine=engine, deadline=0.3, grace_period=0.1)()
 
 
+@pytest.mark.slow
 def test_a_machine_that_cannot_start(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its agent, say; it goes on serving."""
     started = MachineLaunch.__init__
@@ -552,6 +555,7 @@ def test_held_machines_in_a_fork(engine: Threads) -> None:
     assert said.startswith(f"these machines belong to process {os.getpid()}, of which this one (pid ")
 
 
+@pytest.mark.slow
 def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not one for that, and do not meet on loopback."""
     names, found, spec = iter("abcdef"), set[str](), MachinePlan.spec
@@ -591,6 +595,7 @@ def test_machines_that_nobody_uses_are_given_back(engine: Threads) -> None:
         launcher(rank, engine=held)()
 
 
+@pytest.mark.slow
 def test_the_wait_for_machines_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Threads(states=["queued (Priority)", "queued (Priority)", "queued (Resources)"])
     assert launcher(rank, 1, engine=engine, machines=1)() == [0]
@@ -602,6 +607,7 @@ def test_the_wait_for_machines_is_told(capfd: pytest.CaptureFixture[str]) -> Non
     assert builds.without_gloo(capfd.readouterr().err) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ssh", "words"),
     [('sh -c "$2"; exit', r"is it cut off, or was its member stopped\? kill -CONT \d+ there continues that"),
@@ -768,6 +774,7 @@ def test_other_words_while_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher(work, 1, engine=Threads(), machines=1, grace_period=0.1)()
 
 
+@pytest.mark.slow
 def test_a_held_machine_that_falls_silent_is_replaced(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that finds it so waits for it; the next one asks for others."""
     with engine.hold(2, 1) as held:
@@ -781,6 +788,7 @@ def test_a_held_machine_that_falls_silent_is_replaced(engine: Threads, monkeypat
     assert len(engine.placements) == 2
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_over_there() -> None:
     def work() -> None:
         dist.barrier()
@@ -858,6 +866,7 @@ def test_a_machine_that_is_lost_while_ranks_run(tmp_path: Path) -> None:
         launcher(work, 1, engine=Threads(serve), grace_period=0.1)()
 
 
+@pytest.mark.slow
 def test_machines_that_hear_nothing_any_more_leave(
     engine: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1057,6 +1066,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_script_whose_machines_are_taken_starts_anew_on_others(
     marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1149,6 +1159,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_call_whose_machines_are_taken_starts_anew_on_others(marker: Path) -> None:
     engine = Taken(2)
     ours = launcher(work_until_told, 1, engine=engine, stop_on="TERM", max_preemptions=3)
@@ -1159,6 +1170,7 @@ def test_a_call_whose_machines_are_taken_starts_anew_on_others(marker: Path) -> 
     assert ours.last.stopped is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "most", "attempts"), [(5, 1, 2), (0, 5, 1), (5, 0, 1)])
 def test_a_preempted_call_does_not_start_anew_for_ever(marker: Path, times: int, most: int, attempts: int) -> None:
     """Nor if the machines were not taken, as where the time of a job is over."""
@@ -1169,6 +1181,7 @@ def test_a_preempted_call_does_not_start_anew_for_ever(marker: Path, times: int,
     assert sorted(path.name for path in marker.parent.iterdir()) == list(map(str, range(attempts)))
 
 
+@pytest.mark.slow
 def test_ranks_that_were_killed_with_their_machines_are_counted_apart() -> None:
     """``max_restarts`` is for what fails by itself."""
 
@@ -1186,6 +1199,7 @@ def test_ranks_that_were_killed_with_their_machines_are_counted_apart() -> None:
     assert "is started again (restart 1 of at most 1): " in second
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_a_preempted_call(marker: Path) -> None:
     """Though the machines were taken, too."""
     ours = launcher(work_until_told, 1, engine=Taken(5), stop_on="USR1", max_preemptions=5)

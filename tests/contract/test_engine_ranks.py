@@ -169,6 +169,7 @@ def test_a_rank_that_works_is_called_back_when_another_machine_fails(ranks: Rank
     assert [row.end for row in report.ranks] == ["was stopped", "was stopped", "raised ValueError: no such luck"]
 
 
+@pytest.mark.slow
 def test_ranks_inside_an_operation_that_another_machine_never_enters(ranks: Ranks) -> None:
     held = ranks.hold(list)
 
@@ -187,6 +188,7 @@ def test_ranks_inside_an_operation_that_another_machine_never_enters(ranks: Rank
         held.fetch()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_call_alone(ranks: Ranks) -> None:
     held = ranks.hold(dict)
 
@@ -219,6 +221,7 @@ def test_a_deadline_is_each_calls_own(engine: Threads) -> None:
         assert len(ranks.run(work, -1)) == 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_all_and_the_next_call_starts_others(ranks: Ranks) -> None:
     def work() -> None:
         if dist.get_rank() == 2:
@@ -278,6 +281,7 @@ def test_a_rank_that_leaves_ends_all(ranks: Ranks) -> None:
         ranks.run(work)
 
 
+@pytest.mark.slow
 def test_a_failure_that_is_over_does_not_hurry_the_end(engine: Threads, tmp_path: Path) -> None:
     """The last rank leaves after those of the machine where a call has failed."""
 
@@ -321,6 +325,7 @@ def test_an_exit_before_they_have_joined(engine: Threads) -> None:
     Ranks(n_gpus=2, engine=engine).close()
 
 
+@pytest.mark.slow
 def test_ranks_are_seen_where_they_were_called(ranks: Ranks) -> None:
     pids = ranks.run(pid)
     launch: dict[str, Any] = {"ranks": [{"pid": 0}]}
@@ -331,6 +336,7 @@ def test_ranks_are_seen_where_they_were_called(ranks: Ranks) -> None:
     assert [(rank["pid"], rank["host"]) for rank in launch["ranks"]] == list(zip(pids, ["m0", "m0", "m1"], strict=True))
 
 
+@pytest.mark.slow
 def test_ranks_of_a_decorated_function_stay(engine: Threads) -> None:
     call = launcher(pid, 2, engine=engine, keep=60)
     pids = call()
@@ -365,6 +371,7 @@ def test_held_machines_are_theirs_until_they_end(engine: Threads) -> None:
     assert len(engine.placements) == 1
 
 
+@pytest.mark.slow
 def test_machines_are_held_while_ranks_stay_there(engine: Threads) -> None:
     with engine.hold(n_gpus=2, idle_timeout=0.01) as cluster, Ranks(engine=cluster) as ranks:
         pids = ranks.run(pid)
@@ -400,6 +407,7 @@ def test_one_machine_alone(engine: Threads) -> None:
         assert len(pids) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["in a call", "between calls"])
 def test_a_machine_that_is_lost(when: str) -> None:
     """The call ends with it, and the next one asks the engine for others."""

@@ -88,6 +88,7 @@ def test_each_trial_has_machines_of_its_own(engine: Alike, tmp_path: Path, capfd
     assert len(engine.placements) == 1
 
 
+@pytest.mark.slow
 def test_a_call_waits_for_trials_and_these_for_it(engine: Alike, tmp_path: Path) -> None:
     """In order of arrival: one that wants all keeps later ones from overtaking it."""
     (tmp_path / "1-goes-on").touch()
@@ -103,6 +104,7 @@ def test_a_call_waits_for_trials_and_these_for_it(engine: Alike, tmp_path: Path)
         assert [value[0] for value in one.result(LIMIT)] == [1]
 
 
+@pytest.mark.slow
 def test_a_run_is_cancelled_and_another_is_stopped(engine: Alike, tmp_path: Path) -> None:
     def steps() -> tuple[int, str]:
         (tmp_path / f"steps{dist.get_rank()}").touch()
@@ -126,6 +128,7 @@ def test_a_run_is_cancelled_and_another_is_stopped(engine: Alike, tmp_path: Path
         assert first[1] == "pruned"
 
 
+@pytest.mark.slow
 def test_failures_and_retries(engine: Alike) -> None:
     def once(x: int) -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and x:
@@ -142,6 +145,7 @@ def test_failures_and_retries(engine: Alike) -> None:
         assert launcher(once, engine=held, machines=1).map([0, 1], retries=1).results(LIMIT) == [["0"], ["1"]]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_is_used_no_more(tmp_path: Path) -> None:
     streams: dict[str, int] = {}
 
@@ -176,6 +180,7 @@ def test_a_machine_that_is_lost_is_used_no_more(tmp_path: Path) -> None:
         assert len(engine.placements) == 2
 
 
+@pytest.mark.slow
 def test_trials_take_the_warm_ranks_of_their_machines(engine: Alike, tmp_path: Path) -> None:
     with engine.hold(machines=2, n_gpus=2) as held:
         call = launcher(times, engine=held, machines=1, keep=600)

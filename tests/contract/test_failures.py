@@ -68,6 +68,7 @@ def segfault() -> None:
     ctypes.string_at(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 def test_the_ranks_own_exception_is_raised(start_method: str) -> None:
     with pytest.raises(ValueError, match="no such luck") as caught:
@@ -209,6 +210,7 @@ class Leaves(Exception):
         return leave, (self.args[0],)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [SystemExit(0), KeyboardInterrupt()], ids=["exit", "interrupt"])
 def test_an_exception_that_ends_who_unpickles_it(how: BaseException) -> None:
     def train() -> None:
@@ -248,6 +250,7 @@ def test_an_exception_whose_class_is_local_is_still_that_class() -> None:
         launcher(train, 1)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 @pytest.mark.parametrize(
     ("action", "words", "exitcode"),
@@ -270,6 +273,7 @@ def test_a_rank_that_dies(start_method: str, action: Any, words: str, exitcode: 
     assert "while running the function" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_text_of_an_exit_is_in_the_report() -> None:
     def leave() -> None:
         sys.exit("no such luck \N{GRINNING FACE}")
@@ -352,6 +356,7 @@ def test_exit_handlers_of_a_rank_run() -> None:
         assert file.read() == "bye"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_the_cause_is_told_from_its_consequences(how: str) -> None:
     def train(culprit: int) -> None:
@@ -370,6 +375,7 @@ def test_the_cause_is_told_from_its_consequences(how: str) -> None:
         assert report.failures[0].rank == culprit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_cause_that_ends_long_after_its_connections(stays: bool) -> None:
     """As a process does on a busy machine: the others' errors are there before its end."""
@@ -421,6 +427,7 @@ def states_of_this_launch() -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_finished_ranks_results_are_in_the_error() -> None:
     def train() -> int:
         if dist.get_rank() == 1:
@@ -434,6 +441,7 @@ def test_finished_ranks_results_are_in_the_error() -> None:
     assert caught.value.__cause__.results == {0: 10}  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
     def train() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -447,6 +455,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
         launcher(train, 2, grace_period=0.2)()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_killed() -> None:
     def train() -> None:
         if dist.get_rank() == 1:
@@ -516,6 +525,7 @@ def test_a_daemon_ends_though_the_fork_server_is_dead(tmp_path: Any) -> None:
     wait_gone([int(note.read_text())])
 
 
+@pytest.mark.slow
 def test_data_loader_workers_end_with_their_rank() -> None:
     import torch.utils.data
 
@@ -529,6 +539,7 @@ def test_data_loader_workers_end_with_their_rank() -> None:
         launcher(train, 2)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 def test_the_next_call_works(start_method: str) -> None:
     with pytest.raises(ValueError, match="no such luck"):
@@ -550,6 +561,7 @@ def kill_when_told(find: Any) -> Any:
     return train
 
 
+@pytest.mark.slow
 def test_death_of_the_agent() -> None:
     with pytest.raises(LaunchError, match=r"train\(\) was ended: the agent was killed by SIGKILL"):
         launcher(kill_when_told(os.getppid), 2)()
@@ -575,6 +587,7 @@ def test_an_agent_that_lacks_file_descriptors(run_script: Any) -> None:
     assert "fork_ranks.py" not in done.stderr  # where we met the limit helps nobody
 
 
+@pytest.mark.slow
 def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root is exempt from RLIMIT_NPROC, so the refusal itself is made up; the way it takes is real."""
 
@@ -595,6 +608,7 @@ def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
     theirs.close()
 
 
+@pytest.mark.slow
 def test_death_of_the_rendezvous_server() -> None:
     """A launch over two machines has one, in a process beside the master's agent; here both machines are this one."""
 
@@ -620,6 +634,7 @@ def test_death_of_the_rendezvous_server() -> None:
 # Ctrl-C
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 def test_ctrl_c_ends_the_launch_and_keeps_the_handlers(start_method: str) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]

@@ -97,6 +97,7 @@ def test_free(ranks: Ranks) -> None:
         ranks.run(id, held)
 
 
+@pytest.mark.slow
 def test_an_object_is_freed_with_its_handle(ranks: Ranks) -> None:
     held = ranks.hold(make, 1)
     kept = ranks.hold(make, 2)

@@ -57,6 +57,7 @@ class Client:
         self._connection.close()
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_an_ide(capsys: pytest.CaptureFixture[str]) -> None:
     def train() -> float:
         scale = float(dist.get_rank())

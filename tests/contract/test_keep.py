@@ -39,6 +39,7 @@ def pids() -> int:
 train = launcher(pids, n_gpus=2, keep=600)
 
 
+@pytest.mark.slow
 def test_equal_options_share_ranks() -> None:
     other = launcher(lambda x: (x, os.getpid()), n_gpus=2, keep=600)
     first = train()
@@ -62,6 +63,7 @@ def test_the_latest_call_says_how_long_they_stay() -> None:
     assert 500.0 not in limits()
 
 
+@pytest.mark.slow
 def test_a_changed_environment_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     first = train()
     monkeypatch.setenv("KEPT_TEST", "7")
@@ -70,6 +72,7 @@ def test_a_changed_environment_replaces_them(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(map(alive, first))
 
 
+@pytest.mark.slow
 def test_a_changed_directory_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train()
     monkeypatch.chdir(tmp_path)
@@ -84,6 +87,7 @@ def wait_for(path: str) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +122,7 @@ def only_key(pids: list[int]) -> str:
     return key
 
 
+@pytest.mark.slow
 def test_a_fork_made_while_locks_are_taken_is_free_to_call() -> None:
     train()
     with keep._locks.of_sets:
@@ -135,6 +140,7 @@ def test_a_seed_counts_for_each_call() -> None:
     assert draw.options(seed=6)() != draw()
 
 
+@pytest.mark.slow
 def test_restarts_get_fresh_ranks(tmp_path: Path) -> None:
     def work(path: str) -> int:
         if dist.get_rank() == 1 and not os.path.exists(path):
@@ -150,6 +156,7 @@ def test_restarts_get_fresh_ranks(tmp_path: Path) -> None:
     assert train() == found
 
 
+@pytest.mark.slow
 def test_kept_ranks_end_when_nobody_calls() -> None:
     brief = launcher(pids, n_gpus=2, keep=0.05)
     first = brief()
@@ -326,6 +333,7 @@ def pids_by_place(found: list[Any]) -> dict[str, set[int]]:
     return places
 
 
+@pytest.mark.slow
 def test_a_trial_whose_rank_dies_costs_its_own_ranks_alone() -> None:
     call = launcher(say_or_die, n_gpus=2, keep=600, concurrent=2)
     before = pids_by_place(call.map([False] * 8).results(120))

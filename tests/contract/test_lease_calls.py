@@ -32,6 +32,7 @@ def one_at_a_time(folder: Path) -> str:
     return os.environ["MLAUNCH_LEASED"]
 
 
+@pytest.mark.slow
 def test_calls_of_several_threads_take_turns(tmp_path: Path) -> None:
     train = launcher(one_at_a_time, n_gpus=2, concurrent=1)
     values: list[list[str]] = []
@@ -72,6 +73,7 @@ def nested() -> list[int]:
     return launcher(os.getpid, n_gpus=1, concurrent=1, join=False)()
 
 
+@pytest.mark.slow
 def test_a_launch_inside_the_one_that_holds_its_devices_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"getpid\(\) would wait for ever: it wants 1 of place on the CPUs 0, and"):
         launcher(nested, n_gpus=1, concurrent=1)()

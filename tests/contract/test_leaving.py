@@ -66,6 +66,7 @@ def test_children_are_waited_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_children_of_the_caller_are_left_alone() -> None:
     """Under "fork" a rank inherits what multiprocessing knows of them, and would end the daemons among them."""
     context = multiprocessing.get_context("fork")
@@ -119,6 +120,7 @@ class ExitsHere:
         return "never"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [os._exit, c_exit])
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 @pytest.mark.parametrize("phase", ["receiving the function", "sending its value", "reporting an exception"])
@@ -313,6 +315,7 @@ def test_files_that_nobody_is_left_to_remove_are_told(capfd: pytest.CaptureFixtu
     assert re.search(words, capfd.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker(mark: str) -> None:
     """Its group is not killed with it."""
 
@@ -326,6 +329,7 @@ def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker(mark:
     assert not shared_files(mark)
 
 
+@pytest.mark.slow
 def test_files_of_tensors_are_removed_by_torchs_manager() -> None:
     def shares() -> tuple[int, int]:
         return os.getpid(), shares_files()

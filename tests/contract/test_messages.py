@@ -43,6 +43,7 @@ def test_a_fork_server_that_dies_early() -> None:
     server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deadline", [None, 600.0])
 def test_a_slow_fork_server_is_told_of_once(deadline: float | None) -> None:
     ours, theirs = Channel.pair()

@@ -197,6 +197,7 @@ def test_a_module_that_ranks_do_not_find() -> None:
     assert f"\n  {hint}" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 def test_a_collective_that_takes_longer_than_its_timeout() -> None:
     def train() -> None:
         if dist.get_rank() == 0:
@@ -210,6 +211,7 @@ def test_a_collective_that_takes_longer_than_its_timeout() -> None:
     assert f"\n  {hint}" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staying", [False, True])
 def test_a_value_that_belongs_to_a_process_group(staying: bool) -> None:
     def train() -> torch.nn.Module:
@@ -261,6 +263,7 @@ def test_nobody_to_ask() -> None:
 # Helpers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_the_value_of_rank_0_alone(start_method: str) -> None:
     def train() -> object:

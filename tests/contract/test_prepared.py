@@ -50,6 +50,7 @@ def pids(call: launcher[[], tuple[int, tuple[str, ...], float]]) -> list[int]:
     return [pid for pid, _, _ in call()]
 
 
+@pytest.mark.slow
 def test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processes() -> None:
     call = launcher(who, 2)
     seen = pids(call)
@@ -118,6 +119,7 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["environment", "directory", "path", "turned off", *OTHER_OPTIONS])
 def test_a_launch_of_another_shape_drops_it(what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launcher(total, 2)()
@@ -128,6 +130,7 @@ def test_a_launch_of_another_shape_drops_it(what: str, monkeypatch: pytest.Monke
     wait_gone([launch["agent"], *pids_of(launch)])
 
 
+@pytest.mark.slow
 def test_a_fork_server_of_ones_own_takes_nothing() -> None:
     launcher(total, 2)()
     launch = prepared()
@@ -139,6 +142,7 @@ def cores(pid: int) -> set[int]:
     return os.sched_getaffinity(pid)
 
 
+@pytest.mark.slow
 def test_ranks_wait_each_on_a_core_and_run_on_all() -> None:
     """Woken at once, they would else begin one after the other on the core of who wakes them."""
     all_cores = cores(0)
@@ -156,6 +160,7 @@ def priorities() -> set[int]:
     return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
 
 
+@pytest.mark.slow
 @builds.silent
 def test_a_prepared_launch_as_others_see_it(capfd: pytest.CaptureFixture[str]) -> None:
     launcher(total, 2)()
@@ -269,6 +274,7 @@ def test_the_first_launch_can_be_prepared_too() -> None:
     assert pids(launcher(who, 2)) == ranks
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_prepared_launch_is_a_launchs() -> None:
     def fail() -> None:
         if int(os.environ["RANK"]) == 1:
@@ -283,6 +289,7 @@ def test_a_failure_of_a_prepared_launch_is_a_launchs() -> None:
     wait_gone([launch["agent"], *pids_of(launch)])
 
 
+@pytest.mark.slow
 def test_interrupts_of_a_call_on_what_was_prepared() -> None:
     def press() -> None:
         os.kill(int(os.environ["CALLER"]), signal.SIGINT)
@@ -300,6 +307,7 @@ def test_interrupts_of_a_call_on_what_was_prepared() -> None:
         del os.environ["CALLER"]
 
 
+@pytest.mark.slow
 def test_an_argument_that_cannot_be_pickled() -> None:
     launcher(total, 2)()
     launch = prepared()
@@ -309,6 +317,7 @@ def test_an_argument_that_cannot_be_pickled() -> None:
     assert launcher(total, 2)() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_calls_in_threads() -> None:
     launcher(total, 2)()
     prepared()
@@ -367,6 +376,7 @@ def hold_what_it_has(folder: Path, name: str) -> str:
     return os.environ["MLAUNCH_LEASED"]
 
 
+@pytest.mark.slow
 def test_a_trial_takes_what_was_prepared_while_another_ran_and_all_its_processes_hold_the_lease(tmp_path: Path) -> None:
     names, expected, agent = ["first", "second", "third"], list[int](), 0
     runs = launcher(hold_what_it_has, n_gpus=2, concurrent=1).map([tmp_path] * 3, names)

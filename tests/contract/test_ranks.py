@@ -440,6 +440,7 @@ def test_output_of_ranks_comes_as_they_were_started(ranks: Ranks, capsys: pytest
     assert capsys.readouterr().out == "[0-1] printed\n" * 2
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_call_is_submitted(ranks: Ranks) -> None:
     """Nobody would have its future: it ends, and is no burden to the next."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own ends the session
@@ -676,6 +677,7 @@ def test_output_of_ranks_between_calls_is_shown(ranks: Ranks, tmp_path: Path, ca
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] between of 0", "[1] between of 1"]
 
 
+@pytest.mark.slow
 def test_a_flood_between_calls_blocks_no_call(tmp_path: Path, capfd: Capture) -> None:
     stop = tmp_path / "stop"
 

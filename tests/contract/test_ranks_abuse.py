@@ -173,6 +173,7 @@ def die() -> None:
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_callback_may_submit_beside_a_call(ranks: Ranks) -> None:
     """As whoever tries again does, while another thread starts fresh ranks."""
     for _ in range(3):
@@ -334,6 +335,7 @@ def one_descriptor() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.slow
 def test_a_handle_that_the_ranks_have_keeps_nobody_alive() -> None:
     ranks = Ranks(n_gpus=2)
     ranks.model = ranks.hold(list)  # type: ignore[attr-defined]
@@ -428,6 +430,7 @@ def test_a_call_that_runs_as_the_numbers_are_closed() -> None:
         assert ranks.run(int) == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [["relay"], KEPT], ids=["relay", "all"])
 def test_a_waiting_thread_hears_that_another_has_closed_the_descriptors(which: list[str]) -> None:
     """Neither a bare error of the system's comes of it, nor does the caller wait for ever."""

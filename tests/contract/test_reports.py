@@ -176,6 +176,7 @@ def test_handlers_of_user_code_are_left_alone() -> None:
     assert launcher(train, 1)() == [[signal.SIG_IGN, True]]
 
 
+@pytest.mark.slow
 def test_a_deadline() -> None:
     def train() -> int:
         if dist.get_rank() == 1:

@@ -23,6 +23,7 @@ from mlaunch.protocol.messages.launch_messages import Ready
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
 def test_restarts(start_method: str) -> None:
     def train() -> tuple[str, str]:

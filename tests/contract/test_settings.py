@@ -148,6 +148,7 @@ def test_the_priority_of_the_thread_that_calls() -> None:
     assert there == [wanted]
 
 
+@pytest.mark.slow
 def test_temporary_files_go_where_the_environment_says(tmp_path: Path) -> None:
     """Also where tempfile was asked before: torch._dynamo does as it is imported."""
 

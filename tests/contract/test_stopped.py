@@ -52,6 +52,7 @@ def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
     crashes.hang()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 @pytest.mark.parametrize("victim", STOPPED)
@@ -64,6 +65,7 @@ def test_ctrl_c(victim: str, start_method: str) -> None:
     assert (warm_server.get(os.environ).pid == server) is kept
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
 @pytest.mark.parametrize("victim", STOPPED)
 def test_a_second_ctrl_c_skips_the_grace_period(victim: str, tmp_path: Path) -> None:
@@ -233,6 +235,7 @@ def take_a_name_and_hang(name: bytes) -> None:
     crashes.hang()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["\N{GREEK SMALL LETTER LAMDA}".encode()[:1], b") S 1\rState:\tZ"], ids=["cut", "like a field"]
 )

@@ -50,6 +50,7 @@ def train(caller: int, at: int, in_step: bool) -> tuple[int, str]:
     raise AssertionError("it was not stopped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False])
 def test_all_ranks_stop_at_the_same_step(in_step: bool) -> None:
     before = signal.getsignal(signal.SIGUSR1)
@@ -65,6 +66,7 @@ def test_all_ranks_stop_at_the_same_step(in_step: bool) -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False])
 def test_ranks_of_several_machines_stop_at_the_same_step(in_step: bool) -> None:
     ours = launcher(train, 2, stop_on="USR1", engine=Threads())
@@ -94,6 +96,7 @@ def by_hand(rank_start: int, port: int, function: Callable[..., Any], *args: Any
     return launcher(function, 1 if rank_start else 2, device_type="cpu", **own, **options)(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False])
 def test_machines_that_were_started_by_hand_stop_at_the_same_step(in_step: bool) -> None:
     """The signal comes to one of them."""
@@ -137,6 +140,7 @@ def stop_the_second(function: Callable[..., Any]) -> list[Future[list[Any]]]:
     return runs
 
 
+@pytest.mark.slow
 def test_any_machine_may_be_asked() -> None:
     runs = stop_the_second(look_on)
     told = [value for run in runs for value in run.result()]
@@ -144,6 +148,7 @@ def test_any_machine_may_be_asked() -> None:
     assert told[0][1] == "asked"
 
 
+@pytest.mark.slow
 def test_machines_whose_ranks_never_look_are_ended() -> None:
     for run in stop_the_second(never_look):
         with pytest.raises(LaunchError, match=r"was ended by mlaunch stop \(pid \d+\)"):
@@ -171,6 +176,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machines", "method"), [(False, "fork"), (False, "forkserver"), (False, "spawn"), (True, None)]
 )
@@ -229,6 +235,7 @@ def test_a_script_that_is_asked_to_stop(tmp_path: Path) -> None:
     assert first.startswith("stopped TERM ")
 
 
+@pytest.mark.slow
 def test_a_storm_of_requests() -> None:
     """``python -m tests.stop_storm 10000`` makes more of them."""
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -249,6 +256,7 @@ def test_an_early_request_is_heard_at_the_first_look() -> None:
     assert launcher(train, 2, stop_on="USR1")(Stops(), 0, True) == [(1, "USR1")] * 2  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_look_are_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "fifo")
 
@@ -392,6 +400,7 @@ def hold_up(path: str) -> int:
     return 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["launch", "ranks", "machines"])
 def test_a_stall_is_reported_and_may_end_the_run(where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "go")
@@ -419,6 +428,7 @@ def test_a_stall_is_reported_and_may_end_the_run(where: str, tmp_path: Path, cap
         assert set(told[0]) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [False, True])
 def test_a_deadline_says_who_holds_up_whom(machines: bool) -> None:
     """A rank that returns early, which the others wait for."""

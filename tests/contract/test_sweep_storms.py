@@ -49,6 +49,7 @@ class Callback:
     def __call__(self, *_: object) -> None: ...
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_keeps_what_it_promises_and_nothing_of_its_launch() -> None:
     train = launcher(report_and_fail, n_gpus=2, concurrent=2, output="none")
     runs = train.map([0, 1, 2], return_exceptions=True)

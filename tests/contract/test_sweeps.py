@@ -49,6 +49,7 @@ def test_a_map_and_a_grid() -> None:
     assert len(times.map([])) == 0
 
 
+@pytest.mark.slow
 def test_agents_of_trials_that_have_ended_serve_later_ones() -> None:
     """Ranks are new, and keep the place of their trial."""
     runs = launcher(_who, 2, device_type="cpu", concurrent=2).map(range(24))
@@ -65,6 +66,7 @@ def _who(_number: int) -> tuple[int, int, bool]:
     return os.getppid(), os.getpid(), any(Path(path).parent == place(os.environ) for path in held)
 
 
+@pytest.mark.slow
 def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "2-0").touch()
     (tmp_path / "3-goes-on").touch()
@@ -82,6 +84,7 @@ def test_the_first_failure_ends_the_others(tmp_path: Path) -> None:
     assert runs.retry().results(120) == [[2, 3], [1, 2], [3, 4]]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_failures(tmp_path: Path) -> None:
     for name in ("1-0", "2-0", "2-1"):
         (tmp_path / name).touch()
@@ -116,6 +119,7 @@ def test_a_sweep_goes_on_where_it_was_killed(run_script: Callable[[str], Complet
     assert others in (["[2] False", "[3] False"], ["[2] True", "[3] False"])  # as it was killed, the second had begun
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_done_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "2-0").touch()
     grid = {"x": [1, 2], "folder": [tmp_path], "return_exceptions": True, "resume": tmp_path / "sweep.jsonl"}
@@ -176,6 +180,7 @@ def say(folder: Path, name: str) -> None:
     hold(folder, name)
 
 
+@pytest.mark.slow
 def test_lines_of_trials_and_how_far_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +203,7 @@ def test_lines_of_trials_and_how_far_they_are(
     assert found == {"[name='first'", "[name='second'", "[name='third'"}
 
 
+@pytest.mark.slow
 def test_a_cancelled_trial_lets_the_next_begin(tmp_path: Path) -> None:
     runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"])
     ranks_of(runs, tmp_path)

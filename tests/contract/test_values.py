@@ -124,6 +124,7 @@ class Drawn:
         return torch.clone, (torch.from_numpy(array),)
 
 
+@pytest.mark.slow
 def test_a_value_that_nobody_else_holds_lives_until_it_is_written() -> None:
     value = Drawn()
     parts = pickle_by_name(io.BytesIO(), value)
@@ -563,6 +564,7 @@ def notes_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return " ".join(error.__notes__)
 
 
+@pytest.mark.slow
 def test_an_object_that_a_rank_cannot_unpickle_is_named(top: dict[str, Any]) -> None:
     exec("def train(): return bar.inner", top)
     top["bar"] = Stream()

@@ -86,6 +86,7 @@ def wait_for(rows: list[str]) -> None:
         pytest.fail("\n".join(lines()))
 
 
+@pytest.mark.slow
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
     with training(tmp_path, launcher(train, 3)):
         wait_for([row(0), row(1), row(2)])
@@ -101,6 +102,7 @@ def test_ranks_that_stay(tmp_path: Path) -> None:
         wait_until(lambda: all("waiting for a call" in line for line in lines()[2:]))
 
 
+@pytest.mark.slow
 def test_ranks_of_an_engine(tmp_path: Path) -> None:
     with training(tmp_path, launcher(train, 2, engine=Threads())):
         wait_for([row(0, "cpu on m0"), row(1, "cpu on m0"), row(2, "cpu on m1")])

@@ -163,6 +163,7 @@ def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here (looked in")
 
 
+@pytest.mark.slow
 def test_why_a_launch_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 2 has not come to the barrier in which the others wait for it."""
     told = ""
@@ -209,6 +210,7 @@ def test_stacks_of_ranks_whose_threads_work(tmp_path: Path) -> None:
             assert {rank["state"] for rank in told["ranks"]} == {"running the function"}
 
 
+@pytest.mark.slow
 def test_the_state_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tmp_path) as seen:
         held = seen["status"]["ranks"][0]["pid"]

@@ -55,6 +55,7 @@ def test_the_sweep_of_the_digits(run_script: Callable[[str], subprocess.Complete
     assert done.stdout.splitlines()[-1] == "the best: lr=0.01, width=128"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -88,6 +89,7 @@ def test_code_of_pages_is_run_or_says_why_not() -> None:
         assert not re.search(r"::\n\n    (from|import) \w+", page.read_text().replace("code-block:: python", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["tour.rst", "ranks.rst"])
 def test_the_tour(page: str) -> None:
     failed, tried = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)

@@ -28,6 +28,7 @@ from tests.system.test_wire import KEY, Evil, Wire
 TEE = 'file=$1; shift; "$@" | tee "$file"'
 
 
+@pytest.mark.slow
 def test_torchs_own_object_collectives_unpickle_what_comes(tmp_path: Path) -> None:
     """Of whoever stands in for a rank; ``mlaunch.comm`` does not."""
 

@@ -352,6 +352,7 @@ def test_a_member_whose_caller_stops_before_its_first_word_leaves(module: str, c
         assert b"nothing has come from the caller for 0.1 s" in member.stderr.read()
 
 
+@pytest.mark.slow
 def test_a_stopped_member_goes_on_once_its_input_ends() -> None:
     """Also where it is a leader whose whole group is stopped, and is stopped again."""
     (reader, writer), (told, tells) = os.pipe(), os.pipe()

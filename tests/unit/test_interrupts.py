@@ -135,6 +135,7 @@ def others_can(use: Callable[[], object]) -> bool:
     return not other.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("use", [
     lambda future: future.result(0.001),

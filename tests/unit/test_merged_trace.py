@@ -127,6 +127,7 @@ def test_values_that_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
         assert list(events_of(path)) == whole
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     filler = {"name": "add", "ph": "X", "ts": 1, "dur": 1, "pid": 42, "tid": 42, "args": {"Call stack": "x" * 2000}}
     path = part(tmp_path, 0, [filler] * 20_000)
