@@ -103,7 +103,7 @@ def test_a_failure_tells_where_in_the_cell_the_others_were(ranks: Ranks, tmp_pat
     waiting = f"while not os.path.exists({path!r}): os.sched_yield()\nraise ValueError('no')"
     with pytest.raises(ValueError, match="no") as raised:
         ranks.cell(f"import os\n{RANK}\nif rank == 0:\n    open({path!r}, 'w')\n    while True: pass\n{waiting}")
-    assert re.search(r"rank 0 was in <module> at <cell \d+>:6", str(raised.value.__cause__))
+    assert re.search(r"rank 0 was in <module> at <cell \d+>:[56]", str(raised.value.__cause__))
 
 
 def test_names_go_to_and_fro(ranks: Ranks) -> None:

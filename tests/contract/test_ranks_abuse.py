@@ -295,7 +295,8 @@ def test_a_call_that_is_queued_as_a_rank_ends_does_not_begin_on_the_others(ranks
                 session.step()
             os.kill(pids[0], signal.SIGSTOP)  # its end comes later
             os.kill(pids[1], signal.SIGKILL)
-            assert linux.wait_readable([session.fileno()], LIMIT)
+            # The agent's own word: what the rank prints to is at its end before that.
+            assert linux.wait_readable([session.handle.agent.fileno()], LIMIT)
             submitted = pool.submit(ranks.submit, total)
             wait_until(lambda: bool(session._queue))
             session.step()

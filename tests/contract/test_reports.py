@@ -523,6 +523,15 @@ def test_a_rank_that_should_have_stayed_is_the_cause(first: str) -> None:
     assert in_order(outcome.failures)[0].what == "exited with code 0 (sys.exit or os._exit)"
 
 
+def test_what_a_rank_that_stays_answered_before_is_none_of_this_call() -> None:
+    """Its agent had heard of its end, and not yet of the call."""
+    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    spec = plan(Options(n_gpus=1), machine, "train()", {}, Attempt(0, None))
+    outcome = Outcome(dataclasses.replace(spec, stays=True))
+    outcome.take(RankGone(0, 7, -9, Phase.IDLE, answered=True, stopped=False, at=2.0), [os.memfd_create("crash")])
+    assert [failure.what for failure in outcome.failures] == ["was killed by SIGKILL"]
+
+
 def test_a_rank_that_left_is_named_beside_what_follows() -> None:
     def train() -> None:
         if dist.get_rank() == 1:

@@ -120,6 +120,8 @@ class Outcome:
             return
         if record.stopped or record.rank in self.raised:
             return
+        if self.spec.stays and record.rank not in self.values:  # what it had answered was the call before
+            record = dataclasses.replace(record, answered=False)
         device = self.spec.device(record.rank - self.spec.rank_start)
         self.failures.append(failures.from_exit(record, device, crash, self.hosts.get(record.rank, "")))
 
