@@ -43,6 +43,8 @@ RETURNED = {"in_the_function": None, "in_a_collective": None, "pickling_the_resu
 # Each of them costs seconds, or a fork server.
 STOPPED = ["stops its agent", "stops the fork server"]
 ENDS = [how for how in HOW if how not in {*STOPPED, "caller dies"}]
+LATE = {"SIGSTOP", "changes its group"}  # who ends so is killed when the grace period is over
+MARKED = [pytest.param(how, marks=pytest.mark.slow) if how in LATE else how for how in ENDS]
 
 
 def importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
@@ -88,7 +90,7 @@ def check(where: str, how: str, call: Callable[[], object], *, stays: bool = Fal
 @pytest.mark.parametrize(
     "start_method", [*METHODS, *(pytest.param(how, marks=pytest.mark.slow) for how in (STAYING, PREPARED))]
 )
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", MARKED)
 @pytest.mark.parametrize("where", [*WHERE, pytest.param("unpickling", marks=pytest.mark.slow)])
 def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
     if where == "unpickling" and start_method == "fork":
@@ -96,6 +98,7 @@ def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
     check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", STOPPED)
 @pytest.mark.parametrize("where", WHERE)
@@ -109,7 +112,7 @@ def test_a_process_that_keeps_a_launch_is_stopped(
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", pytest.param(STAYING, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", MARKED)
 def test_a_rank_ends_importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check("importing", how, importing(how, start_method, tmp_path, monkeypatch))
 

@@ -50,7 +50,6 @@ def pids(call: launcher[[], tuple[int, tuple[str, ...], float]]) -> list[int]:
     return [pid for pid, _, _ in call()]
 
 
-@pytest.mark.slow
 def test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processes() -> None:
     call = launcher(who, 2)
     seen = pids(call)

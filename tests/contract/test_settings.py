@@ -80,8 +80,10 @@ def told(name: str) -> Any:
 
 
 @pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("way", ["call", "prepared", "stays"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "deterministic" else name for name in CHANGES]
+)
+@pytest.mark.parametrize("way", ["call", pytest.param("prepared", marks=pytest.mark.slow), "stays"])
 def test_a_setting_of_the_caller(name: str, way: str) -> None:
     if way == "prepared":
         with preparing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import json
 import re
 import subprocess
@@ -99,12 +100,18 @@ def room_of(module: str) -> int:
     return ROOMS.index(name) if name in ROOMS else ROOMS.index("top")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(module: str) -> set[str]:
     """The modules of this package that it imports anywhere: in functions and for type checkers, too."""
     path = ROOT / (module.replace(".", "/"))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -132,7 +139,7 @@ def test_no_circle_of_modules() -> None:
 def functions_of(path: Path) -> list[tuple[str, int, int]]:
     """(name, lines of the body without the docstring, parameters without self)."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             size = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -173,7 +180,7 @@ def test_a_small_file_has_two_readers() -> None:
 def imported_late(module: str) -> set[str]:
     """What functions of a module import, which is what a mere import of it spares."""
     path = (ROOT / module.replace(".", "/")).with_suffix(".py")
-    functions = ast.walk(ast.parse(path.read_text())) if path.exists() else ()
+    functions = ast.walk(tree_of(path)) if path.exists() else ()
     found = [node for function in functions if isinstance(function, ast.FunctionDef) for node in ast.walk(function)]
     imports = [node for node in found if isinstance(node, ast.ImportFrom)]
     return {str(node.module) for node in imports} | {f"{node.module}.{a.name}" for node in imports for a in node.names}
@@ -181,7 +188,7 @@ def imported_late(module: str) -> set[str]:
 
 def test_a_name_stands_for_one_thing() -> None:
     paths = [path for path in (ROOT / "mlaunch").rglob("*.py") if path.name not in {"__init__.py", "main.py"}]
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "mlaunch").rglob("*.py")]
+    trees = [tree_of(path) for path in (ROOT / "mlaunch").rglob("*.py")]
     classes = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     files = [path.name for path in paths if path.parent != ROOT / "mlaunch"]  # those are public
     for names in (files, classes):
@@ -213,7 +220,7 @@ def test_the_versions_that_are_promised() -> None:
 
 def test_no_assertion_guards_a_user() -> None:
     for path in (ROOT / "mlaunch").rglob("*.py"):
-        assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)], path
+        assert not [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)], path
 
 
 def lacks_encoding(call: ast.Call) -> bool:
@@ -233,7 +240,7 @@ def test_texts_have_their_encoding() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in paths
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and lacks_encoding(node)
     ]
     assert not found
