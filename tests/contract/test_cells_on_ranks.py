@@ -98,6 +98,7 @@ def test_a_failure_names_the_line_and_names_live_on_where_ranks_are_in_step(rank
         ranks.cell("import sys; sys.exit(3)")
 
 
+@pytest.mark.slow
 def test_a_failure_tells_where_in_the_cell_the_others_were(ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "running")
     waiting = f"while not os.path.exists({path!r}): os.sched_yield()\nraise ValueError('no')"
@@ -145,6 +146,7 @@ def test_the_magics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no ranks are open" in str(run("%ranks").error_in_exec)
 
 
+@pytest.mark.slow
 def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run("%load_ext mlaunch")
     run("%ranks 2 --device-type cpu")

@@ -344,6 +344,7 @@ def test_local_groups_of_equal_machines() -> None:
     assert comm.all_gather(comm.get_rank(), group) == [2 * machine, 2 * machine + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_local_groups_of_unequal_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = comm.get_rank()
@@ -468,6 +469,7 @@ def test_an_object_of_a_stranger_is_not_unpickled(number: int, tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_an_object_that_was_sent_before_is_refused() -> None:
     """In the same place of another exchange, call or group."""
 

@@ -247,6 +247,7 @@ def held() -> list[str]:
     return sorted(re.sub(r"\d+", "", file) for file in ours)
 
 
+@pytest.mark.slow
 def test_no_rank_holds_another_ones_channels() -> None:
     """Whose end would then not be seen. Each holds what a single one of the same agent does."""
     for _ in range(TRIES):  # until one has served all three: it has a pipe of libuv's from its first launch on

@@ -717,6 +717,7 @@ def test_a_member_that_says_nothing() -> None:
         launcher(rank, 1, engine=Threads(serve), join_timeout=0.1)()
 
 
+@pytest.mark.slow
 def test_a_member_that_prints_without_end() -> None:
     """What has no end and no line is kept no more than what is of use, and takes no more time."""
     streams = list[FrameStream]()

@@ -50,6 +50,7 @@ def total() -> int:
     return int(found.item())
 
 
+@pytest.mark.slow
 def test_ranks_stay_on_machines(ranks: Ranks) -> None:
     pids = ranks.run(pid)
     assert len(set(pids)) == 3
@@ -64,6 +65,7 @@ def test_ranks_stay_on_machines(ranks: Ranks) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_names_of_a_rank_on_another_machine_complete(ranks: Ranks) -> None:
     ranks.push({"model": torch.ones(1)}, targets=[2])
     before = ranks.last
@@ -74,6 +76,7 @@ def test_names_of_a_rank_on_another_machine_complete(ranks: Ranks) -> None:
     assert ranks.run(total) == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks) -> None:
     pids = ranks.run(os.getpid)
     ranks.run(dist.destroy_process_group)
@@ -81,6 +84,7 @@ def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks) ->
     assert ranks.run(os.getpid) == pids
 
 
+@pytest.mark.slow
 def test_held_objects_scattered_values_and_futures(ranks: Ranks) -> None:
     held = ranks.hold(lambda size: torch.full((size,), float(dist.get_rank())), 1 << 20)
 
@@ -103,6 +107,7 @@ def test_output_of_ranks_on_machines(ranks: Ranks, capfd: pytest.CaptureFixture[
         assert sorted(capfd.readouterr().out.splitlines()) == ["[m0:0] rank 0", "[m0:1] rank 1", "[m1:2] rank 2"]
 
 
+@pytest.mark.slow
 def test_all_that_they_print_is_there_with_the_values(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
     """Several times what a pipe holds."""
 
@@ -116,6 +121,7 @@ def test_all_that_they_print_is_there_with_the_values(ranks: Ranks, capfd: pytes
         assert [line.split()[2:5] for line in lines] == [[str(call), "line", str(line)] for line in range(5000)]
 
 
+@pytest.mark.slow
 def test_all_that_they_print_in_a_call_that_fails_is_there_at_their_end(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +157,7 @@ def test_an_exception_on_one_machine_leaves_them_in_step(ranks: Ranks) -> None:
     assert held.fetch() == [[], [], []]
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_is_called_back_when_another_machine_fails(ranks: Ranks) -> None:
     """All stay, since none is inside an operation."""
 
@@ -236,6 +243,7 @@ def test_a_rank_that_dies_ends_all_and_the_next_call_starts_others(ranks: Ranks)
     assert not set(before) & set(ranks.run(pid))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [0, 1])
 def test_an_agent_that_is_killed(ranks: Ranks, machine: int) -> None:
     def work(agents: list[int]) -> None:
@@ -304,6 +312,7 @@ def test_a_failure_that_is_over_does_not_hurry_the_end(engine: Threads, tmp_path
     assert (tmp_path / "left").exists()
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_between_calls(engine: Threads) -> None:
     with Ranks(n_gpus=2, engine=engine, restart=False) as ranks:
         victim = ranks.run(pid)[2]
@@ -385,6 +394,7 @@ def test_machines_are_held_while_ranks_stay_there(engine: Threads) -> None:
         Ranks(engine=cluster)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_closed_ends_them(engine: Threads) -> None:
     cluster = engine.hold(n_gpus=2)
     ranks = Ranks(engine=cluster)

@@ -138,6 +138,7 @@ def test_a_group_of_exceptions_that_pickle_cannot_rebuild() -> None:
     assert "Odd: 1 at a" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 def test_an_exception_that_pickle_cannot_rebuild() -> None:
     def train() -> None:
         raise Odd(3, where="sea")
@@ -301,6 +302,7 @@ def test_the_text_of_an_exit_is_not_written_into_a_file_of_the_functions(tmp_pat
     assert path.read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_segfault_shows_the_python_stack() -> None:
     with pytest.raises(LaunchError, match="was killed by SIGSEGV") as caught:
         launcher(on_rank_1(segfault), 2)()

@@ -216,6 +216,7 @@ def test_the_rank_that_holds_up_the_others_is_named_on_two_machines(
             thread.join(0.1)
 
 
+@pytest.mark.slow
 def test_ranks_of_two_machines(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
 
@@ -271,6 +272,7 @@ def test_a_rank_that_is_dead() -> None:
     assert str(caught.value).startswith("rank 1 of test_a_rank_that_is_dead.<locals>.die() was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_and_is_out_of_step() -> None:
     with Ranks(n_gpus=3) as ranks:
         future = ranks.submit(hold_up, in_a_lock)
@@ -302,6 +304,7 @@ def count_signals(folder: Path) -> int:
     return len(asked)
 
 
+@pytest.mark.slow
 def test_ranks_that_work_are_not_interrupted_to_say_where_they_are(tmp_path: Path) -> None:
     """A signal that comes as C code enters the interpreter would end a rank of Python 3.11 or 3.12 by SIGSEGV."""
     run = launcher(count_signals, 1).submit(tmp_path)

@@ -160,6 +160,7 @@ def test_arguments_of_a_method() -> None:
     assert Model().fit(3) == [3]
 
 
+@pytest.mark.slow
 def test_arguments_of_a_decorator_are_its_own_business() -> None:
     @functools.wraps(wants)
     def passes(*args: Any, **kwargs: Any) -> float:

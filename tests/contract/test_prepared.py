@@ -217,6 +217,7 @@ def test_ranks_rehearse_for_a_call_that_was_announced() -> None:
     assert launcher(operations, 1)() == [none + 1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_somebody_stopped_while_it_waits_runs_with_its_call() -> None:
     launcher(total, 2)()
     ranks = pids_of(prepared())
@@ -353,6 +354,7 @@ class Told:
         return Told.seen.append, ("unpickled",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [launcher(int, 2), caller_prepared.preparation.drop], ids=["taken", "dropped"])
 def test_a_number_that_others_have_taken_is_not_asked_for_what_was_prepared(end: Callable[[], object]) -> None:
     with preparing():

@@ -115,6 +115,7 @@ def test_a_seed_counts_from_the_start() -> None:
     assert drawn[0] == launcher(lambda: torch.rand(1).item()).options(n_gpus=2, seed="per-rank:3")()
 
 
+@pytest.mark.slow
 def test_values_of_earlier_calls_stay_right_while_later_ones_write(ranks: Ranks) -> None:
     def make(number: int) -> torch.Tensor:
         return torch.full((200_000,), float(10 * number + dist.get_rank()))
@@ -286,6 +287,7 @@ def test_threads_share_them(ranks: Ranks) -> None:
     assert found == [[(number, 0), (number, 1)] for number in range(40)]
 
 
+@pytest.mark.slow
 def test_two_at_once(ranks: Ranks, tmp_path: Path) -> None:
     """Each goes on while the other's call waits for it."""
     with Ranks(n_gpus=1) as others:

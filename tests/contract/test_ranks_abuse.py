@@ -285,6 +285,7 @@ def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> N
     assert ranks.run(total) == [2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the ranks were lost between calls")
 def test_a_call_that_is_queued_as_a_rank_ends_does_not_begin_on_the_others(ranks: Ranks) -> None:
     """They are about to leave, and would be all that it hears of."""
@@ -304,6 +305,7 @@ def test_a_call_that_is_queued_as_a_rank_ends_does_not_begin_on_the_others(ranks
         assert submitted.result(LIMIT).result(LIMIT) == [2.0, 2.0]
 
 
+@pytest.mark.slow
 @builds.silent  # ranks that print have pipes open, one of which may close meanwhile
 @pytest.mark.parametrize("waits", [True, False])
 def test_no_descriptor_is_left_for_what_ranks_answer(ranks: Ranks, *, waits: bool) -> None:

@@ -78,6 +78,7 @@ def failure_of(call: Callable[[], object], kind: type[BaseException]) -> Any:
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 def test_the_others_stacks_are_grouped(start_method: str) -> None:
     def train() -> None:
@@ -101,6 +102,7 @@ def test_the_others_stacks_are_grouped(start_method: str) -> None:
     assert "in wait_for_ever" in report.stacks[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     def train() -> None:
         store = dist.distributed_c10d._get_default_store()

@@ -68,6 +68,7 @@ def test_a_trial_that_is_pruned_stops_at_one_step_on_all_ranks() -> None:
     assert "step=100, loss=10" in runs.table()
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_is_logged_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     run = launcher(learn, n_gpus=1).submit(10)
     run.on_report(lambda reported: reported["accuracy"])

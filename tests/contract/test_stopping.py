@@ -347,6 +347,7 @@ def work(caller: int, at: int, in_step: bool, path: str) -> tuple[int, str]:
     return train(caller, at, in_step)
 
 
+@pytest.mark.slow
 def test_a_call_in_another_thread_is_asked_why_and_a_submitted_one_is_stopped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "go")
     ours = launcher(work, 2, max_restarts=1)

@@ -15,6 +15,7 @@ import pytest
 from mlaunch.cli import doctor, main
 
 
+@pytest.mark.slow
 def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     told = capsys.readouterr().out

@@ -439,6 +439,7 @@ def test_a_stranger_says_little(gate: Served) -> None:
     assert asyncio.run(talk()) == b""
 
 
+@pytest.mark.slow
 def test_a_silent_connection_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """All places are taken by strangers that are silent; soon they are sent away, and a machine comes in."""
     monkeypatch.setattr(admission, "STRANGERS", 3)
@@ -713,6 +714,7 @@ def test_only_the_first_failure_is_told(gate: Served) -> None:
     assert asyncio.run(three()) == ["raised ValueError"]
 
 
+@pytest.mark.slow
 def test_a_waiting_machine_hears_that_another_has_left(gate: Served) -> None:
     async def come_and_leave() -> list[str]:
         [(reader, first)] = await members(gate.port, join(0, 1, 3))

@@ -374,6 +374,7 @@ def test_options_of_a_wrong_type(option: dict[str, Any], words: str) -> None:
         Options(**option)
 
 
+@pytest.mark.slow
 def test_seeds_of_a_launch() -> None:
     def train() -> list[float]:
         import random

@@ -134,6 +134,7 @@ def test_ps_tells_what_runs_on_ranks_that_stay(tmp_path: Path, capsys: pytest.Ca
             (launch,) = ps_and_stacks.ask(STATUS)
 
 
+@pytest.mark.slow
 def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(tmp_path) as seen:
         whole, told = 0, ""
@@ -384,6 +385,7 @@ def test_stop_ends_ranks_that_stay() -> None:
             ranks.run(int)
 
 
+@pytest.mark.slow
 @builds.silent
 def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop"]) == 1
@@ -470,6 +472,7 @@ def raise_emfile() -> None:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+@pytest.mark.slow
 def test_visitors_that_misbehave(tmp_path: Path) -> None:
     """Silent ones, those that leave at once, those that speak nonsense, those that do not listen."""
     with running(tmp_path) as seen:

@@ -121,6 +121,7 @@ def test_a_rank_that_does_not_answer_holds_up_the_others_for_a_moment_only() -> 
     assert told.news() == all_are("stop at 13", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False])
 def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool) -> None:
     chance = random.Random(7)

@@ -142,6 +142,7 @@ def test_an_allocation_whose_guard_was_killed_or_stopped_is_given_back(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_guard_that_is_stopped_while_it_gives_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mlaunch.engines.slurm_allocation._END_TIMEOUT", 0.5)
     there = f"[ -e {tmp_path}/stopped ] || {{ touch {tmp_path}/stopped; kill -STOP $$; }}"
@@ -352,7 +353,6 @@ def test_a_member_whose_caller_stops_before_its_first_word_leaves(module: str, c
         assert b"nothing has come from the caller for 0.1 s" in member.stderr.read()
 
 
-@pytest.mark.slow
 def test_a_stopped_member_goes_on_once_its_input_ends() -> None:
     """Also where it is a leader whose whole group is stopped, and is stopped again."""
     (reader, writer), (told, tells) = os.pipe(), os.pipe()

@@ -209,6 +209,7 @@ def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pyt
                 assert mux._wait().get(ours.fileno(), 0) == 0
 
 
+@pytest.mark.slow
 def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads; what waits for that stays within the limit, and the rest in the pipe of who prints it."""
     monkeypatch.setattr("mlaunch.member.machine_launch._FULL", 1 << 18)

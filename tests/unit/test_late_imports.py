@@ -120,6 +120,7 @@ def standard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noted", ["raises"], indirect=True)
 def test_a_module_of_pythons_own_is_imported_though_another_fails(
     standard: str, noted: str, monkeypatch: pytest.MonkeyPatch

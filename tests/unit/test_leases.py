@@ -171,6 +171,7 @@ def test_has_one_place_whatever_a_session_sets() -> None:
     assert site.place({"MLAUNCH_LEASE_DIR": "/shared"}) == Path("/shared")
 
 
+@pytest.mark.slow
 def test_nothing_is_double_or_out_of_order_where_processes_are_killed(tmp_path: Path) -> None:
     found = storm(tmp_path, 40, 10)
     assert (found.double, found.out_of_order) == (0, 0)

@@ -148,6 +148,7 @@ def test_a_rank_that_repeats_a_line() -> None:
     assert lines(merger, 0.0, everything=True) == [([0, 1], b"same"), ([0, 1], b"same"), ([1], b"same")]
 
 
+@pytest.mark.slow
 def test_lines_that_were_shown_are_forgotten() -> None:
     def print_lines(first: int) -> None:
         for number in range(first, first + 20_000):
@@ -333,6 +334,7 @@ def remembering(size: int, **policy: bool) -> OutputPlan:
     return dataclasses.replace(plan(size, Policy(**policy)), remember=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("capfdbinary")
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 64])

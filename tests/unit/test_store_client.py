@@ -24,6 +24,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
         yield port
 
 
+@pytest.mark.slow
 def test_joining_takes_as_many_operations_whatever_the_size(port: int) -> None:
     for size in (4, 64, 256):
         asked = Counter(of_joining(port, size))
