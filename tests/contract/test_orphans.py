@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.protocol import registry
 from tests.conftest import ROOT
 from tests.contract.families import start_family
 from tests.imported import IMPORTED
@@ -82,6 +83,7 @@ def test_a_daemon_ends_though_the_agent_is_killed_after_the_caller() -> None:
             os.sched_yield()
         os.kill(agent, signal.SIGKILL)
         wait_gone([server, agent, daemon])
+    assert not [*registry.connections(os.environ)]  # a look, which removes the socket of an agent that was killed
 
 
 def sockets(pid: int) -> int:
