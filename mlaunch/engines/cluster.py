@@ -24,6 +24,7 @@ from mlaunch.engines.machine_claims import MachineClaim, MachineQueue
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.stay_rules import StayRules
 
 
 class Cluster:
@@ -72,10 +73,10 @@ class Cluster:
         with self._taken(options):
             return call_on_machines(self._machines, options, function, args, kwargs)
 
-    def open_session(self, options: Options, idle_timeout: float | None) -> RanksLaunch:
+    def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
         """Starts ranks that stay on these machines."""
         with self._taken(options):
-            return self._opened(self._machines, options, idle_timeout)
+            return self._opened(self._machines, options, rules)
 
     def check_trial(self, machines: int | None) -> None:
         """Raises what keeps a launch of several from having so many machines: ValueError."""
@@ -99,10 +100,10 @@ class Cluster:
             # The same object for the same machines: keep= finds its ranks by the engine.
             return self._parts.setdefault(tuple(machines), HeldPart(self, self._machines, machines))
 
-    def open_on_part(self, part: HeldPart, options: Options, idle_timeout: float | None) -> RanksLaunch:
+    def open_on_part(self, part: HeldPart, options: Options, rules: StayRules) -> RanksLaunch:
         """Starts ranks that stay on machines that a launch of several has claimed."""
         self.make_room(part.machines)
-        return self._opened(part, options, idle_timeout)
+        return self._opened(part, options, rules)
 
     def make_room(self, machines: Sequence[Machine]) -> None:
         """Ends ranks on some of these machines that stay for as long as nobody else wants those."""
@@ -110,15 +111,15 @@ class Cluster:
             self._sessions = [one for one in self._sessions if not one[1].over]
             found = [session for there, session in self._sessions if not set(there).isdisjoint(machines)]
         for session in found:
-            if not session.yields:
+            if not session.rules.yields:
                 raise misuse(LaunchError(
                     f"these machines are in use by {session.handle.idle_spec.name}, which stay until they are closed: "
                     f"call them, or close() them before others run here"
                 ))  # fmt: skip
             _end(session)
 
-    def _opened(self, machines: PlacedMachines, options: Options, idle_timeout: float | None) -> RanksLaunch:
-        session = open_on_machines(machines, options, idle_timeout, self._note_use)
+    def _opened(self, machines: PlacedMachines, options: Options, rules: StayRules) -> RanksLaunch:
+        session = open_on_machines(machines, options, rules, self._note_use)
         with self._lock:
             self._sessions.append((list(machines.machines), session))
         return session

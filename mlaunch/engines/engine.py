@@ -18,6 +18,7 @@ from mlaunch.engines.placement import Placement
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.stay_rules import StayRules
 
 
 class Engine(ABC):
@@ -82,11 +83,11 @@ class Engine(ABC):
         finally:
             machines.close()
 
-    def open_session(self, options: Options, idle_timeout: float | None) -> RanksLaunch:
+    def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
         """Starts ranks that stay on machines of their own, which are given back when they end."""
         machines = self.ask_for(options.machines, options.n_gpus)
         try:
-            return open_on_machines(machines, options, idle_timeout, machines.close)
+            return open_on_machines(machines, options, rules, machines.close)
         except BaseException:
             machines.close()
             raise

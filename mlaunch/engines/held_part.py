@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.output.output_plan import OutputPlan
     from mlaunch.caller.ranks.session import RanksLaunch
+    from mlaunch.caller.ranks.stay_rules import StayRules
     from mlaunch.protocol.spec import LaunchSpec
 
 
 class Holds(Protocol):
     """The allocation to which they belong."""
 
-    def open_on_part(self, part: HeldPart, options: Options, idle_timeout: float | None) -> RanksLaunch:
+    def open_on_part(self, part: HeldPart, options: Options, rules: StayRules) -> RanksLaunch:
         """Starts ranks that stay there."""
 
     def make_room(self, machines: Sequence[Machine]) -> None:
@@ -64,9 +65,9 @@ class HeldPart(PlacedMachines):
         """Runs a function on these machines; see ``call_on_machines``."""
         return call_on_machines(self, options, function, args, kwargs)
 
-    def open_session(self, options: Options, idle_timeout: float | None) -> RanksLaunch:
+    def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
         """Starts ranks that stay on these machines."""
-        return self._holder.open_on_part(self, options, idle_timeout)
+        return self._holder.open_on_part(self, options, rules)
 
     def __repr__(self) -> str:
         return f"<machines of an allocation: {', '.join(self.hosts)}>"

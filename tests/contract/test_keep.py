@@ -53,7 +53,7 @@ def test_equal_options_share_ranks() -> None:
 
 def test_the_latest_call_says_how_long_they_stay() -> None:
     def limits() -> list[float | None]:
-        return [found.ranks._set.session.idle_timeout for found in keep._sets.values()]
+        return [found.ranks._set.session.rules.idle_timeout for found in keep._sets.values()]
 
     first = train()
     assert 500.0 not in limits()

@@ -10,13 +10,14 @@ from typing import Any
 
 from mlaunch.caller.ranks.driven import Awaited
 from mlaunch.caller.ranks.driver import Driver
+from mlaunch.caller.ranks.stay_rules import StayRules
 
 
 class Driven:
     """What has something to say as soon as somebody hears it."""
 
     idle = True
-    idle_timeout: float | None = None
+    rules = StayRules()
 
     def __init__(self) -> None:
         self.lock, self.ended = threading.RLock(), threading.Event()
@@ -67,7 +68,7 @@ def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
 class Submitted(Driven):
     """Has a call when the thread begins to wait, and is driven by somebody else until it is idle."""
 
-    idle_timeout = 0.01
+    rules = StayRules(0.01)
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import pytest
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.protocol.payload import Payload
 
 
@@ -88,7 +89,7 @@ class Handle:
 def test_a_thread_that_has_heard_one_call_does_not_wait_for_the_next_before_it_drives_again() -> None:
     """It is told first, by code that may have others drive: what these take in wakes nobody else."""
     handle, nothing = Handle(), cast(Any, None)
-    session = RanksLaunch(cast(Any, handle), None, own_server=False)
+    session = RanksLaunch(cast(Any, handle), StayRules(), own_server=False)
     calls = [KeptCall(nothing, Payload(), nothing, nothing, True, (), nothing) for _ in range(2)]
     for call in calls:
         session.submit(call)

@@ -26,5 +26,5 @@ class PlacesRanks(Protocol):
     def call(self, options: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
         """Makes a call on ranks of its own, and waits for it."""
 
-    def open_session(self, options: Any, idle_timeout: float | None) -> Any:
+    def open_session(self, options: Any, rules: Any) -> Any:
         """Starts ranks that stay, a ``RanksLaunch``; does not wait for them."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from mlaunch.caller.launch.watchdog import Backing
+from mlaunch.caller.ranks.stay_rules import StayRules
 
 
 class Awaited(Protocol):
@@ -29,7 +30,7 @@ class Driven(Protocol[Call]):
 
     lock: threading.RLock
     ended: threading.Event
-    idle_timeout: float | None
+    rules: StayRules
 
     @property
     def idle(self) -> bool: ...

@@ -218,7 +218,7 @@ class Driver(Generic[Call]):
             if self._driven.ended.is_set():
                 return 0.0
             due = self._driven.timeout() if self._leader is None else None
-            return min((one for one in (due, self._driven.idle_timeout) if one is not None), default=None)
+            return min((one for one in (due, self._driven.rules.idle_timeout) if one is not None), default=None)
 
 
 def _leave_all_to_parent() -> None:

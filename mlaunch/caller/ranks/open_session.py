@@ -17,6 +17,7 @@ from mlaunch.caller.output.output_plan import output_plan, place_of
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.caller.report.history import History
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
@@ -32,11 +33,11 @@ _INSTEAD = {
 }
 
 
-def open_session(options: Options, idle_timeout: float | None, surroundings: Context | None = None) -> RanksLaunch:
+def open_session(options: Options, rules: StayRules, surroundings: Context | None = None) -> RanksLaunch:
     """Starts ranks with these options; does not wait for them. ``surroundings``: None for those of this moment."""
     _check(options)
     if options.engine is not None:
-        session: RanksLaunch = options.engine.open_session(options, idle_timeout)
+        session: RanksLaunch = options.engine.open_session(options, rules)
         return session
     with interrupts.deferred():
         history = History()
@@ -59,7 +60,7 @@ def open_session(options: Options, idle_timeout: float | None, surroundings: Con
             if owned:
                 server.close()
             raise
-        return RanksLaunch(handle, idle_timeout, own_server=owned)
+        return RanksLaunch(handle, rules, own_server=owned)
 
 
 def _check(options: Options) -> None:

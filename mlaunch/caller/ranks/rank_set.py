@@ -26,6 +26,7 @@ from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture,
 from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.session_words import older_code
+from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.stop_order import StopOrder
@@ -52,9 +53,7 @@ class RankSet:
         self.closed = False
         self.told_stale: set[str] = set()
         self.outdated = False  # some code is older than its file
-        self._restart = restart
-        self._idle_timeout = idle_timeout
-        self._yields = False
+        self._rules = StayRules(idle_timeout, restart, carry_on=self._carry_on)
         self._opening = threading.RLock()
         self.pid = os.getpid()
         self._numbers = itertools.count(1)
@@ -121,14 +120,13 @@ class RankSet:
         self.told_stale.update(stale.split(","))
         if new:
             self.outdated = True
-            warn_caller(older_code(new, shared=self._yields))
+            warn_caller(older_code(new, shared=self._rules.yields))
 
     def stay(self, seconds: float | None) -> None:
         """Sets the idle timeout, and lets other ranks end these while they are idle, to get their devices."""
-        self._yields = self.session.yields = True
-        changed = seconds != self._idle_timeout
-        self._idle_timeout = self.session.idle_timeout = seconds
-        if changed:
+        self._rules.yields = True
+        was, self._rules.idle_timeout = self._rules.idle_timeout, seconds
+        if was != seconds:
             self.session.leave_to_thread()  # which waits for as long as it was before
 
     def free_later(self, owner: str, number: int) -> None:
@@ -174,8 +172,7 @@ class RankSet:
         return found
 
     def _open(self, surroundings: Context | None) -> RanksLaunch:
-        session = open_session(self.options, self._idle_timeout, surroundings)
-        session.restart, session.yields, session.carry_on = self._restart, self._yields, self._carry_on
+        session = open_session(self.options, self._rules, surroundings)
         _sessions.add(session)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # to be called before an engine gives its machines back
@@ -204,7 +201,7 @@ class RankSet:
             if not session.over:
                 return session
             session.see_end()
-            if not self._restart and not session.expired:
+            if not self._rules.restart and not session.expired:
                 raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
             self._warn_of(session)
             refused: list[tuple[KeptCall, RanksLost]] = []
@@ -216,9 +213,8 @@ class RankSet:
                 call.refuse(session.report, session.why_lost, error)
 
     def _warn_of(self, session: RanksLaunch) -> None:
-        if session.why_lost and not session.was_told:
-            session.was_told = True
-            warn_caller(f"the ranks were lost between calls: {session.why_lost}; fresh ones are started")
+        if why := session.take_loss():
+            warn_caller(f"the ranks were lost between calls: {why}; fresh ones are started")
 
     def _move(self, lost: RanksLaunch) -> list[tuple[KeptCall, RanksLost]]:
         """Gives the present session, before all others, what lost ranks have left; returns what it refuses."""

@@ -15,26 +15,21 @@ from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session_words import CLOSED, add_loss, how_lost, staying
 from mlaunch.caller.ranks.settle_call import settle_lost
+from mlaunch.caller.ranks.stay_rules import StayRules
 
 
 class RanksLaunch:
     """One launch of ranks that stay, from its start to its end. ``own_server``: the fork server ends with it."""
 
-    def __init__(self, handle: KeptHandle, idle_timeout: float | None, *, own_server: bool) -> None:
-        self.handle = handle
-        self.launch_id = handle.spec.launch_id
-        self.pid = os.getpid()
-        self.lock = threading.RLock()
-        self.ended = threading.Event()
-        self.restart = True  # another one follows if this is lost
-        self.carry_on: Callable[[RanksLaunch], None] = lambda _: None  # has that one take over what is left here
-        self.yields = False  # other ranks may end these while they are idle, to get their devices
+    def __init__(self, handle: KeptHandle, rules: StayRules, *, own_server: bool) -> None:
+        self.handle, self.rules = handle, rules
+        self.launch_id, self.pid = handle.spec.launch_id, os.getpid()
+        self.lock, self.ended = threading.RLock(), threading.Event()
         self.why_lost = ""  # how it ended, unless somebody ended it
-        self.was_told = False  # the caller, that they are lost
+        self._was_told = False  # the caller, that they are lost
         self._losing = False  # one has ended while no call ran, and the others are about to
         self.expired = False  # they ended because nobody called, or others wanted where they were
         self._own_server, self._abandoned, self._closing = own_server, False, False
-        self.idle_timeout = idle_timeout  # seconds; it counts from the end of a call
         self._idle_since = time.monotonic()
         self._queue = Queue()
         self.present: KeptCall | None = None
@@ -46,6 +41,11 @@ class RanksLaunch:
     def over(self) -> bool:
         """Whether its ranks are gone, or about to go, or another process's."""
         return self.ended.is_set() or self.handle.ending or self._losing or self.pid != os.getpid()
+
+    def take_loss(self) -> str:
+        """Returns how they were lost, once; "" if they were not, or their caller has been told."""
+        why, self._was_told = "" if self._was_told else self.why_lost, True
+        return why
 
     @property
     def idle(self) -> bool:
@@ -132,9 +132,9 @@ class RanksLaunch:
 
     def timeout(self) -> float | None:
         """Returns the seconds until ``step`` is due though nothing has come."""
-        idle = None
-        if self.idle_timeout is not None and self.idle and not self.handle.ending:
-            idle = max(0.0, self._idle_since + self.idle_timeout - time.monotonic())
+        idle, limit = None, self.rules.idle_timeout
+        if limit is not None and self.idle and not self.handle.ending:
+            idle = max(0.0, self._idle_since + limit - time.monotonic())
         return min((one for one in (idle, self.handle.timeout()) if one is not None), default=None)
 
     def step(self) -> None:
@@ -165,7 +165,7 @@ class RanksLaunch:
             self._driver.step_aside()
         self._queue.tell()
         if self._queue.left:
-            self.carry_on(self)
+            self.rules.carry_on(self)
 
     def take_left(self) -> KeptCall | None:
         """Takes out the first call that these ranks leave to others; None: there is none."""
@@ -197,7 +197,7 @@ class RanksLaunch:
     def _end_if_unused(self) -> None:
         if self._abandoned:
             self.handle.end_ranks()
-        elif self.idle_timeout is not None and time.monotonic() >= self._idle_since + self.idle_timeout:
+        elif (limit := self.rules.idle_timeout) is not None and time.monotonic() >= self._idle_since + limit:
             self.expired = True
             self.handle.end_ranks()
 
@@ -230,13 +230,13 @@ class RanksLaunch:
         why = "they were closed" if self._closing else how_lost(outcome, fate)
         self.why_lost = "" if self.expired else why
         if self.present is not None:
-            self.was_told = not self.present.unheard
-            note = None if self._closing else functools.partial(add_loss, restart=self.restart)
+            self._was_told = not self.present.unheard
+            note = None if self._closing else functools.partial(add_loss, restart=self.rules.restart)
             self._queue.settle(self.present, functools.partial(settle_lost, outcome, self.report, why, note))
         else:
             outcome.close()
         self.present = None
-        self._queue.lose(self.report, self.why_lost, others_follow=self.restart and not self._closing)
+        self._queue.lose(self.report, self.why_lost, others_follow=self.rules.restart and not self._closing)
         self.handle.close()
         if self._own_server:
             self.handle.server.close()

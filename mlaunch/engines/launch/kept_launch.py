@@ -12,6 +12,7 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.engine_launch import END_TIMEOUT, AllServers, MachinesLaunch, Work, with_hosts
 from mlaunch.engines.launch.kept_agents import KeptAgents
@@ -81,7 +82,7 @@ class _RanksLaunch(MachinesLaunch):
 
 
 def open_on_machines(
-    machines: PlacedMachines, options: Options, idle_timeout: float | None, after: Callable[[], None]
+    machines: PlacedMachines, options: Options, rules: StayRules, after: Callable[[], None]
 ) -> RanksLaunch:
     """Starts ranks that stay there; does not wait for them. ``after``: called when they have ended.
 
@@ -95,4 +96,4 @@ def open_on_machines(
     with interrupts.deferred():
         machines.renew()
         handle = _RanksLaunch(machines, options, Work("Ranks", None), output, Attempt(0, None)).start(after)
-        return RanksLaunch(handle, idle_timeout, own_server=True)
+        return RanksLaunch(handle, rules, own_server=True)
