@@ -7,9 +7,9 @@ daemons, as in ``tests/system/test_engines.py``.
 What it gave on 2026-11-26, beside a load of 15 to 45. ssh: 56 scenes in join, run, return and tidy; one left
 something, a member that was stopped before it had imported anything, and leaves nothing since its waker is there
 first. mpirun: 61 scenes, nothing left. Slurm: 46 scenes (of return and tidy those with kills alone), nothing
-left. Ray, by the code before: 35 scenes in join, return and tidy, of which one left something, a fork server that was
-stopped while it left by itself, and stayed until it went on. Words that were wrong are mended: an agent that is killed
-in join is told at once, a member that is killed behind ssh as such, and what did not answer on a machine, too.
+left. Ray, on 2026-11-27: 54 scenes in join, run, return and tidy, nothing left. Words that were wrong are mended: an
+agent that is killed in join is told at once, a member that is killed behind ssh as such, and what did not answer on a
+machine, too.
 """
 
 from __future__ import annotations
