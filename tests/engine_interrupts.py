@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args, bad = parser.parse_args(), 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     for engine in args.engines:
         with stage_of(RIGS[engine]) as stage:
             ends, wrong = interrupted(stage, args.count, random.Random(args.seed))
