@@ -244,14 +244,15 @@ print(mlaunch.launcher(who, 2)())
     ], done.stderr  # fmt: skip
 
 
-def test_later_ranks_find_what_ranks_had_to_import(run_script) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("name", ["torch.distributed.checkpoint", "mlaunch.caller.ranks.ranks"])
+def test_later_ranks_find_what_ranks_had_to_import(run_script, name: str) -> None:  # type: ignore[no-untyped-def]
     """Though no pause is between the calls; where there is one, the first pause will do."""
-    done = run_script("""
+    done = run_script(f"""
 import mlaunch, sys
 
 def step():
-    before = "torch.distributed.checkpoint" in sys.modules
-    import torch.distributed.checkpoint
+    before = {name!r} in sys.modules
+    import {name}
     return before
 
 train = mlaunch.launcher(step, 2)
