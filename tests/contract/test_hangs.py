@@ -307,10 +307,20 @@ def count_signals(folder: Path) -> int:
 @pytest.mark.slow
 def test_ranks_that_work_are_not_interrupted_to_say_where_they_are(tmp_path: Path) -> None:
     """A signal that comes as C code enters the interpreter would end a rank of Python 3.11 or 3.12 by SIGSEGV."""
-    run = launcher(count_signals, 1).submit(tmp_path)
-    wait_until((tmp_path / "works").exists)
-    for _ in range(5):
-        assert run.why().startswith("no rank waits")
-        assert "in count_signals\n" in run.stacks()[0]
-    (tmp_path / "enough").touch()
-    assert run.result() == [0]
+
+    def asked_for_stacks(folder: Path) -> bool:
+        """Tells whether the rank has said where it is, five times and without a signal."""
+        folder.mkdir()
+        run = launcher(count_signals, 1).submit(folder)
+        try:
+            wait_until((folder / "works").exists)
+            found = [(run.why(), run.stacks()[0]) for _ in range(5)]
+        finally:
+            (folder / "enough").touch()
+            signals = run.result()
+        return signals == [0] and all(
+            why.startswith("no rank waits") and "in count_signals\n" in stack for why, stack in found
+        )
+
+    # Again if a machine is so busy that the rank has not answered within half a second: then a signal asks it.
+    assert any(asked_for_stacks(tmp_path / str(attempt)) for attempt in range(10))

@@ -77,6 +77,7 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
             _run(["slurmd", "-N", node, "-f", str(conf)], environ)
         _wait_for_nodes(environ)
         yield {"SLURM_CONF": str(conf)}
+        _wait_for_jobs(environ)
     finally:
         _end(folder)
 
@@ -112,6 +113,14 @@ def _wait_for_nodes(environ: dict[str, str]) -> None:
         if states.split() == ["idle", "idle"]:
             return
     raise TimeoutError(f"the nodes are not idle: {states}")
+
+
+def _wait_for_jobs(environ: dict[str, str]) -> None:
+    """Waits for the end of jobs that were given back: a step whose daemon ends before it stays for good."""
+    until = time.monotonic() + _TIMEOUT
+    while _run(["squeue", "-h"], environ):
+        if time.monotonic() > until:
+            raise TimeoutError("jobs of Slurm do not end")
 
 
 def _end(folder: Path) -> None:
