@@ -18,7 +18,7 @@ Tell = Callable[[Ended | BaseException], None]
 
 
 class LaunchLoop:
-    """``add`` has a course driven to its end, and told of that in the thread."""
+    """Drives each course that was added to its end, and tells of that, in the thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
