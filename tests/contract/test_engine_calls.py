@@ -1206,7 +1206,7 @@ def test_a_request_to_stop_ends_a_preempted_call(marker: Path) -> None:
     ours = launcher(work_until_told, 1, engine=Taken(5), stop_on="USR1", max_preemptions=5)
 
     def press() -> str:
-        if marker.exists():
+        with contextlib.suppress(FileNotFoundError):  # the other machine's thread has pressed
             marker.unlink()
             os.kill(os.getpid(), signal.SIGUSR1)
         return ""
