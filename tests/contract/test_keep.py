@@ -18,6 +18,7 @@ import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks import keep
+from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
 from tests import builds, toy
 from tests.contract.test_lease_calls import held
 from tests.contract.test_submit import hold, holding
@@ -355,6 +356,12 @@ def tell(count: int, folder: Path) -> int:
     return count
 
 
+def shows_tell(stacks: StacksOfRanks) -> bool:
+    places = sorted(stacks) == [0, 1] and all(stack.endswith(" in tell") for stack in stacks.values())
+    innermost = [frames[0][2] for frames in stacks.frames.values()]
+    return places and innermost == ["tell"] * 2 and str(stacks).startswith("  ranks 0-1: running the function, in tell")
+
+
 def test_a_run_on_ranks_that_stay_is_looked_at(tmp_path: Path) -> None:
     """What it has reported is its own, though the ranks have reported before."""
     call = launcher(tell, n_gpus=2, keep=600, concurrent=1)
@@ -362,17 +369,16 @@ def test_a_run_on_ranks_that_stay_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "3-goes-on").touch()
     runs = call.map([2, 3, 1], [tmp_path] * 3)
     runs[1].on_report(lambda report: told.append(float(report["loss"] or 0)))
-    assert runs[0].result(120) == [2, 2]
-    wait_until(lambda: (tmp_path / "3-0").exists() and (tmp_path / "3-1").exists())
-    assert sorted(report["loss"] for report in runs[0].reports) == [1, 1, 2, 2]
-    assert sorted(report["loss"] for report in runs[1].reports) == [1, 1, 1.5, 1.5, 3, 3]
-    stacks = runs[1].stacks()
-    assert sorted(stacks) == [0, 1]
-    assert all(stack.endswith(" in tell") for stack in stacks.values()), stacks
-    assert stacks.frames[0][0][2] == "tell"
-    assert str(stacks).startswith("  ranks 0-1: running the function, in tell"), str(stacks)
-    assert runs[1].why()
-    (tmp_path / "3-goes-on").unlink()
+    try:
+        assert runs[0].result(120) == [2, 2]
+        wait_until(lambda: (tmp_path / "3-0").exists() and (tmp_path / "3-1").exists())
+        assert sorted(report["loss"] for report in runs[0].reports) == [1, 1, 2, 2]
+        wait_until(lambda: len(runs[1].reports) == 6)
+        assert sorted(report["loss"] for report in runs[1].reports) == [1, 1, 1.5, 1.5, 3, 3]
+        wait_until(lambda: shows_tell(runs[1].stacks()))  # a moment ago they may have been below it, in pathlib
+        assert runs[1].why()
+    finally:
+        (tmp_path / "3-goes-on").unlink()
     assert runs.results(120) == [[2, 2], [3, 3], [1, 1]]
     assert [len(run.reports) for run in runs] == [4, 6, 2]
     assert sorted(told) == [1, 1, 1.5, 1.5, 3, 3]
