@@ -175,14 +175,7 @@ def _what_is_there(pool: RankPool | None) -> dict[str, object]:
     servers = [pid for pid in ours() if session_of(pid) == pid]
     stay = _agents(pool)
     # The last call's may still be exiting.
-    leaving = [agent for server in servers for agent in children(server) if agent not in stay]
-    try:
-        wait_gone(leaving)
-    except AssertionError:  # a test that has failed has left a launch, for which the next tests are not to fail
-        for agent in leaving:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(agent, signal.SIGKILL)
-        raise
+    _end([agent for server in servers for agent in children(server) if agent not in stay])
     return {
         "processes": len(_outside_sessions(ours())),
         "in the fork server's session": _in_sessions(servers),  # one of an earlier test's may end only during this one
@@ -193,6 +186,17 @@ def _what_is_there(pool: RankPool | None) -> dict[str, object]:
         "runtime files": [str(path) for path in registry.home(os.environ).glob("*")],
         "shared memory": _shared_memory(),
     }
+
+
+def _end(leaving: list[int]) -> None:
+    """Waits for agents that leave; kills one that a failed test has left, so that the next tests do not fail for it."""
+    try:
+        wait_gone(leaving)
+    except AssertionError:
+        for agent in leaving:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+        raise
 
 
 def _agents(pool: RankPool | None) -> set[int]:
