@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.protocol.visitors import STATUS
 from tests.processes import alive, children
 from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh
+from tests.system.slurm import jobs_left
 
 STAGES = ("queue", "join", "run", "return", "tidy")
 VICTIMS = ("caller", "command", "carrier", "member", "fork server", "agent", "link", "gate", "rank")
@@ -179,14 +179,8 @@ class Stage:
         scene.wrong += [f"a file stays: {path.name}" for path in files]
 
     def jobs_left(self) -> list[str]:
-        """Waits until no job is there: the controller takes some seconds to complete one that has ended."""
-        with contextlib.suppress(TimeoutError):
-            wait(lambda: not self.jobs())
-        return self.jobs()
-
-    def jobs(self) -> list[str]:
-        asked = subprocess.run(["squeue", "-h"], env=self._rig.environ, capture_output=True, text=True, check=True)
-        return asked.stdout.splitlines()
+        """Returns the jobs of Slurm that stay."""
+        return jobs_left(self._rig.environ)
 
     def leave(self, but: set[int], limit: float = LEAVE_LIMIT) -> set[int]:
         """Waits until all have ended; returns who has not."""

@@ -36,8 +36,8 @@ class LateImports:
             [name for name in names if name not in self._given_up]
             for names in (late_imports.missing(), late_imports.missing_standard())
         )
-        # These make each later fork slower (26 to 31 ms for a call of 2 ranks, back to back, and 36 to 40 with
-        # torch._dynamo), so they are imported only where a rank needed them: the first optimizer takes 0.95 s
+        # Torch's make each later fork slower (26 to 31 ms for a call of 2 ranks, back to back, and 36 to 40 with
+        # torch._dynamo), so all are imported only where a rank needed them: the first optimizer takes 0.95 s
         # without, and 0.03 s with.
         return known or standard
 

@@ -19,7 +19,10 @@ import sys
 _TORCHS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 # What a module imports that has functions for ranks and says "from mlaunch import Ranks", say: 80 modules in each rank,
 # for which a call of 2 ranks took 60 ms instead of 26.
-_OURS = ("mlaunch.comm", "mlaunch.caller.ranks.ranks", "mlaunch.caller.many.sweep", "mlaunch.caller.warm_up")
+_OURS = (
+    "mlaunch.comm", "mlaunch.collectives.groups", "mlaunch.caller.ranks.ranks", "mlaunch.caller.many.run_future",
+    "mlaunch.caller.many.sweep", "mlaunch.caller.warm_up"
+)  # fmt: skip
 NAMES = (*_TORCHS, *_OURS)
 _SIZE = 4096  # bytes of names
 # What does something as it is imported, for people at a prompt.

@@ -67,6 +67,7 @@ class KeptRank(FunctionRank):
         threading.Thread(target=self._signal_again, daemon=True).start()  # the interpreter's end does not wait for it
 
     def _signal_again(self) -> None:
+        """Signals until the exception is raised, or the call is over: while Python tells of the last one, it is not."""
         while self._can_be_called_back and self._is_to_end():
             time.sleep(_AGAIN)
             os.kill(os.getpid(), signal.SIGINT)

@@ -279,10 +279,11 @@ def makes_a_block_and(mark: str, end: Callable[[], object]) -> None:
     end()
 
 
-def shares_files() -> int:
+def shares_files() -> tuple[str, int]:
     torch.multiprocessing.set_sharing_strategy("file_system")
     _blocks.append(torch.ones(1000).share_memory_())
-    return len(shared_files(f"torch_{os.getpid()}_"))
+    mark = f"torch_{os.getpid()}_"
+    return mark, len(shared_files(mark))
 
 
 def kills_itself() -> None:
@@ -331,9 +332,6 @@ def test_a_block_of_a_rank_that_is_forced_to_end_is_removed_by_its_tracker(mark:
 
 @pytest.mark.slow
 def test_files_of_tensors_are_removed_by_torchs_manager() -> None:
-    def shares() -> tuple[int, int]:
-        return os.getpid(), shares_files()
-
-    [(pid, count)] = launcher(shares, 1)()
+    [(mark, count)] = launcher(shares_files, 1)()
     assert count == 1
-    assert not shared_files(f"torch_{pid}_")
+    assert not shared_files(mark)

@@ -439,9 +439,10 @@ def test_a_deadline_says_who_holds_up_whom(machines: bool) -> None:
         if dist.get_rank() != 1:
             dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(LaunchTimeout) as caught:
-        launcher(uneven, 2 if machines else 3, deadline=5.0, engine=Threads() if machines else None)()
-    second = str(caught.value).splitlines()[1]
-    # On a busy machine, one of them may answer too late to be named.
-    who = r"(ranks 0, 2 wait|rank [02] waits)"
-    assert re.match(rf"rank 1 has returned \({who} for it, in all_reduce at test_stopping\.py:", second)
+    for deadline in (5.0, 10.0, 20.0):
+        with pytest.raises(LaunchTimeout) as caught:
+            launcher(uneven, 2 if machines else 3, deadline=deadline, engine=Threads() if machines else None)()
+        second = str(caught.value).splitlines()[1]
+        if "ranks" in second:
+            break  # else the machine is so busy that one of them has answered too late to be named
+    assert second.startswith("rank 1 has returned (ranks 0, 2 wait for it, in all_reduce at test_stopping.py:")

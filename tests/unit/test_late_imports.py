@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+import mlaunch
 from mlaunch import launcher
 from mlaunch.base.fds import OwnedFds
 from mlaunch.forkserver.late import LateImports
@@ -91,6 +92,10 @@ def test_an_import_fails_after_a_trial_that_did_not(noted: str) -> None:
     os.close(trial.pidfd)
     assert not late.wanted()
     assert noted not in sys.modules
+
+
+def test_ours_are_where_public_names_live() -> None:
+    assert {*late_imports._OURS} <= {"mlaunch.comm", *mlaunch._HOMES.values()}
 
 
 def test_late_imports_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
