@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mlaunch import launcher
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
-from mlaunch.caller.options import option_text, option_types, peer_names
+from mlaunch.caller.options import option_text, option_types
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.forkserver import devices
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -84,10 +84,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"results": "rank1"}, ValueError, "results='rank1': allowed: 'all', 'rank0'"),
     ({"n_gpu": 1}, TypeError, "launcher has no option 'n_gpu'; did you mean 'n_gpus'?"),
     ({"gpus": 1}, TypeError, "launcher has no option 'gpus'; did you mean 'n_gpus'?"),
-    ({"nproc_per_node": 4}, TypeError, "launcher has no option 'nproc_per_node'; here that is n_gpus="),
-    ({"num_nodes": 2}, TypeError, "launcher has no option 'num_nodes'; each machine says world_size= and"),
-    ({"strategy": "ddp"}, TypeError, "launcher has no option 'strategy'; how a model is spread over ranks is"),
-    ({"use_port": "1"}, TypeError, "launcher has no option 'use_port'; here that is port="),
     ({"devices": 4}, TypeError, "devices=4: allowed: a list of device numbers; for 4 ranks: n_gpus=4"),
     ({"debug": 1}, TypeError, 'debug=1: allowed: True, False, "debugpy", or with ranks "debugpy:0,2"'),
     ({"debug": "ipdb"}, ValueError, "debug='ipdb': allowed: True, False"),
@@ -216,18 +212,6 @@ def test_positional_order_is_megengines() -> None:
         launcher(lambda: None, 2, n_gpus=2)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="launcher takes the function and 7 options by position"):
         launcher(lambda: None, 2, 2, 0, "localhost", 0, "cpu", "gloo", [0])  # type: ignore[call-overload]
-
-
-def test_the_names_of_peers_are_no_options_of_ours() -> None:
-    """And what the table answers with is one."""
-    known = {option.name for option in fields(Options)}
-    for option, names in peer_names._OPTIONS.items():
-        assert set(option.split("= and ")) <= known
-        assert not known & set(names.split())
-    every = [
-        name for names in (*peer_names._OPTIONS.values(), *peer_names._OTHERWISE.values()) for name in names.split()
-    ]
-    assert len(every) == len(set(every))
 
 
 def test_a_launcher_at_a_prompt() -> None:

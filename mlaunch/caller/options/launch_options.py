@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.options import peer_names, profile_options, trouble_options
+from mlaunch.caller.options import profile_options, trouble_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
@@ -256,5 +256,12 @@ class Options:
         names = [given.name for given in fields(self)]
         for name in changes:
             if name not in names:
-                raise TypeError(f"launcher has no option {name!r}{peer_names.advice(name, names)}")
+                raise TypeError(f"launcher has no option {name!r}; {_nearest(name, names)}")
         return Options(**{**{name: getattr(self, name) for name in names}, **changes})
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    import difflib  # for this alone
+
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else "help(launcher) lists what there is"
