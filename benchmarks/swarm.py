@@ -174,7 +174,7 @@ def _machine(cluster: Rendezvous, size: Size, number: int, seen: Seen) -> tuple[
     seen.ports[number] = listener.getsockname()[1]
     agent, theirs = Channel.pair()
     host, first = f"host-number-{number}.of-a-cluster", number * size.ranks
-    join = Join(host, first, size.ranks, size.world_size, "train()", "0.1", "2.13.0", "local", 0)
+    join = Join(host, first, size.ranks, size.world_size, "train()", "0.1", "2.13.0", 0)
     link = _CountingLink(cluster, join, theirs)
     link.seen = seen
     return link, listener, agent

@@ -57,7 +57,7 @@ def join_machines(
     link = Link(cluster, _introduction(spec), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
-    peers = Peers(link, cluster.heartbeat_timeout, gather_all=spec.gather_all, by_engine=cluster.by_engine)
+    peers = Peers(link, cluster.heartbeat_timeout, by_engine=cluster.by_engine)
     joined = dataclasses.replace(
         _as_agreed(spec, plan.agreed),
         interface=plan.interface,
@@ -113,7 +113,6 @@ def _introduction(spec: LaunchSpec) -> Join:
         function=spec.name,
         mlaunch=__version__.rpartition(".")[0],
         torch=spec.torch_version,
-        gather="all" if spec.gather_all else "local",
         attempt=spec.restart_count,
         role="default" if spec.command is None else spec.command.role,
         machine=spec.node_rank if spec.count_machines else 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -10,8 +9,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.fds import close_all
-from mlaunch.protocol import payload
 from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.messages.machine_messages import (
     AllGone,
@@ -20,7 +17,6 @@ from mlaunch.protocol.messages.machine_messages import (
     Done,
     Planned,
     Refused,
-    Value,
     Waiting,
 )
 from mlaunch.protocol.messages.stop_messages import (
@@ -32,7 +28,6 @@ from mlaunch.protocol.messages.stop_messages import (
     StopRanks,
     ThawRanks,
 )
-from mlaunch.protocol.payload import Payload
 from mlaunch.rendezvous.gate.membership import shortened
 from mlaunch.rendezvous.link.link_handle import Link
 
@@ -48,9 +43,7 @@ class Peers:
     ``timeout``: seconds after which a link that does not say a word counts as lost, and is killed.
     """
 
-    def __init__(
-        self, link: Link | None = None, timeout: float = 0.0, *, gather_all: bool = False, by_engine: bool = False
-    ) -> None:
+    def __init__(self, link: Link | None = None, timeout: float = 0.0, *, by_engine: bool = False) -> None:
         self._link = link
         self.agree = link is not None and not by_engine  # on a step at which all stop
         self._orders: list[StopOrder] = []
@@ -58,7 +51,6 @@ class Peers:
         self._heard_at = time.monotonic()
         self._over, self._told = link is None, False
         self._finished = False
-        self._gather_all = gather_all
 
     def fds(self) -> list[int]:
         return [] if self._link is None or self._over else [self._link.channel.fileno()]
@@ -67,16 +59,8 @@ class Peers:
         """Returns when the link will count as lost, in monotonic seconds."""
         return self._heard_at + self._timeout if self.fds() else None
 
-    def keep(self, rank: int, value: Payload | None) -> None:
-        """Hands on what a rank of ours returned (None: nothing), if the others want it."""
-        if self._link is None or not self._gather_all:
-            return
-        with contextlib.ExitStack() as stack:
-            memfds = [] if value is None else [stack.enter_context(payload.in_memfd(value))]
-            self._link.channel.try_send(Value(rank), memfds)
-
     def hear(self, ready: Collection[int], launcher: AgentsEnd) -> RankFailure | None:
-        """Returns the first failure of another machine, if that is the news. Passes values on to the launcher."""
+        """Returns the first failure of another machine, if that is the news. Passes clocks on to the launcher."""
         if self._link is None or self._over:
             return None
         if self._link.channel.fileno() not in ready:
@@ -84,7 +68,7 @@ class Peers:
         # Any word counts: the link's heartbeat is only for when there is nothing else to say.
         self._heard_at = time.monotonic()
         try:
-            record, fds = self._link.channel.receive()
+            record, _ = self._link.channel.receive()
         except EOFError:
             self._over = True
             if self._told:  # after a failure it has nothing more to do
@@ -93,9 +77,8 @@ class Peers:
         match record:
             case AllGone():
                 self._over = True
-            case Value() | ClockCompared():
-                launcher.try_send(record, fds)
-                close_all(fds)
+            case ClockCompared():
+                launcher.try_send(record)
             case FreezeRanks() | ThawRanks() | StopRanks() | NobodyLooks():
                 self._orders.append(record)
             case RankFailure():

@@ -17,7 +17,7 @@ import mmap
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any, BinaryIO
 
@@ -71,20 +71,6 @@ class Payload:
     def close(self) -> None:
         if self._kept is not None:
             self._kept.close()
-
-
-@contextlib.contextmanager
-def in_memfd(value: Payload) -> Iterator[int]:
-    """Yields a memfd that holds a value, for those who read nothing else."""
-    if not value.data:
-        yield value.memfd
-        return
-    memfd = memory_file("value")
-    try:
-        os.write(memfd, value.data)
-        yield memfd
-    finally:
-        os.close(memfd)
 
 
 def pack(value: object, name: str, *, most: int) -> Payload:

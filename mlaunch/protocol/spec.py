@@ -135,7 +135,6 @@ class LaunchSpec:
     count_machines: bool = False  # rank_start and world_size are guesses, until all machines have told their sizes
     interface: str = "lo"  # on which the ranks talk; "": not known
     rank0_only: bool = False  # the caller wants the value of rank 0 alone
-    gather_all: bool = False  # the caller wants the values of all machines' ranks
     command: ScriptTarget | None = None  # None: ranks receive a function
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     stop_on: tuple[int, ...] = ()  # signals that ask the ranks to stop (``mlaunch.stopping()``), by the caller

@@ -29,8 +29,8 @@ from typing import Any
 from mlaunch.base.text import printable
 
 # Counted up with each change of records, so that two versions of mlaunch refuse each other in words.
-PROTOCOL = 7
-ROLES = ("control", "store", "put", "get")
+PROTOCOL = 8
+ROLES = ("control", "store")
 LINE_LIMIT = 262_144  # bytes of a record
 SENTENCE = 2_000  # bytes of what is said to people
 _KEEP_ALIVE = 60  # seconds

@@ -80,7 +80,7 @@ def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def join(rank_start: int, n_gpus: int, world_size: int, **changes: Any) -> Join:
     return Join(**{"host": f"h{rank_start // n_gpus}", "rank_start": rank_start, "n_gpus": n_gpus,
-                   "world_size": world_size, "function": "train", "mlaunch": "0.1", "torch": "2.13", "gather": "local",
+                   "world_size": world_size, "function": "train", "mlaunch": "0.1", "torch": "2.13",
                    "attempt": 0,
                    **changes})  # fmt: skip
 
@@ -530,9 +530,6 @@ ODD: list[list[Any]] = [
     [HELLO, {"proof": []}],
     [HELLO, {"join": {"host": []}}],
     [HELLO, {"join": join(0, 1, 1, host="\ud800").as_record()}],
-    [{**HELLO, "role": "get"}, {"rank": []}],
-    [{**HELLO, "role": "get"}, {"rank": {}}],
-    [{**HELLO, "role": "put"}, {"rank": [], "size": "x"}],
 ]
 
 
@@ -568,10 +565,7 @@ def test_strangers_make_the_gate_say_nothing(
     assert [record.getMessage() for record in caplog.records] == []
 
 
-@pytest.mark.parametrize("role", ["control", "get"])
-def test_a_connection_that_proves_itself_and_says_no_more_is_not_kept(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_proves_itself_and_says_no_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Impatient(Gate):
         async def _admit(self, *streams: Any) -> str:
             admitted = await super()._admit(*streams)
@@ -580,7 +574,7 @@ def test_a_connection_that_proves_itself_and_says_no_more_is_not_kept(
 
     async def come() -> bytes:
         async with serving(Impatient("launch", TOKEN, 60.0)) as (_, port):
-            reader, writer = await enter(port, role)
+            reader, writer = await enter(port, "control")
             said = await asyncio.wait_for(reader.read(), 60)
             writer.close()
             return said
@@ -1052,7 +1046,6 @@ def test_machines_that_fit_together() -> None:
     assert roster_of().conflict(join(4, 2, 5)) == "host h2 (ranks 4-5) has ranks beyond world_size=5"
     assert one.conflict(join(2, 2, 5, torch="2.6")) == "host h0 has torch 2.13, host h1 has torch 2.6"
     assert one.conflict(join(2, 2, 5, mlaunch="1.0")) == "host h0 has mlaunch 0.1, host h1 has mlaunch 1.0"
-    assert one.conflict(join(2, 2, 5, gather="all")) == "host h0 has gather='local', host h1 has gather='all'"
     assert one.conflict(join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: the rank_start overlap"
 
 

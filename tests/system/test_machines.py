@@ -234,20 +234,6 @@ def test_a_machine_that_comes_back_takes_its_ranks_again(network: Network) -> No
         assert "was interrupted" in first["text"]
 
 
-@both
-def test_every_machine_gets_all_values(network: Network) -> None:
-    with launched(network, 1, 2, token="hush", gather="all") as machines:
-        machines.start_all({"value": 3_000_000, "calls": 2})
-        assert [end.get("values", end) for end in machines.ends()] == [[0.0, 1.0, 2.0]] * 2
-
-
-def test_values_of_all_machines_need_a_token(network: Network) -> None:
-    with launched(network, 1, 1, gather="all") as machines:
-        machines.start(0)
-        end = machines.end(0)
-    assert (end["type"], end["text"].partition(":")[0]) == ("ValueError", "gather='all' without a token")
-
-
 def test_the_example_with_its_two_commands(network: Network) -> None:
     script, address = str(ROOT / "examples" / "machines.py"), network.hosts[0].address
     processes = [host.start(script, address, str(machine)) for machine, host in enumerate(network.hosts[:2])]
@@ -259,9 +245,9 @@ def test_the_example_with_its_two_commands(network: Network) -> None:
 def test_packets_are_lost(namespaces: Namespaces) -> None:
     """Every third that reaches one of them: slower, but nothing else."""
     namespaces.rule(1, "input", "iifname eth0 meta l4proto tcp numgen inc mod 3 == 0 drop")
-    with launched(namespaces, 1, 1, token="hush", gather="all") as machines:
+    with launched(namespaces, 1, 1, token="hush") as machines:
         machines.start_all()
-        assert [[value[:2] for value in end["values"]] for end in machines.ends()] == [[[0, 2.0], [1, 2.0]]] * 2
+        assert [[value[:2] for value in end["values"]] for end in machines.ends()] == [[[0, 2.0]], [[1, 2.0]]]
 
 
 def test_a_connection_that_is_half_open(namespaces: Namespaces) -> None:
@@ -314,11 +300,11 @@ def test_a_slow_network(loopback: Network) -> None:
     thread = threading.Thread(target=lambda: asyncio.run(delaying_proxy(listener, PORT, over)))
     thread.start()
     try:
-        with launched(loopback, 1, 2, token="hush", gather="all") as machines:
+        with launched(loopback, 1, 2, token="hush") as machines:
             machines.start(0)
             machines.start(1, port=port)
             ends = machines.ends()
-        assert [[value[:2] for value in end["values"]] for end in ends] == [[[0, 3.0], [1, 3.0], [2, 3.0]]] * 2
+        assert [[value[:2] for value in end["values"]] for end in ends] == [[[0, 3.0]], [[1, 3.0], [2, 3.0]]]
     finally:
         over.set()
         thread.join()
@@ -398,7 +384,6 @@ def test_a_link_that_dies_later(network: Network) -> None:
         ({"rank_start": 0}, {}, None),
         ({"world_size": 4}, {}, "host {} has world_size=3, host {} has world_size=4"),
         ({"rank_start": 1, "n_gpus": 1}, {}, "rank 1 would be on host {} and on host {}: the rank_start overlap"),
-        ({"gather": "all", "token": "hush"}, {}, "host {} has gather='local', host {} has gather='all'"),
         ({}, {"other": True}, "host {} has train() to run, host {} has other() to run"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
-from mlaunch.protocol import messages, payload
+from mlaunch.protocol import messages
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
 from mlaunch.protocol.messages import channels, launch_messages, member_streams
 from mlaunch.protocol.messages.attached import BoardFds, DirectFds, LaunchFds, StartFds
@@ -132,16 +132,6 @@ def test_both_ends_of_a_text(size: int, limit: int) -> None:
         assert cut.endswith("last")
         assert len(text) > 500 or cut == text
     assert "characters]" not in both_ends(texts["lines"], limit)
-
-
-@pytest.mark.parametrize("value", [b"small", b"large" * 100_000])
-def test_memory_for_a_moment_is_gone_after_it(value: bytes) -> None:
-    before = os.listdir("/proc/self/fd")
-    packed = payload.pack(value, "value", most=1000)
-    with payload.in_memfd(packed) as memfd:
-        assert payload.read(memfd) == value
-    packed.close()
-    assert os.listdir("/proc/self/fd") == before
 
 
 def test_classes_of_records_are_known_before_their_first_record() -> None:

@@ -15,11 +15,9 @@ import pytest
 from mlaunch.agent.peers import Peers
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.fds import close_all
 from mlaunch.base.text import printable
 from mlaunch.engines.launch.machine import shown
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.machine_messages import Value
 from mlaunch.protocol.spec import Agreed, Rendezvous
 from mlaunch.rendezvous import address, control_protocol
 from mlaunch.rendezvous.address import listen
@@ -40,7 +38,7 @@ def counted(machine: int, n_gpus: int, **changes: Any) -> Join:
     """One of three machines that do not know each other's sizes."""
     join = Join(
         host=f"h{machine}", rank_start=0, n_gpus=n_gpus, world_size=0, function="train.py", mlaunch="0.1", torch="2.13",
-        gather="local", attempt=0, machine=machine, machines=3,
+        attempt=0, machine=machine, machines=3,
     )  # fmt: skip
     return Join(**{**join.as_record(), **changes})
 
@@ -95,20 +93,6 @@ class LinkStandIn:
     def __init__(self) -> None:
         self.channel, self.theirs = Channel.pair()
         self.pid = 5
-
-
-def test_a_value_that_was_passed_on_is_let_go() -> None:
-    link, (launcher, other), memfd = LinkStandIn(), Channel.pair(), os.memfd_create("value")
-    peers = Peers(link)  # type: ignore[arg-type]
-    link.theirs.send(Value(3), [memfd])
-    before = os.listdir("/proc/self/fd")
-    assert peers.hear([link.channel.fileno()], launcher) is None
-    assert os.listdir("/proc/self/fd") == before
-    record, fds = other.receive()
-    assert record == Value(3)
-    close_all([memfd, *fds])
-    for channel in (link.channel, link.theirs, launcher, other):
-        channel.close()
 
 
 def test_a_link_that_says_nothing_is_killed() -> None:
@@ -213,7 +197,7 @@ PLAN: dict[str, Any] = {
     "role_start": 2, "role_size": 4, "secret": "0" * 32,
 }  # fmt: skip
 TEXTS = ("what", "traceback", "phase", "host", "device", "type_name", "subject")
-OWN = Join("h", 2, 2, 4, "f", "1.0", "2.0", "local", 0)
+OWN = Join("h", 2, 2, 4, "f", "1.0", "2.0", 0)
 
 
 def test_a_record_that_is_a_plan() -> None:

@@ -186,9 +186,7 @@ class Supervisor:
         record = rank.describe_end(exitcode, self._results.board[rank.local_rank], self._clock(), peak_memory, hints)
         error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
-        if not record.failed:
-            self._peers.keep(rank.rank, rank.content if rank.answer is AnswerKind.VALUE else None)
-        elif not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
+        if record.failed and not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
             self._shared.remember(lambda: failures.from_exit(record))
         self._stopping.asked.forget(rank)
         self._questions.forget(rank.rank)

@@ -27,7 +27,7 @@ from mlaunch.protocol.messages.launch_messages import (
     RemoteError,
     ServerGone,
 )
-from mlaunch.protocol.messages.machine_messages import Refused, Value
+from mlaunch.protocol.messages.machine_messages import Refused
 from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
@@ -144,9 +144,6 @@ class Outcome:
         self.recorded[rank] = record
         return error_file.traceback_of(record) or ""
 
-    def _take_value(self, record: Value, fds: Sequence[int]) -> None:
-        self.values.update((record.rank, Payload(memfd=fd)) for fd in fds)
-
     def _take_stacks(self, record: RankStacks, _fds: Sequence[int]) -> None:
         self.stacks[record.rank] = record
 
@@ -179,7 +176,6 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
     RanksStarting: Outcome._take_start,
     RankAnswered: Outcome._take_answer,
     RankGone: Outcome._take_end,
-    Value: Outcome._take_value,
     RankStacks: Outcome._take_stacks,
     DeadlinePassed: Outcome._take_deadline,
     ServerGone: Outcome._take_server,

@@ -79,7 +79,6 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         stall_ends=stall_ends,
         rank0_only=options.results == "rank0",
         profile=attempt.profile,
-        gather_all=options.gather == "all" and world_size > placed.local_world_size,
     )
 
 
@@ -107,11 +106,6 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str, *, profile
     if token is None:
         token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
     tokens.check(token, source)
-    if options.gather == "all" and not token:
-        raise ValueError(
-            "gather='all' without a token: values of other machines are unpickled here, so the machines must share a "
-            "secret that signs them; give all of them token= or MLAUNCH_TOKEN, or use gather='local'"
-        )
     if not token and options.rank_start == 0:
         log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
     if token and len(token) < tokens.SHORTEST:

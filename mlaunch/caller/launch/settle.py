@@ -67,7 +67,6 @@ def _raise(outcome: Outcome) -> None:
 
 def _values(outcome: Outcome) -> list[Any]:
     spec = outcome.spec
-    here = range(spec.rank_start, spec.rank_start + spec.local_world_size)
     if outcome.silent and spec.command is None:
         ranks = ", ".join(map(str, sorted(outcome.silent)))
         warn_caller(
@@ -75,7 +74,7 @@ def _values(outcome: Outcome) -> list[Any]:
             f"without returning a value (ranks {ranks}); their results are None"
         )
     values = []
-    for rank in range(spec.world_size) if spec.gather_all else here:
+    for rank in range(spec.rank_start, spec.rank_start + spec.local_world_size):
         try:
             values.append(outcome.values[rank].read() if rank in outcome.values else None)
         except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise

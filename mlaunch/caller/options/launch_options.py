@@ -182,12 +182,6 @@ class Options:
         variable="MLAUNCH_TOKEN",
         shown=False,
     )
-    gather: str = option(
-        "local",
-        Choice("local", "all"),
-        '"local": the list of this machine\'s ranks. "all": of all machines\' ranks, by global rank, on each of them; '
-        "needs a token, with which values are signed.",
-    )
     results: str = option(
         "all",
         Choice("all", "rank0"),

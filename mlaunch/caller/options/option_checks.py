@@ -74,7 +74,7 @@ def _check_engine(given: Mapping[str, Any]) -> None:
 
 
 def _check_debug(given: Mapping[str, Any]) -> None:
-    others = {"engine": None, "ranks": None, "keep": None, "max_restarts": 0, "gather": "local"}
+    others = {"engine": None, "ranks": None, "keep": None, "max_restarts": 0}
     for name, usual in others.items() if given["debug"] else ():
         if given[name] != usual:
             raise ValueError(

@@ -38,7 +38,6 @@ class KeywordOptions(TypedDict, total=False):
     join_timeout: float
     heartbeat_timeout: float
     token: str | None
-    gather: str
     results: str
     output: str
     log_dir: str | os.PathLike[str] | None

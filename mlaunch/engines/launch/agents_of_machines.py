@@ -35,7 +35,7 @@ from mlaunch.protocol.messages.launch_messages import (
     RankStarted,
     Reaped,
 )
-from mlaunch.protocol.messages.machine_messages import Refused, Value, Waiting
+from mlaunch.protocol.messages.machine_messages import Refused, Waiting
 from mlaunch.protocol.messages.member_messages import (
     Alive,
     FromAgent,
@@ -228,7 +228,7 @@ class MergedAgent:
             self._stop.take(machine, record)
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
-        elif not isinstance(record, Value) and (machine.place == 0 or not isinstance(record, Waiting)):
+        elif machine.place == 0 or not isinstance(record, Waiting):
             nothing = [self._nothing] if isinstance(record, RankGone) else []
             self._tell(machine.shifted(record), [content] if content >= 0 else nothing)
 

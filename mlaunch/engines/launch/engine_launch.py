@@ -42,7 +42,7 @@ from mlaunch.rendezvous.address import LOOPBACK
 
 # What this process does with a launch, which machines need not know; or what an engine decides.
 _OURS = {
-    "world_size", "rank_start", "master_ip", "port", "token", "gather", "output", "log_dir", "progress", "keep",
+    "world_size", "rank_start", "master_ip", "port", "token", "output", "log_dir", "progress", "keep",
     "ranks", "engine", "machines", "max_restarts", "max_preemptions", "start_method", "join", "stall",
     "profile", "profile_steps", "profile_ranks",
 }  # fmt: skip

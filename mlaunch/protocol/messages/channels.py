@@ -58,7 +58,6 @@ from mlaunch.protocol.messages.machine_messages import (
     MachineSilent,
     Planned,
     Refused,
-    Value,
     Waiting,
 )
 from mlaunch.protocol.messages.prepared_messages import BeginCall, CallBegun, PrepareNext
@@ -100,7 +99,7 @@ AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
     | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold | Visited)
     | (CallOver | RanksStand | RanksBack | StopAgreed | StopOverdue | RanksFrozen)
-    | (Waiting | MachineSilent | Refused | RankFailure | Value | ClockCompared)
+    | (Waiting | MachineSilent | Refused | RankFailure | ClockCompared)
 )
 LaunchersEnd: TypeAlias = Channel[AgentSays, AgentHears]
 AgentsEnd: TypeAlias = Channel[AgentHears, AgentSays]
@@ -116,8 +115,8 @@ ControlSays = Told
 DebuggerHears = PromptLine
 DebuggerSays = PromptSays | PromptAsks | PromptLeft
 # An agent and its link to the other machines.
-LinkHears = RankFailure | Value | AskAll | RanksFrozen | Done
-LinkSays = Waiting | Refused | RankFailure | Value | ClockCompared | Beat | Planned | AllGone | StopOrder
+LinkHears = RankFailure | AskAll | RanksFrozen | Done
+LinkSays = Waiting | Refused | RankFailure | ClockCompared | Beat | Planned | AllGone | StopOrder
 # A caller, or a command, and the fork server that stays.
 ZygoteHears = AskFork | AskZygote | KeepZygote | EndZygote
 ZygoteSays = Forked | ForkEnded | NotForked | ZygoteState | NotReady

@@ -1,10 +1,9 @@
 """The records between an agent and its link, and what of them goes on to the launcher.
 
 link -> agent -> launcher Waiting, Refused, RankFailure
-link -> agent -> launcher Value                                 (of the other machines' ranks, with gather="all")
 link -> agent -> launcher ClockCompared                         (for a profile)
 link -> agent             Beat, Planned, Over
-agent -> link             RankFailure, Value, Done
+agent -> link             RankFailure, Done
 
 MachineSilent comes from the caller's own thread that hears the machines of an engine.
 """
@@ -43,13 +42,6 @@ class Planned:
 
     agreed: Agreed
     interface: str
-
-
-@frozen_record
-class Value:
-    """A rank's value on its way to or from the other machines, with the memfd attached; none if it has no value."""
-
-    rank: int
 
 
 @frozen_record

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
-from mlaunch.rendezvous import control_protocol, values
+from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.gate import membership
 from mlaunch.rendezvous.gate.admission import PATIENCE, Admission, Complaints, Guest
 from mlaunch.rendezvous.gate.gate_stop import GateStop
@@ -59,8 +59,6 @@ class Gate:
         self._begun_at = 0.0  # seconds of the epoch
         self._refusal = ""
         self._failure: dict[str, Any] | None = None
-        self._values = values.GatheredValues(lambda: self._tell({"values": 1}))
-        self._world_size = 0
         self._ended = False
         self._admission: Admission | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -85,10 +83,6 @@ class Gate:
                     await serve_store(self._keys, reader, writer)
                 elif role == "control":
                     await self._attend(reader, writer)
-                elif role == "put" and self._token is not None:
-                    await self._values.take(reader, self._token, self._launch_id, self._world_size)
-                elif role == "get":
-                    await self._values.give(reader, writer, PATIENCE)
         except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
             self._complaints.tell_of_error(error)
         finally:
@@ -169,7 +163,6 @@ class Gate:
             # Ranks sign what they exchange with it. It can be read on its way, so with a token both together sign.
             "secret": secrets.token_hex(16),
         }
-        self._world_size = joins[0].world_size
         roles = membership.role_ranks(joins)
         for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
             own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}

@@ -36,7 +36,6 @@ class Join:
     function: str
     mlaunch: str  # versions
     torch: str
-    gather: str  # whose values its call returns
     attempt: int  # of the launch, from 0
     role: str = "default"  # of its ranks
     machine: int = 0  # its number, where machines are counted

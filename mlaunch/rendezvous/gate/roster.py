@@ -108,7 +108,6 @@ def _difference(other: Join, new: Join) -> str:
         ("function", "{} to run"),
         ("mlaunch", "mlaunch {}"),
         ("torch", "torch {}"),
-        ("gather", "gather={!r}"),
     ):
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:

@@ -17,7 +17,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,10 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
-from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused, Value
+from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused
 from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen
 from mlaunch.protocol.spec import Rendezvous
-from mlaunch.rendezvous import control_protocol, values
+from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate.gate import BEATS
 from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
@@ -52,16 +51,12 @@ class LinkProcess:
         self._cluster = cluster
         self._join = join
         self._agent = agent
-        self._token = cluster.token or ""
         self._wait = JoiningWords(f"{cluster.master_ip}, port {cluster.port}", agent.try_send)
         self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
-        self._launch_id = ""
-        self._world_size = 0  # until the plan is there
         self._failed = False  # here or elsewhere
         self._clocks: ClockWatch | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ours: dict[int, int | None] = {}  # rank -> memfd of its value, where all machines want all
 
     async def run(self, listener: socket.socket | None) -> None:
         asyncio.get_running_loop().add_reader(self._agent.fileno(), self._hear_agent)
@@ -70,7 +65,7 @@ class LinkProcess:
         try:
             await asyncio.wait_for(self._become_member(), self._cluster.join_timeout)
             if listener is not None:
-                self._begin(self._carry(listener), "the connection of host {}'s ranks to the store")
+                self._begin(self._serve_ranks(listener))
             await self._hear_gate_to_the_end()
         except asyncio.TimeoutError:
             over = f"join_timeout={self._cluster.join_timeout:g} s is over"
@@ -130,7 +125,6 @@ class LinkProcess:
             if "plan" in record:
                 plan = agreed_of_record(record["plan"], self._join)
                 address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
-                self._launch_id, self._world_size = plan.launch_id, plan.world_size
                 self._wait.over = True
                 if self._cluster.compares_clocks:
                     ranks = range(plan.rank_start, plan.rank_start + self._join.n_gpus)
@@ -150,8 +144,6 @@ class LinkProcess:
                 if "failure" in record:
                     self._failed = True
                     self._agent.try_send(shortened(failure_of_record(record["failure"])))
-                elif "values" in record:
-                    self._begin(self._fetch([rank for rank in range(self._join.world_size) if rank not in self._ours]))
                 elif "clock" in record and self._clocks is not None:
                     self._clocks.hear(record)
                 elif (order := stop_words.order_of(record)) is not None:
@@ -177,72 +169,47 @@ class LinkProcess:
             self._post({"beat": 1})
 
     def _hear_agent(self) -> None:
-        record, fds = self._agent.hear()
+        record, _ = self._agent.hear()
         match record:
             # The agent is gone, and with it all that this process is for; tasks that are left have nobody to tell.
             case None:
                 os._exit(0)
-            case Value():
-                self._ours[record.rank] = fds[0] if fds else None
             case RankFailure():
                 self._failed = True
                 self._post({"failure": asdict(record)})
             case AskAll() | RanksFrozen():
                 self._post(stop_words.record_of(record))
-            case Done() if self._ours and not self._failed:
-                self._begin(self._share())
             case Done():
                 self._post({"done": 1})
             case _:
                 assert_never(record)
 
-    def _begin(self, exchange: Coroutine[Any, Any, None], what: str = "the exchange of values on host {}") -> None:
-        task = asyncio.ensure_future(self._see_through(exchange, what))
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    # Values
-
-    async def _share(self) -> None:
-        """Brings our ranks' values to the gate."""
-        async with self._dialled("put") as (_, writer):
-            for rank, memfd in self._ours.items():
-                await values.send(writer, rank, memfd, values.Signature(self._token, self._launch_id, rank))
-
-    async def _fetch(self, ranks: list[int]) -> None:
-        """Gets the others' values for the agent; then this machine is done."""
-        async with self._dialled("get") as (reader, writer):
-            for rank in ranks:
-                await control_protocol.send(writer, {"rank": rank})
-                _, memfd, _ = await values.receive(reader, self._token, self._launch_id, self._world_size)
-                self._agent.try_send(Value(rank), [] if memfd is None else [memfd])
-                if memfd is not None:
-                    os.close(memfd)
-        self._post({"done": 1})
-
-    async def _see_through(self, exchange: Coroutine[Any, Any, None], what: str) -> None:
-        """Makes an exchange that breaks the launch's failure."""
-        try:
-            await exchange
-        except (OSError, control_protocol.RefusedError) as error:
-            if self._failed:  # which is why
-                return
-            self._failed, host = True, socket.gethostname()
-            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=what.format(host))
-            self._post({"failure": asdict(failure)})
-            self._agent.try_send(failure)
-
-    def _dialled(self, role: str) -> AbstractAsyncContextManager[control_protocol.Streams]:
-        return control_protocol.dialled(self._master, self._cluster.port, role, self._cluster.token)
 
     def _post(self, record: control_protocol.Record) -> None:
         if self._writer is not None:
             control_protocol.post(self._writer, control_protocol.encode(record))
 
+    async def _serve_ranks(self, listener: socket.socket) -> None:
+        """Carries the ranks' traffic with the store; its end is the launch's failure."""
+        try:
+            await self._carry(listener)
+        except (OSError, control_protocol.RefusedError) as error:
+            if self._failed:  # which is why
+                return
+            self._failed, host = True, socket.gethostname()
+            who = f"the connection of host {host}'s ranks to the store"
+            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=who)
+            self._post({"failure": asdict(failure)})
+            self._agent.try_send(failure)
+
     async def _carry(self, listener: socket.socket) -> None:
-        """Carries the ranks' traffic with the store."""
         # A connection of its own, so that a large value on its way to the store holds up no news of a failure.
-        async with self._dialled("store") as streams:
+        port, token = self._cluster.port, self._cluster.token
+        async with control_protocol.dialled(self._master, port, "store", token) as streams:
             with contextlib.suppress(OSError):
                 await RankStreams().serve(listener, streams)
         await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
