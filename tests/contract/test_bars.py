@@ -73,6 +73,25 @@ def test_bars_within_bars(capsys: Capture) -> None:
     assert line.startswith("[0] outer: 100%|")
 
 
+def test_a_bar_that_has_ended_is_shown_before_what_its_rank_printed_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed (extra: notebook)")
+    shown = io.StringIO()
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, shown)
+
+    def train() -> None:
+        from tqdm import trange
+
+        for epoch in range(2):
+            for _ in trange(3, desc=f"epoch {epoch}"):
+                pass
+            print("end of", epoch)
+
+    launcher(train, 1)()
+    wanted = r"\[0\] epoch 0: 100%.*\n\[0\] end of 0\n\[0\] epoch 1: 100%.*\n\[0\] end of 1\n"
+    assert re.fullmatch(wanted, shown.getvalue()), shown.getvalue()
+
+
 class Shown(io.StringIO):
     """Counts what is written."""
 

@@ -133,6 +133,14 @@ def test_the_order_of_a_ranks_lines_is_kept() -> None:
     assert lines(merger, 0.0, everything=True) == [([0], b"a"), ([0, 1], b"b"), ([0, 1], b"a"), ([1], b"a")]
 
 
+def test_a_line_after_which_its_ranks_printed_nothing_may_be_shown_later() -> None:
+    merger = Merger(3)
+    for rank, text in ((1, b"a"), (1, b"b"), (0, b"c"), (2, b"b"), (0, b"a"), (0, b"b")):
+        merger.add(rank, 1, text, 0.0)
+    wanted = [([1], b"a"), ([0], b"c"), ([0], b"a"), ([1, 2, 0], b"b")]
+    assert lines(merger, 0.0, everything=True) == wanted
+
+
 def test_a_flood_does_not_wait() -> None:
     merger = Merger(2)
     for number in range(5000):
@@ -434,6 +442,57 @@ def test_lines_come_in_the_order_of_their_writing(board: Board, capfdbinary: pyt
     pipes.finish()
     shown = capfdbinary.readouterr().out.decode().splitlines()
     assert shown == ["[1] a of 1", "[1] more of 1", "[0] a of 0", "[1] b of 1", "[1] more of 1", "[0] b of 0"]
+
+
+BAR = b"\r 50%\r100%\n"  # it is held for a moment, since a bar below it may return to it
+
+
+def into(shown: list[bytes], size: int) -> OutputPlan:
+    return dataclasses.replace(plan(size, Policy()), merge=size > 1, sink=lambda _, data: shown.append(data))
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("end", [b"end", b"x" * 40_000], ids=["line", "flood"])
+def test_a_bar_that_has_ended_is_shown_before_what_its_rank_printed_later(
+    board: Board, size: int, end: bytes, at_once: bool
+) -> None:
+    shown: list[bytes] = []
+    pipes = Pipes(into(shown, size), size, board=board)
+    out, err = (pipes.file(0, stream, board) for stream in (1, 2))
+    for _ in range(2):
+        err.write(BAR)
+        if not at_once:
+            pipes.relay.carry()
+        out.write(end + b"\n")
+        pipes.relay.carry()
+    err.write(BAR)
+    pipes.relay.carry()
+    out.write(b"last\n")
+    pipes.finish()
+    assert b"".join(shown).splitlines() == [b"[0] 100%", b"[0] " + end] * 2 + [b"[0] 100%", b"[0] last"]
+
+
+def test_a_line_moves_behind_a_bar_to_be_shown_once(board: Board) -> None:
+    shown: list[bytes] = []
+    pipes = Pipes(into(shown, 2), 2, board=board)
+    for rank, stream, data in ((1, 1, b"end\n"), (0, 2, BAR), (0, 1, b"end\n")):
+        pipes.file(rank, stream, board).write(data)
+        pipes.relay.carry()
+    pipes.finish()
+    assert b"".join(shown).splitlines() == [b"[0] 100%", b"[0,1] end"]
+
+
+def test_the_order_over_both_streams_of_one_rank(board: Board) -> None:
+    """Nothing is compared there, and one stream is read before the other."""
+    shown: list[bytes] = []
+    pipes = Pipes(into(shown, 1), 1, board=board)
+    files = [pipes.file(0, stream, board) for stream in (1, 2)]
+    for number in range(6):
+        files[number % 3 % 2].write(b"%d\n" % number)
+    pipes.relay.carry()
+    pipes.finish()
+    assert b"".join(shown).splitlines() == [b"[0] %d" % number for number in range(6)]
 
 
 def test_writes_of_others_do_not_upset_the_order(board: Board) -> None:

@@ -32,6 +32,17 @@ class RankStream:
     splitter: LineSplitter = field(default_factory=LineSplitter)
     displays: rich_output.LineCutter = field(default_factory=rich_output.LineCutter)
     held: float | None = None  # since when the splitter holds a line
+    held_written: float = 0.0  # when that line was written
+
+
+@dataclass
+class WrittenLines:
+    """Lines of one write. ``flood``: they are not compared with those of other ranks."""
+
+    at: float
+    stream: RankStream
+    lines: Sequence[bytes]
+    flood: bool = False
 
 
 class CallOutput:
@@ -47,7 +58,7 @@ class CallOutput:
         self._display = Display(plan.area, clock())
         self._number = LaunchNumber()
         self._streams: list[RankStream] = []
-        self._fresh: list[tuple[float, RankStream, bytes]] = []  # lines of this round, with the time of their writing
+        self._fresh: list[WrittenLines] = []  # of this round
         self.status: Callable[[], list[str]] = list  # the lines above the bars
         self._like: OutputPlan | None = None  # another plan that it can serve
         self._touched = False  # something has come, or was shown
@@ -95,13 +106,14 @@ class CallOutput:
                 self._take_lines(stream, [line], rich_output.time_of(line, now))
             return
         for at, part in stream.times.cut(data, now):
-            self._take_lines(stream, stream.splitter.feed(part), at, flood=len(data) >= _FLOOD)
+            self._split(stream, part, at, flood=len(data) >= _FLOOD)
         stream.held = now if stream.splitter.holding else None
 
     def end_stream(self, stream: RankStream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
         self._streams.remove(stream)
         if self._touched and self._splits(stream):
+            self._release(stream)
             self._take_lines(stream, stream.splitter.end(), self._clock())
         if stream.file is not None:
             stream.file.close()
@@ -122,8 +134,7 @@ class CallOutput:
         """Shows what is due."""
         now = self._clock()
         if self._touched:
-            self._release_held(now)
-            self._show_waiting()
+            self.show_lines()
         if self._display.due is None or now < self._display.due:
             return
         if self.console.blocked is not None:
@@ -132,6 +143,11 @@ class CallOutput:
         looks = [*self._status(), *self._bars()]
         with self._display.lock:
             self.console.write(2, self._display.draw(looks, now).encode())
+
+    def show_lines(self) -> None:
+        """Show the lines that need wait no longer, once all that was written by some moment has been taken."""
+        self._release_held(self._clock())
+        self._show_waiting()
 
     def finish(self) -> None:
         """Shows what still waits, and leaves of the lines that change what should stay."""
@@ -196,15 +212,18 @@ class CallOutput:
         if instead:
             self._print(1, instead.encode(errors="backslashreplace"))
 
+    def _split(self, stream: RankStream, part: bytes, at: float, *, flood: bool) -> None:
+        """Take what was written at that time; a line that was held keeps the time of its own writing."""
+        held = stream.splitter.holding
+        lines = stream.splitter.feed(part)
+        self._take_lines(stream, lines[:held], stream.held_written, flood=flood)
+        self._take_lines(stream, lines[held:], at, flood=flood)
+        if stream.splitter.holding and (lines or not held):
+            stream.held_written = at
+
     def _take_lines(self, stream: RankStream, lines: Sequence[bytes], at: float, *, flood: bool = False) -> None:
-        if self._merger is not None and not flood:
-            self._fresh += [(at, stream, line) for line in lines]
-        elif lines:
-            self._show_waiting(everything=stream.policy.shown)
-            self._remember(stream, lines)
-            prefix = self._prefix([stream.rank]).encode()
-            if stream.policy.shown:
-                self._print(stream.number, b"".join(prefix + line + b"\n" for line in lines))
+        if lines:
+            self._fresh.append(WrittenLines(at, stream, lines, flood or self._merger is None))
 
     def _splits(self, stream: RankStream) -> bool:
         return stream.policy.shown or self._tails is not None
@@ -214,20 +233,36 @@ class CallOutput:
             self._tails.add(stream.rank, lines)
 
     def _release_held(self, now: float) -> None:
+        """Release lines that have waited long enough, or after which their rank has printed on another stream."""
+        latest: dict[int, float] = {}
+        for fresh in self._fresh:
+            latest[fresh.stream.rank] = max(fresh.at, latest.get(fresh.stream.rank, 0.0))
         for stream in self._streams:
-            if stream.held is not None and now >= stream.held + WINDOW:
-                stream.held = None
-                self._take_lines(stream, stream.splitter.release(), now)
+            later = latest.get(stream.rank, 0.0) > stream.held_written
+            if stream.held is not None and (later or now >= stream.held + WINDOW):
+                self._release(stream)
+
+    def _release(self, stream: RankStream) -> None:
+        if stream.splitter.holding:
+            self._take_lines(stream, stream.splitter.release(), stream.held_written)
+        stream.held = None
 
     def _show_waiting(self, *, everything: bool = False) -> None:
-        if self._merger is None:
-            return
         fresh, self._fresh = self._fresh, []
-        for _, stream, text in sorted(fresh, key=lambda found: found[0]):
-            self._remember(stream, [text])
-            if stream.policy.shown:
-                self._merger.add(stream.rank, stream.number, text, self._clock())
-        for line in self._merger.take(self._clock(), everything=everything):
+        for found in sorted(fresh, key=lambda found: found.at):
+            stream = found.stream
+            self._remember(stream, found.lines)
+            if stream.policy.shown and found.flood:
+                self._show_merged(everything=True)
+                prefix = self._prefix([stream.rank]).encode()
+                self._print(stream.number, b"".join(prefix + line + b"\n" for line in found.lines))
+            elif stream.policy.shown and self._merger is not None:
+                for line in found.lines:
+                    self._merger.add(stream.rank, stream.number, line, self._clock())
+        self._show_merged(everything=everything)
+
+    def _show_merged(self, *, everything: bool) -> None:
+        for line in self._merger.take(self._clock(), everything=everything) if self._merger is not None else ():
             if line.stream == rich_output.STREAM:
                 self._publish(line.text)
             else:

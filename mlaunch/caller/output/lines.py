@@ -22,7 +22,7 @@ class LineSplitter:
     def __init__(self) -> None:
         self._rest = bytearray()
         self._below: dict[int, bytes] = {}  # looks of bars, by how many lines below the line that is being redrawn
-        self.holding = False  # a line that has ended, unless what comes next returns to it
+        self.holding = 0  # lines that have ended, unless what comes next returns to them
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the lines that this completes."""
@@ -31,15 +31,15 @@ class LineSplitter:
             self._rest = bytearray(_BELOW.sub(self._keep_below, bytes(self._rest)))
         if b"\n" not in self._rest and len(self._rest) <= LINE_LIMIT:
             self._forget_earlier_looks()
-            self.holding = False
+            self.holding = 0
             return []
         end = self._held_from()
-        self.holding = end < len(self._rest)
+        self.holding = self._rest.count(b"\n", end)
         return self._cut(end)
 
     def release(self) -> list[bytes]:
-        """Returns the line that is held: nothing has come that returns to it."""
-        self.holding = False
+        """Returns the lines that are held: nothing has come that returns to them."""
+        self.holding = 0
         return self._cut(len(self._rest))
 
     def end(self) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Shows equal lines of several ranks once.
 
 A line waits a moment for the other ranks to say the same. The order of each rank's lines, over both its streams, is
-kept.
+kept; a line of one rank may move behind later ones of others who say the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Line:
     stream: int
     text: bytes
     at: float
-    number: int
+    number: int = 0
     ranks: list[int] = field(default_factory=list)
 
 
@@ -36,14 +36,25 @@ class Merger:
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
         after = self._latest.get(rank, -1)  # so a rank's own lines are never one
         alike = self._alike.setdefault((stream, text), [])
-        line = next((line for line in alike if line.number > after), None)
+        line = next((line for line in alike if line.number > after or self._may_move(line, rank)), None)
         if line is None:
-            line = Line(stream, text, now, self._count)
-            self._waiting.append(line)
+            line = Line(stream, text, now)
             alike.append(line)
-            self._count += 1
+            self._append(line)
+        elif line.number < after:
+            self._waiting.remove(line)
+            self._append(line)
         line.ranks.append(rank)
-        self._latest[rank] = line.number
+        self._latest |= dict.fromkeys(line.ranks, line.number)
+
+    def _may_move(self, line: Line, rank: int) -> bool:
+        """True if it can be shown after the latest of another rank: nothing of its own ranks follows it."""
+        return rank not in line.ranks and all(self._latest[other] == line.number for other in line.ranks)
+
+    def _append(self, line: Line) -> None:
+        line.number = self._count
+        self._waiting.append(line)
+        self._count += 1
 
     def take(self, now: float, *, everything: bool = False) -> list[Line]:
         """Returns the lines that need wait no longer, in their order."""

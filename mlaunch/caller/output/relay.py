@@ -146,6 +146,7 @@ class Relay:
                 self.output.end_stream(stream)
         else:
             while self._read_round(set(self._streams)) or self._more_comes():
+                self.output.show_lines()
                 self.output.console.wait(until)
             for fd in list(self._streams):  # somebody who outlived the launch holds the other end
                 self._close(fd)
