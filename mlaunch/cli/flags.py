@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from mlaunch.cli import profile_flags
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
+from mlaunch.cli.output import note_error
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -64,6 +65,38 @@ class Flags(argparse.ArgumentParser):
     def __init__(self, environ: Mapping[str, str], **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, epilog=_EXAMPLES, usage=_usage(settings), **settings)
         self.environ = environ
+
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """Read the flags before the script; what follows it is the script's, whatever it looks like."""
+        # argparse compares all words with the flags, those of REMAINDER, too: a script's --r=16 is ambiguous to it.
+        end = self._place_of_script(args) + 1
+        found: argparse.Namespace = super().parse_args(args[:end], namespace)
+        separated = args[end : end + 1] == ["--"]  # which torchrun's script does not get
+        found.training_script_args = list(args[end + separated :])
+        return found
+
+    def _place_of_script(self, args: Sequence[str]) -> int:
+        """Return the index of the first word that is neither a flag nor the value of one."""
+        index = 0
+        while index < len(args) and args[index].startswith("-") and args[index] != "-":
+            if args[index] == "--":
+                return index + 1
+            index += 2 if self._wants_next_word(args[index]) else 1
+        return index
+
+    def _wants_next_word(self, word: str) -> bool:
+        if not word.startswith("--") and len(word) > 2:  # -r3, -mr
+            first = self._option_string_actions.get(word[:2])
+            return first is not None and first.nargs == 0 and self._wants_next_word(f"-{word[2:]}")
+        known = self._option_string_actions.get(word)
+        candidates = [known] if known else [candidate[0] for candidate in self._get_option_tuples(word)]
+        return "=" not in word and len(candidates) == 1 and candidates[0].nargs is None
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the command; a wrong command line is noted for who has started it, too."""
+        if status and message:
+            note_error(message.strip(), status)
+        super().exit(status, message)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Finds the flags that begin so, each once: two spellings of one flag are not ambiguous."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import field
@@ -38,6 +40,7 @@ _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
 _NO_ID = "none"  # torchrun's
 _BACKENDS = ("static", "c10d")
+_STDIN = "-"  # as python takes it
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 COUNTED = ("auto", "gpu", "cpu", "xpu")
@@ -74,10 +77,13 @@ class Job:
     virtual_local_rank: bool
     numa_binding: str | None
     lease: int | None = None  # so many devices are waited for
+    source: bytes | None = field(default=None, repr=False)  # of a script that cannot be read twice
 
     @property
     def name(self) -> str:
         """For people."""
+        if self.source is not None:
+            return "<stdin>" if self.target == _STDIN else self.target
         return os.path.basename(self.target) if self.kind in {"file", "program"} else self.target
 
     def options(self, size: int) -> Options:
@@ -164,11 +170,37 @@ def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
         return "module", target, (*first, *base)
     if _FUNCTION.fullmatch(target) and not os.path.exists(target):
         return "function", target, (*first, *base)
+    if target == _STDIN or _is_read_once(target):
+        return "file", target, (*first, *base)
     if not os.path.exists(target):
         raise UsageError(f"{target}: no such file{_perhaps(target)}")
     if _is_package(target):
         return "file", target, (target, *base)
     return "file", target, (() if safe else (os.path.dirname(os.path.realpath(target)),)) + base
+
+
+def _is_read_once(path: str) -> bool:
+    """True for a pipe, a terminal, a socket."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def with_source(job: Job) -> Job:
+    """Read a script that comes through a pipe or from a terminal: each rank would find what the first one has left.
+
+    UsageError if it cannot be read.
+    """
+    if job.kind != "file" or not (job.target == _STDIN or _is_read_once(job.target)):
+        return job
+    try:
+        with open(0 if job.target == _STDIN else job.target, "rb", closefd=job.target != _STDIN) as file:
+            text = file.read()
+    except OSError as error:
+        raise UsageError(f"{job.target}: {error.strerror}") from None
+    return dataclasses.replace(job, source=text)
 
 
 def _is_package(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import socket
 import string
@@ -11,10 +12,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
+from mlaunch.protocol import error_file
 
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -95,6 +98,23 @@ def output_plan(
         return wishes.prefix_of(role, rank, rank - rank_start(), host)
 
     return OutputPlan(wishes.policies(size), prefix, directory, by_local_rank=True, merge=False)
+
+
+def fail(text: str, code: int, error: LaunchError | None = None) -> None:
+    """Say why the command fails, to people and to who has started it. ``code``: as of ``note_error``."""
+    say(text)
+    note_error(text, code, error)
+
+
+def note_error(text: str, code: int, error: LaunchError | None = None) -> None:
+    """Write why the command fails, if who has started it asks by ``TORCHELASTIC_ERROR_FILE``.
+
+    ``code``: its exit status, or minus the number of the signal that ended it.
+    """
+    try:
+        error_file.pass_on(text, code, error)
+    except OSError as problem:
+        say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
 
 
 def say(text: str) -> None:

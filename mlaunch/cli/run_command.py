@@ -22,8 +22,8 @@ from mlaunch.caller.server.zygote_client import ask_zygote
 from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError, behind_the_script
-from mlaunch.cli.job import Job, job_of
-from mlaunch.cli.output import Wishes, say, wishes_of
+from mlaunch.cli.job import Job, job_of, with_source
+from mlaunch.cli.output import Wishes, fail, say, wishes_of
 
 if TYPE_CHECKING:
     import argparse
@@ -44,6 +44,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
     try:
         job, wishes, engine = _job_of(args), wishes_of(args, os.environ), _engine_of(args)
         with _stopping_at(job.signals):
+            job = job if args.dry_run else with_source(job)
             if engine is not None:
                 from mlaunch.cli.run_job import run_there
 
@@ -57,10 +58,10 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.exit(_USAGE, f"{prog}: {error}\n")
     except OSError as error:
         rlimits.name_limit(error)
-        say(str(error))
+        fail(str(error), _RAISED)
         return _RAISED
     except StopSignal as stop:
-        say("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]))
+        fail("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]), -stop.number)
         return _SIGNALLED + stop.number
     finally:
         _let_go_of_streams()

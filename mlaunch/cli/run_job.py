@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -26,8 +25,7 @@ from mlaunch.cli import profile_flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
-from mlaunch.cli.output import Wishes, directory_of, output_plan, say
-from mlaunch.protocol import error_file
+from mlaunch.cli.output import Wishes, directory_of, fail, output_plan, say
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
@@ -183,11 +181,7 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
 
 def _fail(error: LaunchError, status: int | None = None) -> int:
     """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
-    say(str(error))
-    try:
-        error_file.pass_on(error)
-    except OSError as problem:
-        say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
+    fail(str(error), _RAISED if status is None else status, error)
     if status is not None:
         return status
     code = error.failures[0].exitcode if error.failures else None

@@ -101,4 +101,5 @@ def _command(job: Job) -> ScriptTarget:
         error_dir="",
         virtual_local_rank=job.virtual_local_rank,
         numa_binding=job.numa_binding,
+        source=job.source,
     )

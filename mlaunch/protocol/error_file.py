@@ -102,13 +102,17 @@ def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
     Path(path).write_text(json.dumps(record), encoding="utf-8")
 
 
-def pass_on(error: LaunchError) -> None:
-    """Writes what a failed rank wrote, or else what we know, for the launcher that has started this one and asked.
+def pass_on(text: str, code: int, error: LaunchError | None = None) -> None:
+    """Write what a failed rank wrote, or else ``text``, for the launcher that has started this one and asked.
 
-    OSError: it cannot be written.
+    ``code``: an exit code; minus a signal's number. OSError: it cannot be written.
     """
     path = os.environ.get(VARIABLE)
-    if path and error.failures:
-        cause, first_line = error.failures[0], str(error).partition("\n")[0]
-        known = error.recorded or new_record(first_line, cause.traceback or str(error))
-        write(path, known, cause.exitcode)
+    if not path:
+        return
+    known: Mapping[str, Any] = new_record(text.partition("\n")[0], text)
+    if error is not None and error.failures:
+        cause = error.failures[0]
+        code = code if cause.exitcode is None else cause.exitcode
+        known = error.recorded or new_record(text.partition("\n")[0], cause.traceback or text)
+    write(path, known, code)

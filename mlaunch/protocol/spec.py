@@ -52,6 +52,7 @@ class ScriptTarget:
     numa_binding: str | None = None  # torch's name for a mode
     role_start: int | None = None  # of local rank 0 among all ranks with this role; None: its global rank
     role_size: int | None = None  # the number of those; None: all ranks
+    source: bytes | None = field(default=None, repr=False)  # of a file that cannot be read twice, such as a pipe
 
 
 @frozen_record

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -24,7 +25,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
 from mlaunch.base.misuse import misuse
-from mlaunch.protocol import error_file
+from mlaunch.protocol import error_file, sources
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.spec import ScriptTarget
 from mlaunch.rank.base import Rank, RankArgs
@@ -49,7 +50,10 @@ class ScriptRank(Rank):
             self._become_rank()
             self._enter(Phase.COMMANDED)
             with profiling(self._spec, self._args.local_rank):
-                _RUN[self._command.kind](self._command.target)
+                if self._command.source is None:
+                    _RUN[self._command.kind](self._command.target)
+                else:
+                    _run_text(self._command.target, self._command.source)
             code = 0
         except SystemExit as leaving:
             code = process.exit_code(leaving)
@@ -149,6 +153,19 @@ def _compiled(path: str) -> types.CodeType:
         return code
     with io.open_code(path) as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _run_text(name: str, text: bytes) -> None:
+    """Run a script that came through a pipe, as ``python -`` and ``python /dev/stdin`` do."""
+    main, file = _new_main(), "<stdin>" if name == "-" else name
+    try:
+        code = compile(text, file, "exec", dont_inherit=True)
+        sources.take((file, importlib.util.decode_source(text)))
+    except (SyntaxError, ValueError) as error:  # it is no Python
+        misuse(error)
+        raise
+    main.__dict__.update(__file__=file, __cached__=None)
+    exec(code, main.__dict__)
 
 
 def _run_module(name: str) -> None:

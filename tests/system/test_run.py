@@ -259,6 +259,43 @@ def test_input_reaches_the_ranks(tmp_path: Path) -> None:
     assert run(tmp_path, write(tmp_path, "print(input()[::-1])"), stdin="abc\n").stdout == "cba\n"
 
 
+def test_a_script_that_can_be_read_once(tmp_path: Path) -> None:
+    """All ranks of all attempts run what the command has read."""
+    script = """
+import os, sys
+print(os.environ["RANK"], sys.argv, sys.path[0])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" or os.environ["RANK"] == "1":
+    raise ValueError("no such luck")
+"""
+    os.mkfifo(tmp_path / "fifo")
+    for name, told_of in (("-", "<stdin>"), ("/dev/stdin", "/dev/stdin"), ("fifo", "fifo")):
+        process = subprocess.Popen(
+            [*MLAUNCH, "--nproc-per-node", "2", "--max-restarts", "1", name, "--r=16"],
+            cwd=tmp_path,
+            env=environment(TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if name == "fifo":
+            (tmp_path / name).write_text(script)
+        out, err = process.communicate("" if name == "fifo" else script, timeout=90)
+        assert process.returncode == 1, err
+        assert f"0 {[name, '--r=16']} {tmp_path}" in out.splitlines()
+        assert "is started again (restart 1 of at most 1)" in err
+        assert f"rank 1 of {told_of} raised ValueError: no such luck" in err
+        assert f'File "{told_of}", line 5, in <module>\n      raise ValueError("no such luck")\n' in err
+        assert json.loads((tmp_path / "error.json").read_text())["message"]["errorCode"] == 1
+
+
+def test_a_script_in_a_pipe_that_is_no_python(tmp_path: Path) -> None:
+    done = run(tmp_path, "-", stdin="x = (\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "rank 0 of <stdin> raised SyntaxError: '(' was never closed (<stdin>, line 1)" in done.stderr
+    assert "mlaunch/rank" not in done.stderr
+
+
 def test_modules_imported_once(tmp_path: Path) -> None:
     write(tmp_path, "import os\npid = os.getpid()\nprint('imported', file=__import__('sys').stderr)", "costly.py")
     write(tmp_path, "import costly; print(costly.pid)")
@@ -339,7 +376,8 @@ while True: signal.pause() if said else said.append(os.write(1, b"running\\n")) 
 @pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 129)])
 def test_signals_are_passed_on(tmp_path: Path, name: str, status: int) -> None:
     for grace_period in ("0.5", "5", "30"):
-        process = start(tmp_path, *PAIR, "--grace-period", grace_period, write(tmp_path, STUBBORN), name, "stubborn")
+        words = (*PAIR, "--grace-period", grace_period, write(tmp_path, STUBBORN), name, "stubborn")
+        process = start(tmp_path, *words, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
         family = descendants(process.pid)
@@ -353,6 +391,9 @@ def test_signals_are_passed_on(tmp_path: Path, name: str, status: int) -> None:
     assert first == f"mlaunch: ended by {name}"
     assert re.fullmatch(r"train\.py was ended by this; ranks 0-1 were in <module> at train\.py:\d+", second)
     assert not [pid for pid in family if alive(pid)]
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (message["message"], message["errorCode"]) == (f"ended by {name}", -signal.Signals[name])
+    assert message["extraInfo"]["py_callstack"].endswith(second)
 
 
 def test_a_signal_that_is_not_handled_by_default(tmp_path: Path) -> None:
@@ -586,9 +627,12 @@ def test_a_wrong_command_line(
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "", "x.py")
     write(tmp_path, " \n", "empty")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as caught:
         main(["run", *args])
     assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (message["message"], message["errorCode"]) == (f"mlaunch run: {words.rstrip()}", 2)
 
 
 def test_fewer_devices_than_ranks(tmp_path: Path) -> None:

@@ -61,6 +61,30 @@ def test_a_shortened_flag_that_fits_two_is_ambiguous(capsys: pytest.CaptureFixtu
     assert "ambiguous option: --master could match --master-addr, --master-port" in refused(capsys, "--master", "x")
 
 
+@pytest.mark.parametrize("before", [
+    [],
+    ["--nproc-per-node", "2", "-r", "3", "-t0:3", "--tee=1", "--log_dir", "x", "--deadline", "-1"],
+    ["--nproc", "2", "--standalone", "--pre", "json", "--dry"],
+    ["-m", "--profile", "d"],
+    ["-mr", "3", "--"],
+])  # fmt: skip
+@pytest.mark.parametrize("after", [
+    ["--r=16"], ["--n=3", "-m"], ["--p", "x", "--t", "1"], ["--stop", "--print", "--prof=1"], ["--no-such"],
+    ["x", "--"], ["--nproc-per-node", "3", "-h"],
+])  # fmt: skip
+def test_what_follows_the_script_is_the_scripts(before: list[str], after: list[str]) -> None:
+    """However it looks: none of it is an ambiguous flag of ours."""
+    parser = flags.parser("mlaunch run", {})
+    found, without = parser.parse_args([*before, "train.py", *after]), parser.parse_args([*before, "train.py"])
+    assert (found.training_script, found.training_script_args) == ("train.py", after)
+    assert vars(found) | {"training_script_args": []} == vars(without)
+
+
+def test_a_separator_behind_the_script_is_dropped_as_torchrun_does() -> None:
+    parser = flags.parser("mlaunch run", {})
+    assert parser.parse_args(["train.py", "--", "-x", "--"]).training_script_args == ["-x", "--"]
+
+
 def test_help_shows_one_spelling() -> None:
     text = flags.parser("mlaunch run", {}).format_help()
     assert "--nproc-per-node N" in text
