@@ -29,7 +29,7 @@ def run(rounds: int) -> list[Row]:
         for size in (2, 4, 8):
             ours = launcher(work.reduce_once, size)
             bare = functools.partial(floor, "reduce", size)
-            for how, take, bound in (("back to back", _in_a_row, "<= 1.3"), ("after a pause", _later, "<= 0.5")):
+            for how, take, bound in (("back to back", _in_a_row, "<= 1.3"), ("after a pause", _later, "<= 0.65")):
                 contestants: dict[str, Callable[[], float]] = {
                     "mlaunch": functools.partial(take, functools.partial(seconds, ours)),
                     _FLOOR: functools.partial(take, bare),
@@ -72,7 +72,7 @@ def _peers(rounds: int) -> list[Row]:
     with contextlib.ExitStack() as running:
         peers = {name: running.enter_context(in_a_process("benchmarks.warm", way)) for name, way in _PEERS.items()}
         medians = alternate(peers, rounds)
-    bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 150")}
+    bounds = {"torch.multiprocessing.spawn": ("mlaunch", ">= 100")}
     bounds |= {name: ("mlaunch", "") for name in ("torchrunx", "accelerate notebook_launcher")}
     return compare("warm call after a pause, 2 ranks, peers", medians, bounds, "s")
 

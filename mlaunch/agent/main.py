@@ -54,7 +54,6 @@ class Order:
 
     fds: LaunchFds
     call: Call | None = None  # it is in memory
-    rehearses: bool = False  # if it is to be prepared
     soon: bool = False  # its call will come while others run, so that it is worth as much as they are
     leases: tuple[int, ...] = ()  # of its devices, which the ranks hold, too
 
@@ -124,13 +123,13 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
     except EOFError:
         return None
     own, leases = LaunchFds.of(fds, prepares=following.prepares)
-    return Order(own, None, following.rehearses, following.soon, tuple(leases))
+    return Order(own, None, following.soon, tuple(leases))
 
 
 def _wanted(order: Order) -> LaunchSpec:
     """Returns the launch that is to be made."""
     spec: LaunchSpec = payload.read(order.fds.spec)
-    return as_prepared(spec, rehearses=order.rehearses) if order.fds.call is None else spec
+    return as_prepared(spec) if order.fds.call is None else spec
 
 
 def _take_over_streams(order: Order) -> None:
@@ -224,7 +223,7 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | N
     """Returns the supervisor, which has begun the call if that is there already."""
     call_fd = order.fds.call
     if call_fd is None:  # the launch is prepared
-        return PreparedSupervisor(scene, priority, rehearses=spec.rehearses)
+        return PreparedSupervisor(scene, priority)
     if spec.stays:
         os.close(call_fd)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)

@@ -15,7 +15,6 @@ import secrets
 import signal
 from typing import TYPE_CHECKING
 
-from mlaunch.agent.rehearsing import rehearse
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux
@@ -34,7 +33,7 @@ _STOP_DELAY = 0.1  # seconds between looks whether all ranks wait and may be sto
 _LOWEST = 19
 
 
-def as_prepared(spec: LaunchSpec, *, rehearses: bool) -> LaunchSpec:
+def as_prepared(spec: LaunchSpec) -> LaunchSpec:
     """Returns a launch like the last one, with what is its own."""
     return dataclasses.replace(
         spec,
@@ -45,7 +44,6 @@ def as_prepared(spec: LaunchSpec, *, rehearses: bool) -> LaunchSpec:
         time_left=None,
         seed=None,
         prepared=True,
-        rehearses=rehearses,
     )
 
 
@@ -63,13 +61,11 @@ def lower_priority() -> int | None:
 class PreparedSupervisor(Supervisor):
     """Once it has passed the call on, it is as any other.
 
-    ``priority``: what the ranks get then; None: they have it. ``rehearses``: does its part of a call first.
+    ``priority``: what the ranks get then; None: they have it.
     """
 
-    def __init__(self, scene: Supervision, priority: int | None, *, rehearses: bool) -> None:
+    def __init__(self, scene: Supervision, priority: int | None) -> None:
         super().__init__(scene)
-        if rehearses:
-            rehearse()
         self._priority = priority
         self._must_stay = self._waits = True  # for their call
         self._leave_at = self._clock() + WAIT_LIMIT

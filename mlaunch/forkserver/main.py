@@ -187,7 +187,7 @@ class _ForkServer:
                 self._start(fds, caller, record)
             case PrepareNext():
                 if fds[1:]:
-                    self.next.remember(LikeFds(*fds[1:]), announced=True)
+                    self.next.remember(LikeFds(*fds[1:]))
                 self.next.want(fds[0], soon=record.soon)
                 # By the agent of the trial that has just ended: a new one is a fork, 1,700 page faults and an end more,
                 # on cores that the other trials want.
@@ -216,8 +216,7 @@ class _ForkServer:
 
     def _prepare_next(self, caller: int) -> None:
         """Prepares the next launch. The lowest priority is its own business."""
-        rehearses = self.next.announced or self.launched > 1  # who has called once may never call again
-        self._launch(Launch(self.next.take(), more=True, rehearses=rehearses, soon=self.next.soon), caller)
+        self._launch(Launch(self.next.take(), more=True, soon=self.next.soon), caller)
 
     def _launch(self, launch: Launch, caller: int) -> None:
         begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds.there))

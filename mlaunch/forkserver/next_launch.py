@@ -15,7 +15,6 @@ class NextLaunch:
     def __init__(self) -> None:
         self._like: LikeFds | None = None  # of the last launch, or of one that was announced
         self._socket = -1
-        self.announced = False  # somebody has said that its call will come
         self.soon = False  # and may, while others run
 
     @property
@@ -29,10 +28,10 @@ class NextLaunch:
         """Returns the descriptors, which are no other process's business."""
         return [*(self._like or ()), *([self._socket] if self._socket >= 0 else [])]
 
-    def remember(self, like: LikeFds, *, announced: bool = False) -> None:
-        """Takes what the last launch was made of, or one that is ``announced``."""
+    def remember(self, like: LikeFds) -> None:
+        """Takes what the last launch was made of, or one that is announced."""
         self.forget()
-        self._like, self.announced = like, announced
+        self._like = like
 
     def want(self, socket: int, *, soon: bool = False) -> None:
         """Takes the socket of the launch that is to be prepared; closes it if none can be."""

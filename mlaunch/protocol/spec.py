@@ -131,7 +131,6 @@ class LaunchSpec:
     node_rank: int = 0  # of this machine, by its ranks
     num_nodes: int = 1
     prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
-    rehearses: bool = False  # it is prepared, and makes a call of nothing before it waits
     stays: bool = False  # the ranks stay between calls, which are sent one after the other
     count_machines: bool = False  # rank_start and world_size are guesses, until all machines have told their sizes
     interface: str = "lo"  # on which the ranks talk; "": not known

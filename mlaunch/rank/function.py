@@ -24,7 +24,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Phase
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import breakpoints, rehearsal, slow_imports
+from mlaunch.rank import breakpoints, slow_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
@@ -118,8 +118,6 @@ class FunctionRank(Rank):
         # What differs between two launches of one shape travels with the call (Details), so joining need not wait for
         # it.
         if spec.prepared and not self._is_early:
-            if spec.rehearses:
-                self._rehearse()
             self._expect_call()
 
     def _take_settings(self) -> None:
@@ -136,17 +134,6 @@ class FunctionRank(Rank):
     def _apply_seed(self) -> None:
         if self._spec.seed is not None:
             seeding.apply(seeding.of_rank(self._spec.seed, self._spec.rank(self._args.local_rank)))
-
-    def _rehearse(self) -> None:
-        """Makes a call of nothing, to have done once what a call takes. Collective, over all ranks."""
-        real = self._args
-        try:
-            with rehearsal.stage(real) as self._args:
-                task = self._next_task()
-                if task is not None:
-                    self._run_task(task)
-        finally:
-            self._args, self._task = real, None
 
     def _expect_call(self) -> None:
         """Begins to wait, on a core of its own as far as there are any: all ranks are woken at once."""

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, launcher
@@ -187,34 +186,6 @@ def test_ranks_that_wait_are_stopped_after_a_while_and_run_again_with_their_call
     assert main(["stacks"]) == 0
     assert "stopped" not in capsys.readouterr().out
     assert pids(launcher(who, 2)) == ranks
-
-
-def operations() -> int:
-    """Returns how many operations this rank has entered."""
-    return cast("int", dist.group.WORLD._get_sequence_number_for_group())
-
-
-def test_ranks_rehearse_for_who_has_called_twice() -> None:
-    """Who has called once may never call again, and what is prepared costs no more than a call then."""
-    server = warm_server.get(os.environ).pid
-    os.kill(server, signal.SIGKILL)
-    wait_gone([server])
-    call = launcher(operations, 1)
-    (none,) = call()
-    prepared()
-    assert call() == [none]
-    prepared()
-    assert call() == [none + 1]
-
-
-def test_ranks_rehearse_for_a_call_that_was_announced() -> None:
-    (none,) = launcher(operations, 1, start_method="spawn")()  # which nothing is prepared for
-    server = warm_server.get(os.environ).pid
-    os.kill(server, signal.SIGKILL)
-    wait_gone([server])
-    mlaunch.warm_up(n_gpus=1)
-    prepared()
-    assert launcher(operations, 1)() == [none + 1]
 
 
 @pytest.mark.slow

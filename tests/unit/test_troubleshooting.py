@@ -41,7 +41,6 @@ INTERNAL = (
     "__signature__",
     "cannot assign to field",  # dataclasses' own
     "cannot delete field",
-    "a rehearsal",
     "cannot pickle an open file",
     "it ends too early",
     "it holds what is no JSON",

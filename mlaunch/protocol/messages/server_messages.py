@@ -58,9 +58,8 @@ class ServeNext:
     """Asks a free agent to serve one more launch.
 
     Attached: ``LaunchFds``; what its processes hold of its devices. ``prepares``: it is to be prepared, so there is no
-    call memfd. ``rehearses``, ``soon``: see the agent's Order.
+    call memfd. ``soon``: see the agent's Order.
     """
 
     prepares: bool = False
-    rehearses: bool = False
     soon: bool = False
