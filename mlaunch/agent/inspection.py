@@ -249,5 +249,5 @@ def _state(rank: RankProcess, phase: Phase) -> str:
         return f"{phase.value} (it {rank.answer.value})"
     if rank.stopped:
         return "being stopped"
-    held = None if rank.rests else STATES.get(state_of(rank.pid))
+    held = STATES.get(state_of(rank.pid))
     return f"{phase.value} ({held})" if held else phase.value

@@ -21,7 +21,7 @@ from mlaunch.agent.joining_machines import Joined, NoLaunchError, join_machines
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
 from mlaunch.agent.peers import Peers
-from mlaunch.agent.prepared import PreparedSupervisor, as_prepared, lower_priority
+from mlaunch.agent.prepared import PreparedSupervisor, as_prepared
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.shared_names import SharedNames
 from mlaunch.agent.supervision.supervisor import Supervisor
@@ -54,7 +54,6 @@ class Order:
 
     fds: LaunchFds
     call: Call | None = None  # it is in memory
-    soon: bool = False  # its call will come while others run, so that it is worth as much as they are
     leases: tuple[int, ...] = ()  # of its devices, which the ranks hold, too
 
 
@@ -123,7 +122,7 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
     except EOFError:
         return None
     own, leases = LaunchFds.of(fds, prepares=following.prepares)
-    return Order(own, None, following.soon, tuple(leases))
+    return Order(own, None, tuple(leases))
 
 
 def _wanted(order: Order) -> LaunchSpec:
@@ -163,7 +162,6 @@ def _supervise(
     name_process("agent", spec.name)
     with contextlib.suppress(OSError):  # which a rank will tell
         os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
-    priority = lower_priority() if spec.prepared and not order.soon else None
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()
     listener = _listen(spec, launcher)
@@ -188,7 +186,7 @@ def _supervise(
         ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers,
         stop_on=spec.stop_on, stop_grace=spec.stop_grace,
     )  # fmt: skip
-    supervisor = _begin(order, spec, scene, priority)
+    supervisor = _begin(order, spec, scene)
     went_well = _run(supervisor, inspection, names, launcher)
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
@@ -219,11 +217,11 @@ def _owned(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
     return OwnedFds(parent, order.fds.socket, *call, *([] if link is None else [link.fileno()]))
 
 
-def _begin(order: Order, spec: LaunchSpec, scene: Supervision, priority: int | None) -> Supervisor:
+def _begin(order: Order, spec: LaunchSpec, scene: Supervision) -> Supervisor:
     """Returns the supervisor, which has begun the call if that is there already."""
     call_fd = order.fds.call
     if call_fd is None:  # the launch is prepared
-        return PreparedSupervisor(scene, priority)
+        return PreparedSupervisor(scene)
     if spec.stays:
         os.close(call_fd)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)

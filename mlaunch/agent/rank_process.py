@@ -36,7 +36,6 @@ class RankProcess:
     answer: AnswerKind | None = None  # to the present call
     content: Payload = field(default_factory=Payload)  # of this answer
     stopped: bool = False  # told to stop, or killed, by us
-    rests: bool = False  # kept from running while it waits for a call
     ends_at: float | None = None  # since when it ends, by a failure of its own
     gone: bool = False  # reaped
 

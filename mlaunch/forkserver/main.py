@@ -215,8 +215,7 @@ class _ForkServer:
             self.next.forget()
 
     def _prepare_next(self, caller: int) -> None:
-        """Prepares the next launch. The lowest priority is its own business."""
-        self._launch(Launch(self.next.take(), more=True, soon=self.next.soon), caller)
+        self._launch(Launch(self.next.take(), more=True), caller)
 
     def _launch(self, launch: Launch, caller: int) -> None:
         begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds.there))

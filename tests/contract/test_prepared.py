@@ -23,7 +23,6 @@ from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.caller.server import prepared_launch as caller_prepared
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.cli import main
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
@@ -152,12 +151,6 @@ def test_ranks_wait_each_on_a_core_and_run_on_all() -> None:
     assert call() == [all_cores] * 2
 
 
-def priorities() -> set[int]:
-    """Those of all threads of this rank and of its agent, which hosts the store."""
-    threads = [int(one) for pid in (os.getpid(), os.getppid()) for one in os.listdir(f"/proc/{pid}/task")]
-    return {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
-
-
 @pytest.mark.slow
 @builds.silent
 def test_a_prepared_launch_as_others_see_it(capfd: pytest.CaptureFixture[str]) -> None:
@@ -165,9 +158,6 @@ def test_a_prepared_launch_as_others_see_it(capfd: pytest.CaptureFixture[str]) -
     launch = prepared()
     ours = [launch["agent"], *pids_of(launch)]
     assert not set(children(os.getpid())) & set(ours)
-    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in ours} <= {19, os.getpriority(os.PRIO_PROCESS, 0)}
-    assert launcher(priorities, 2)() == [{os.getpriority(os.PRIO_PROCESS, 0)}] * 2
-    prepared()
     call = launcher(total, 2)
     call()
     assert call.last is not None
@@ -175,31 +165,9 @@ def test_a_prepared_launch_as_others_see_it(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
-def test_ranks_that_wait_are_stopped_after_a_while_and_run_again_with_their_call(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Each of gloo's loops wakes 100 times a second."""
-    launcher(total, 2)()
-    ranks = pids_of(prepared())
-    wait_stopped(*ranks)
-    assert pids_of(prepared()) == ranks  # and ``mlaunch ps`` does not take it for somebody's doing
-    assert main(["stacks"]) == 0
-    assert "stopped" not in capsys.readouterr().out
-    assert pids(launcher(who, 2)) == ranks
-
-
-@pytest.mark.slow
-def test_a_rank_that_somebody_stopped_while_it_waits_runs_with_its_call() -> None:
-    launcher(total, 2)()
-    ranks = pids_of(prepared())
-    os.kill(ranks[1], signal.SIGSTOP)
-    wait_stopped(ranks[1])
-    assert pids(launcher(who, 2)) == ranks
-
-
-def wait_stopped(*pids: int) -> None:
+def wait_stopped(pid: int) -> None:
     until = time.monotonic() + LIMIT
-    while {state_of(pid) for pid in pids} != {"T"}:
+    while state_of(pid) != "T":
         assert time.monotonic() < until
         os.sched_yield()
 
@@ -361,8 +329,6 @@ def test_a_trial_takes_what_was_prepared_while_another_ran_and_all_its_processes
             launch = prepared()
             expected, agent = pids_of(launch), launch["agent"]
             assert not any(held(pid) for pid in (*expected, agent))
-            ordinary = os.getpriority(os.PRIO_PROCESS, 0)  # it is worth as much as the trials that run
-            assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in (*expected, agent)} == {ordinary}
         for pid in pids:
             (tmp_path / f"{name}-{pid}").unlink()
     assert runs.results(LIMIT) == [["place on the CPUs 0"] * 2] * 3

@@ -474,8 +474,7 @@ def test_ranks_that_stay_wait_for_one_that_is_about_to_end() -> None:
 def test_prepared_ranks_leave_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first look, long before they have waited too long."""
     monkeypatch.setattr(linux, "memory_is_short", lambda: True)
-    kind: Any = functools.partial(PreparedSupervisor, priority=None)
-    world = World(size=1, kind=kind, deaf={0})
+    world = World(size=1, kind=PreparedSupervisor, deaf={0})
     world.run()
     _, last, at = world.signals[-1]
     assert (last, at < 100.0 + WAIT_LIMIT) == ("SIGKILL", True)

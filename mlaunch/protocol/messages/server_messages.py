@@ -58,8 +58,7 @@ class ServeNext:
     """Asks a free agent to serve one more launch.
 
     Attached: ``LaunchFds``; what its processes hold of its devices. ``prepares``: it is to be prepared, so there is no
-    call memfd. ``soon``: see the agent's Order.
+    call memfd.
     """
 
     prepares: bool = False
-    soon: bool = False
