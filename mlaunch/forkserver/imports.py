@@ -44,9 +44,10 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
 def add(preload: Sequence[str]) -> None:
     """Imports what a process lacks that has imported the rest. Raises whatever an import does."""
     lacking = [module for module in preload if module not in sys.modules]
-    for module in lacking:
-        __import__(module)
     if lacking:
+        gc.disable()
+        for module in lacking:
+            __import__(module)
         share()
 
 
@@ -65,6 +66,9 @@ def share() -> None:
     """Prepares for forks what is there: no rank is to copy the pages of what it only inherits."""
     _leave_operators()
     gc.freeze()  # the collector's marks would copy every page that ranks share with us
+    # Servers and agents live for days, and what is made from now on is little: json.dump alone left an agent 2 KB for
+    # each time that somebody looked at it, a cycle.
+    gc.enable()
 
 
 def _leave_operators() -> None:

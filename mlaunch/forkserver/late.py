@@ -78,11 +78,13 @@ class LateImports:
                 self._import()
                 gc.collect()
                 share()
+        gc.enable()
         # Also what went well: a module that removes itself from sys.modules would be tried for ever.
         self._given_up.update(self._on_trial)
         self._on_trial = ()
 
     def _import(self) -> None:
+        gc.disable()  # see imports.load
         for name in self._on_trial:
             late_imports.import_module(name)
 

@@ -155,7 +155,7 @@ def in_memory(status: Mapping[str, Any]) -> int:
     memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
     with open(memfd, "w", encoding="utf-8", closefd=False) as file:
         # JSON, so that one version's command can ask another's launch.
-        json.dump(status, file)
+        file.write(json.dumps(status))  # json.dump leaves a cycle each time
     return memfd
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.base import linux
 from mlaunch.caller.launch import start
@@ -31,7 +31,7 @@ from tests import processes
 from tests.conftest import ROOT
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, TRIES, agents, until_kept
-from tests.processes import alive, wait_gone
+from tests.processes import alive, wait_gone, wait_until
 from tests.users import users_environ
 
 
@@ -312,3 +312,26 @@ def test_ranks_are_forked_in_the_callers_directory(tmp_path: Path, monkeypatch: 
         directory.mkdir()
         monkeypatch.chdir(directory)
         assert launcher(lambda: os.readlink(f"/proc/{os.getppid()}/cwd"), 1)() == [str(directory)]
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of memory of its own."""
+    rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(row.split()[1]) << 10 for row in rows if row.startswith("RssAnon:"))
+
+
+@pytest.mark.slow
+def test_an_agent_does_not_grow_by_being_looked_at() -> None:
+    """``mlaunch ps --watch`` looks once a second, for days, and one look left 2 KB there."""
+
+    def look(times: int) -> None:
+        for _ in range(times):
+            assert any(launch["agent"] == agent for launch in ask(STATUS))
+
+    with Ranks(n_gpus=1) as ranks:
+        agent = ranks.run(os.getppid)[0]
+        wait_until(lambda: any(launch["agent"] == agent for launch in ask(STATUS)))
+        look(100)
+        before = anonymous(agent)
+        look(1_000)
+        assert anonymous(agent) - before < 1_000 * 500
