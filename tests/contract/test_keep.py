@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -163,6 +164,34 @@ def test_kept_ranks_end_when_nobody_calls() -> None:
     first = brief()
     wait_gone(first)
     assert not set(brief()) & set(first)
+
+
+@pytest.mark.slow
+def test_a_set_that_has_ended_leaves_nothing_here() -> None:
+    """By ``keep``, or with a call: a sweep with a variable of its own for each trial has thousands."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for number in range(3):
+        launcher(pids, n_gpus=1, keep=0.01, env={"TRIAL": f"{number}"})()
+    for number in range(2):
+        with pytest.raises(LaunchError):
+            launcher(die, n_gpus=1, keep=600, env={"DEAD": f"{number}"})()
+    wait_until(lambda: not keep._sets)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is Ranks]
+    assert not keep._locks.of_making
+
+
+def test_a_set_that_ends_as_a_call_comes_is_replaced() -> None:
+    kept = train.options(n_gpus=1)
+    first = kept()
+    (found,) = (one for one in keep._sets.values() if one.ranks.world_size == 1)
+    found.ranks._set.session.close(wait=True, evicted=True)  # as idle ones end
+    assert found.ranks.closed
+    assert found not in keep._sets.values()
+    assert kept() != first
 
 
 def test_an_exception_leaves_them() -> None:

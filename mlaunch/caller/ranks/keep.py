@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -37,10 +39,13 @@ class _Set:
 
 @dataclass
 class _Locks:
-    """``of_sets`` is held for a moment; one ``of_making``, by key, while ranks are started. None while any end."""
+    """``of_sets`` is held for a moment; one ``of_making``, by key, while ranks are started. None while any end.
+
+    A lock of making is there as long as some thread has it in hand.
+    """
 
     of_sets: threading.Lock = field(default_factory=threading.Lock)
-    of_making: dict[str, threading.Lock] = field(default_factory=dict)
+    of_making: weakref.WeakValueDictionary[str, threading.Lock] = field(default_factory=weakref.WeakValueDictionary)
 
 
 _locks = _Locks()
@@ -50,7 +55,7 @@ _leaving: list[tuple[str, _Set]] = []  # which somebody closes
 
 def _forget() -> None:
     """Forgets them in a fork of the caller, which has no right to its parent's ranks, nor to locks taken there."""
-    _locks.of_sets, _locks.of_making = threading.Lock(), {}
+    _locks.of_sets, _locks.of_making = threading.Lock(), weakref.WeakValueDictionary()
     _sets.clear()
     _leaving.clear()
 
@@ -112,6 +117,7 @@ def _shared(options: Options) -> Ranks:
                 found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd, here=options.engine is None)
                 with _locks.of_sets:
                     _sets[key] = found
+                found.ranks.when_over(functools.partial(_leave_out, key, weakref.ref(found)))
         if found is not None:
             found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
             return found.ranks
@@ -120,6 +126,13 @@ def _shared(options: Options) -> Ranks:
             with _locks.of_sets:
                 if one in _leaving:
                     _leaving.remove(one)
+
+
+def _leave_out(key: str, over: weakref.ref[_Set]) -> None:
+    """Leaves out a set that has ended: a sweep has as many as it has trials."""
+    with _locks.of_sets:
+        if key in _sets and _sets[key] is over():
+            del _sets[key]
 
 
 def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tuple[_Set | None, list[tuple[str, _Set]]]:

@@ -129,6 +129,21 @@ class RankSet:
         if was != seconds:
             self.session.leave_to_thread()  # which waits for as long as it was before
 
+    def when_over(self, forget: Callable[[], None]) -> None:
+        """Closes the ranks once they have ended and nobody has to hear of that, and calls ``forget`` then.
+
+        A call that comes meanwhile raises ClosedError, or starts fresh ranks before. ``forget`` must not hold the ranks:
+        what ends them with their last user holds this.
+        """
+
+        def close(session: RanksLaunch) -> None:
+            # The lock of opening may be held for seconds; whoever opens a session asks again under it.
+            if self.session is session:
+                self.closed = True
+                forget()
+
+        self._rules.forget = close
+
     def free_later(self, owner: str, number: int) -> None:
         """Lets the next call free a held object; called in any thread."""
         self._freed.append((owner, number))

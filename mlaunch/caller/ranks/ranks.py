@@ -214,6 +214,10 @@ class Ranks(RunsCells):
         """Sets ``idle_timeout`` anew, from the next call on."""
         self._set.stay(seconds)
 
+    def when_over(self, forget: Callable[[], None]) -> None:
+        """Calls ``forget``, once, when the ranks have ended by ``idle_timeout`` or with a call: they are closed then."""
+        self._set.when_over(forget)
+
     @property
     def outdated(self) -> bool:
         """Whether they run older code than the user's files hold, of which the user was told."""

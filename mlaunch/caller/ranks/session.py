@@ -242,6 +242,8 @@ class RanksLaunch:
             self.handle.server.close()
         self.ended.set()
         self._driver.end()
+        if self.expired or (self._was_told and not self._queue.left):
+            self.rules.forget(self)
 
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool = False) -> None:
         """Ends a call because of an interrupt; the launch, if that has come before."""
