@@ -52,6 +52,11 @@ class Peers:
         self._over, self._told = link is None, False
         self._finished = False
 
+    @property
+    def pids(self) -> list[int]:
+        """The link's, which nobody else reaps."""
+        return [] if self._link is None else [self._link.pid]
+
     def fds(self) -> list[int]:
         return [] if self._link is None or self._over else [self._link.channel.fileno()]
 

@@ -31,6 +31,13 @@ def end_children(spare: Collection[int] = ()) -> None:
         linux.kill_children(spare)
 
 
+def reap(spare: Collection[int]) -> None:
+    """Takes the statuses of children that have ended, except ``spare``; leaves alone all that runs."""
+    for pid in linux.children() - set(spare):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
 def _wait(spare: Collection[int], *, ask: bool) -> None:
     begun = time.monotonic()
     asked: set[int] = set()

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.protocol import registry
 from tests.conftest import ROOT
 from tests.contract.families import start_family
 from tests.imported import IMPORTED
-from tests.processes import children, wait_gone
+from tests.processes import children, wait_gone, wait_until
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
@@ -92,3 +93,30 @@ def sockets(pid: int) -> int:
         with contextlib.suppress(FileNotFoundError):  # it has closed that one just now
             found += os.readlink(fd).startswith("socket:")
     return found
+
+
+def leave_behind(times: int) -> list[int]:
+    """Starts processes in the background and leaves them, as ``os.system("command &")`` does; waits for their ends."""
+    left = [int(subprocess.check_output("true > /dev/null & echo $!", shell=True)) for _ in range(times)]
+    # A process that its parent has not reaped is still there.
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+    waited_for = subprocess.run(["sh", "-c", "exit 3"], check=False)
+    return [waited_for.returncode, os.getppid()]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_what_a_rank_has_left_is_reaped_as_it_ends(start_method: str) -> None:
+    """By the agent, which is its parent then; not what a rank waits for."""
+    assert [status for status, _ in launcher(leave_behind, 2, start_method=start_method)(5)] == [3, 3]
+
+
+def test_what_ranks_that_stay_have_left_is_reaped_and_a_ranks_own_end_is_told() -> None:
+    def die() -> None:
+        leave_behind(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Ranks(n_gpus=1) as ranks:
+        (first,) = ranks.run(leave_behind, 1)
+        assert ranks.run(leave_behind, 1) == [first]
+        with pytest.raises(LaunchError, match="SIGKILL"):
+            ranks.run(die)

@@ -118,6 +118,7 @@ class World:
         )
         if self.kind is Supervisor:  # else the caller says when
             self.supervisor.begin_call(None, self.deadline, self.deadline)
+        self.supervisor._adopted.close()  # which would take the script's first pause
         if not self.watched:
             self.supervisor._stopping.endings.close()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.stop_request import StopRequest
+from mlaunch.agent.supervision.adopted import Adopted
 from mlaunch.agent.supervision.evidence import Evidence
 from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
@@ -56,6 +57,7 @@ class Supervisor:
         self._shared = SharedFailure(scene.peers, scene.system.clock)
         self._stopping = Stopping(self._ranks, scene, self._questions, self._begin_stopping)
         self._stop = StopRequest(scene, self._questions)
+        self._adopted = Adopted(scene.system, self._own_children)
 
     def begin_call(
         self, call_fd: int | None, deadline: float | None, left: float | None, details: Details | None = None
@@ -84,6 +86,7 @@ class Supervisor:
             self._questions.read(ready)
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
+            self._adopted.reap(ready)
             self._release()
             for fd in ready & self._listening:
                 self._hear(fd)
@@ -91,6 +94,7 @@ class Supervisor:
             self._check_deadline()
             self._serve(ready)
             self._take_steps()
+        self._adopted.close()
         if self._server is not None:
             self._server.kill()
         # The fork server reaps that one.
@@ -101,17 +105,24 @@ class Supervisor:
 
     def _sources(self) -> list[int]:
         ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._questions.fds(), *self._ranks]
+        ours += self._adopted.fds()
         ours += [*self._listening, *([] if self._server is None else [self._server.sentinel]), *self._peers.fds()]
         return [*ours, *(() if self._inspection is None else self._inspection.fds())]
 
     def _timeout(self) -> float | None:
         """Returns the seconds until the next step is due, None if none is."""
         visit = self._inspection.due if self._inspection is not None else None
-        steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due())
+        steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due(),
+                 self._adopted.due)  # fmt: skip
         due = [*self._stopping.due(), *self._stop.due(), *(step for step in steps if step is not None)]
         return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens
+
+    def _own_children(self) -> list[int]:
+        """Returns the children whose ends others take in: ranks that are not reaped, the gate, the link."""
+        server = [] if self._server is None else [self._server.pid]
+        return [*(rank.pid for rank in self._ranks.values()), *server, *self._peers.pids]
 
     def _serve(self, ready: set[int]) -> None:
         """Answers those who have come to look, or to end the launch."""

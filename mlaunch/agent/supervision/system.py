@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from mlaunch.agent.supervision import stack_requests
 from mlaunch.base import linux, orphans
+from mlaunch.base.child_ends import ChildEnds
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Phase
 
@@ -41,12 +42,14 @@ class System:
     alone; ``stray`` one that has left its group, by pid and pidfd. ``request`` asks for stacks by a signal; False: that
     rank cannot. ``is_ending`` tells whether a rank, by pid, is about to end; ``is_failing``, whether it has begun to
     end by failure. ``watch`` opens pidfds of two of its threads. ``wait`` is ``linux.wait_readable``, ``end_children``
-    that of ``orphans``.
+    that of ``orphans``, and so is ``reap``; ``child_ends`` makes what hears of ends.
     """
 
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[Iterable[int], float | None], list[int]] = linux.wait_readable
     end_children: Callable[[set[int]], None] = orphans.end_children
+    reap: Callable[[Collection[int]], None] = orphans.reap
+    child_ends: Callable[[], ChildEnds] = ChildEnds
     group: Callable[[int, int], None] = linux.signal_group
     process: Callable[[int, int], None] = os.kill
     stray: Callable[[int, int, int], None] = linux.signal_if_not_leader

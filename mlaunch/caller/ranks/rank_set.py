@@ -132,8 +132,8 @@ class RankSet:
     def when_over(self, forget: Callable[[], None]) -> None:
         """Closes the ranks once they have ended and nobody has to hear of that, and calls ``forget`` then.
 
-        A call that comes meanwhile raises ClosedError, or starts fresh ranks before. ``forget`` must not hold the ranks:
-        what ends them with their last user holds this.
+        A call that comes meanwhile raises ClosedError, or starts fresh ranks before. ``forget`` must not hold the
+        ranks: what ends them with their last user holds this.
         """
 
         def close(session: RanksLaunch) -> None:

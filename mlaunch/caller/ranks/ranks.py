@@ -215,7 +215,7 @@ class Ranks(RunsCells):
         self._set.stay(seconds)
 
     def when_over(self, forget: Callable[[], None]) -> None:
-        """Calls ``forget``, once, when the ranks have ended by ``idle_timeout`` or with a call: they are closed then."""
+        """Calls ``forget`` when the ranks have ended by ``idle_timeout`` or with a call: they are closed then."""
         self._set.when_over(forget)
 
     @property
