@@ -18,8 +18,9 @@ _PRELOAD = (
 def load(preload: Sequence[str]) -> tuple[Ready, int]:
     """Imports; returns what torch offers, and the process that finds out about libuv, for ``finish``.
 
-    Raises whatever an import does; TooOldError.
+    Raises whatever an import does; PreloadError; TooOldError.
     """
+    from mlaunch.forkserver import preloads
     from mlaunch.rank import reload, slow_imports
     from mlaunch.rank.setup import device
 
@@ -27,8 +28,9 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     device.check_version()
     reload.watch()
     slow_imports.prepare()
-    for module in (*_PRELOAD, *preload):
+    for module in _PRELOAD:
         __import__(module)
+    preloads.load(preload)
     from mlaunch.agent.supervision.evidence import Evidence
     from mlaunch.protocol import channel
     from mlaunch.protocol.messages import launch_messages, server_messages
@@ -42,12 +44,12 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
 
 
 def add(preload: Sequence[str]) -> None:
-    """Imports what a process lacks that has imported the rest. Raises whatever an import does."""
-    lacking = [module for module in preload if module not in sys.modules]
-    if lacking:
+    """Imports what a process lacks that has imported the rest. Raises whatever an import does; PreloadError."""
+    from mlaunch.forkserver import preloads
+
+    if any(module not in sys.modules for module in preload):
         gc.disable()
-        for module in lacking:
-            __import__(module)
+        preloads.load(preload)
         share()
 
 

@@ -13,6 +13,7 @@ from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
 from mlaunch.forkserver.children import Child
 from mlaunch.forkserver.imports import share
+from mlaunch.forkserver.preloads import held
 from mlaunch.protocol import late_imports
 
 _NICE = 5  # a launch that comes meanwhile is more urgent
@@ -87,9 +88,3 @@ class LateImports:
         gc.disable()  # see imports.load
         for name in self._on_trial:
             late_imports.import_module(name)
-
-
-def held() -> tuple[list[str], int]:
-    """Returns the open files and the number of threads of this process."""
-    opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
-    return sorted(opened), len(os.listdir("/proc/self/task"))

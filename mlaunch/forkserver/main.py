@@ -25,7 +25,7 @@ from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
-from mlaunch.forkserver import imports
+from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.agents import Launch, begin
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import begin_count
@@ -142,8 +142,8 @@ class _ForkServer:
             offered, asked = imports.load(self.preload)
             self.control.try_send(offered)
         except (Exception, SystemExit) as error:
-            too_old = isinstance(error, device.TooOldError)
-            self.control.try_send(NotReady(str(error) if too_old else both_ends(traceback.format_exc(), _REASON)))
+            told = isinstance(error, (device.TooOldError, preloads.PreloadError))
+            self.control.try_send(NotReady(str(error) if told else both_ends(traceback.format_exc(), _REASON)))
             return False
         imports.finish(asked, collect=self.call is None)
         return True

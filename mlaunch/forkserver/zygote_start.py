@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
-from mlaunch.forkserver import imports
+from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.huge_pages import settle
-from mlaunch.forkserver.late import held
 from mlaunch.forkserver.zygote import Zygote
 from mlaunch.protocol import import_facts
 from mlaunch.protocol.channel import Channel
@@ -74,12 +73,14 @@ def _import(
     try:
         offered, asked = imports.load(_USUAL)
         imports.finish(asked, collect=False)
-        for name in preload:
-            if refusal := _refusal(name):
-                word.try_send(NotReady(refusal))
-                return None
-    except device.TooOldError as error:
+        preloads.load(preload)
+    except (device.TooOldError, preloads.PreloadError) as error:
         word.try_send(NotReady(str(error)))
+        return None
+    except ModuleNotFoundError as error:
+        lacks = next((name for name in preload if error.name in {name, name.partition(".")[0]}), None)
+        at_all = f"--preload {lacks}: there is no module of this name in {sys.prefix}"
+        word.try_send(NotReady(at_all if lacks else both_ends(traceback.format_exc(), _REASON)))
         return None
     except (Exception, SystemExit):
         word.try_send(NotReady(both_ends(traceback.format_exc(), _REASON)))
@@ -98,34 +99,6 @@ def _tell(word: Channel[ZygoteHears, ZygoteSays], zygote: Zygote) -> bool:
     except OSError:
         return False
     return True
-
-
-def _refusal(name: str) -> str:
-    """Imports a module, and says what it leaves behind that no fork may have; "": nothing."""
-    files, threads = _held_by_forks()
-    try:
-        __import__(name)
-    except ModuleNotFoundError as error:
-        if error.name == name.partition(".")[0] or error.name == name:
-            return f"--preload {name}: there is no module of this name in {sys.prefix}"
-        raise
-    files_now, threads_now = _held_by_forks()
-    if threads_now > threads:
-        return f"--preload {name}: its import starts a thread, which no fork has; import it in the script"
-    if opened := sorted(set(files_now) - set(files)) or (files_now != files and ["a file"]):
-        return f"--preload {name}: its import opens {opened[0]}, which all ranks would share; import it in the script"
-    if linux.has_children():
-        return f"--preload {name}: its import starts a process; import it in the script"
-    return ""
-
-
-def _held_by_forks() -> tuple[list[str], int]:
-    """Returns what is open, and the number of threads. Those of libraries that know forks (OpenBLAS) end at one."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return held()
 
 
 def _silence() -> None:

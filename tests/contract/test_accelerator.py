@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import LaunchError, Ranks, comm, device, get_backend, get_local_device_id, launcher
+from mlaunch import LaunchError, Ranks, comm, device, get_backend, get_local_device_id, launcher, warm_up
 from mlaunch.caller.server.warm import warm_server
 from tests import toy
 from tests.conftest import ROOT
@@ -247,6 +247,36 @@ def test_a_command_cannot_pick_devices_that_no_variable_hides(folder: Path, tmp_
     done = run(tmp_path, "--devices", "1", write(tmp_path, ""), command=FRESH, PYTHONPATH=path)
     assert done.returncode == 2
     assert "--devices=[1]: commands see all toy devices, since no variable hides them" in done.stderr
+
+
+# What is imported once
+
+WAKES = "import torch; torch.accelerator.set_device_index(0)"
+
+
+def after_warm_up(folder: Path) -> str:
+    """Returns what a call says after a preload that wakes the driver; the process is as before then."""
+    sys.path.insert(0, str(folder))
+    try:
+        warm_up(preload=["wakes_a_driver"])
+        launcher(device)()
+    except LaunchError as error:
+        return str(error)
+    finally:
+        sys.path.remove(str(folder))
+        warm_up(preload=[])
+        launcher(device)()
+    return ""
+
+
+@pytest.mark.slow
+def test_a_preload_that_wakes_the_driver_is_refused(caller: Runner, folder: Path, tmp_path: Path) -> None:
+    write(tmp_path, WAKES, "wakes_a_driver.py")
+    why = "cannot preload wakes_a_driver: its import wakes the driver of toy, which no fork of this process could use"
+    assert why in caller(after_warm_up, tmp_path)
+    path = os.pathsep.join([str(ROOT), str(folder), str(tmp_path)])
+    done = run(tmp_path, "--preload", "wakes_a_driver", write(tmp_path, ""), command=FRESH, PYTHONPATH=path)
+    assert (done.returncode, why in done.stderr) == (1, True), done.stderr
 
 
 # What is prepared

@@ -44,6 +44,33 @@ PYTEST += ["-W", "ignore::pytest.PytestUnknownMarkWarning"]
 WITHOUT_TENSORS = ["-k", "device_of_a_rank or counting or more_devices"]  # of toy, which has none
 
 
+# Name, title, and after how many seconds it is ended: some four times what it takes.
+LOOKS = (
+    ("late", "Imports that the fork server makes later wake no driver", 90),
+    ("eager", "What a call without a collective costs", 60),
+    ("returned", "When the memory of a device is back", 90),
+    ("endless", "A kernel without an end", 120),
+    ("ports", "What ranks listen on: loopback alone", 30),
+    ("touched", "A launch after the caller has touched its device", 30),
+    ("prepared", "Prepared launches leave devices untouched until their call", 30),
+    ("memory", "Ranks that stay hold memory, and give it back", 45),
+    ("queued", "An error of queued work is its rank's", 45),
+    ("faults", "An assertion of a kernel, and an illegal access", 60),
+    ("stacks", "Where ranks are that wait for each other's devices", 60),
+    ("travel", "Tensors on devices as values and arguments", 90),
+    ("names", "UUIDs as names of devices, and their leases", 60),
+    ("signals", "The signal that asks for stacks, while a rank works", 60),
+    ("interrupted", "Ctrl-C while ranks that stay wait for their device", 45),
+    ("preloaded", "A preload that wakes the driver", 60),
+    ("awake", "A caller whose CUDA and NVML are awake", 30),
+    ("growth", "A hundred held objects", 60),
+    ("shared", "Two ranks on one GPU", 90),
+    ("compiling", "torch.compile in ranks", 150),
+    ("numa", "Pinned copies from each NUMA node", 30),
+    ("figures", "Figures", 240),
+)
+
+
 @dataclass(frozen=True)
 class Part:
     """``seconds``: when it is ended. ``command``: arguments of Python."""
@@ -57,18 +84,9 @@ class Part:
 def parts(*, without_gpu: bool) -> list[Part]:
     """In order of value."""
     tests = [*PYTEST, str(ROOT / "tests" / "system" / "test_gpu.py"), *(WITHOUT_TENSORS if without_gpu else [])]
-    own = {
-        "ports": "What ranks listen on: loopback alone",
-        "touched": "A launch after the caller has touched its device",
-        "prepared": "Prepared launches leave devices untouched until their call",
-        "memory": "Ranks that stay hold memory, and give it back",
-        "queued": "An error of queued work is its rank's",
-        "stacks": "Where ranks are that wait for each other's devices",
-    }
     return [
-        Part("tests", "Tests that are marked gpu", 420, tests),
-        *(Part(name, title, 120, ["-m", "tests.gpu.one", name]) for name, title in own.items()),
-        Part("figures", "Figures", 420, ["-m", "tests.gpu.one", "figures"]),
+        Part("tests", "Tests that are marked gpu", 120, tests),
+        *(Part(name, title, seconds, ["-m", "tests.gpu.one", name]) for name, title, seconds in LOOKS),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.gpu import figures, parts
+from tests.gpu import figures, hangs, memory, parts, surroundings
 
 if __name__ == "__main__":
-    {**parts.ALL, "figures": figures.run}[sys.argv[1]]()
+    {**parts.ALL, **memory.ALL, **hangs.ALL, **surroundings.ALL, "figures": figures.run}[sys.argv[1]]()

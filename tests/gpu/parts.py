@@ -16,18 +16,11 @@ import torch.distributed as dist
 from mlaunch import LaunchError, LaunchTimeout, Ranks, comm, launcher
 from mlaunch.caller.server.warm import warm_server
 from tests.contract.preparing import pids_of, prepared, preparing
-from tests.gpu.place import HAS_TENSORS, KIND, count, place
+from tests.gpu.place import HAS_TENSORS, KIND, check, count, place
 
 BLOCK = 256 * 2**20  # bytes
 LISTENING = "0A"
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-
-
-def check(holds: object, words: str) -> None:
-    """Says what was looked at, and ends the part if it does not hold."""
-    print(f"{'yes' if holds else 'NO'}: {words}", flush=True)
-    if not holds:
-        sys.exit(1)
 
 
 # Ports
@@ -86,8 +79,14 @@ def holds_device(pid: int) -> bool:
     if not HAS_TENSORS:
         log = Path(os.environ["TOY_LOG"]).read_text().splitlines()
         return any(line.startswith(f"{pid} takes") for line in log)
-    names = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    return any(name.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")) for name in names)
+    return any(_is_device(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+
+
+def _is_device(link: str) -> bool:
+    try:
+        return os.readlink(link).startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri"))
+    except FileNotFoundError:  # closed since, as that by which a process lists its own is
+        return False
 
 
 def prepared_ones() -> None:
@@ -186,7 +185,7 @@ def wait_for_all() -> None:
     if dist.get_world_size() == 1:
         wait_alone()
     if dist.get_rank() == 0:
-        signal.pause()
+        pause()
     value = torch.ones(1, device=place())
     dist.all_reduce(value)
     value.item()
@@ -198,7 +197,13 @@ def wait_alone() -> None:
         for _ in range(1000):
             module._sleep(2**30)
         module.synchronize()
-    signal.pause()
+    pause()
+
+
+def pause() -> None:
+    """Waits for ever: a signal that asks for stacks ends a pause."""
+    while True:
+        signal.pause()
 
 
 def stacks() -> None:

@@ -1,6 +1,10 @@
-"""Where the parts put their tensors: on the machine's devices; in memory where the accelerator has no hardware."""
+"""Where the parts put their tensors: on the machine's devices; in memory where the accelerator has no hardware.
+
+And what all of them say."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -23,3 +27,17 @@ def backend() -> str:
 def count() -> int:
     """Returns the number of devices."""
     return torch.accelerator.device_count()
+
+
+def check(holds: object, words: str) -> None:
+    """Says what was looked at, and ends the part if it does not hold."""
+    print(f"{'yes' if holds else 'NO'}: {words}", flush=True)
+    if not holds:
+        sys.exit(1)
+
+
+def needs_tensors() -> None:
+    """Ends the part with a word where the accelerator has no hardware."""
+    if not HAS_TENSORS:
+        print("not tried: it needs tensors on the device")
+        sys.exit(0)

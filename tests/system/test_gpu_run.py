@@ -26,10 +26,10 @@ def gpu_run(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
 def test_parts_on_an_accelerator_without_hardware(tmp_path: Path) -> None:
-    done = gpu_run(tmp_path, "--without-gpu", "--parts", "tests,ports,prepared,queued")
+    done = gpu_run(tmp_path, "--without-gpu", "--parts", "tests,ports,prepared,queued,returned")
     text = (tmp_path / "gpu.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests passed; ports passed; prepared passed; queued passed." in text
+    assert "tests passed; returned passed; ports passed; prepared passed; queued passed." in text
     assert "3 passed" in text
     assert "yes: no device is open in prepared ranks" in text
 
@@ -38,13 +38,13 @@ def test_parts_on_an_accelerator_without_hardware(tmp_path: Path) -> None:
 def test_parts_that_the_time_does_not_suffice_for(tmp_path: Path) -> None:
     done = gpu_run(tmp_path, "there.txt", "--without-gpu", "--minutes", "0")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "tests not run; ports not run; " in (tmp_path / "there.txt").read_text()
+    assert "tests not run; late not run; " in (tmp_path / "there.txt").read_text()
 
 
 def test_a_wrong_command_line(tmp_path: Path) -> None:
     done = gpu_run(tmp_path, "--without-gpu", "--parts", "ports,nonesuch")
     assert done.returncode == 2
-    assert "--parts nonesuch: there are tests, ports, touched, prepared, memory, queued, stacks, figures" in done.stderr
+    assert "--parts nonesuch: there are tests, late, eager, returned, endless, " in done.stderr
 
 
 def test_a_part_that_hangs_is_ended() -> None:

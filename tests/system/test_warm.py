@@ -239,8 +239,8 @@ def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     (tmp_path / "threads.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
     (tmp_path / "opens.py").write_text("import os; fd = os.open('/etc/hostname', os.O_RDONLY)")
     for name, why in (
-        ("threads", "--preload threads: its import starts a thread"),
-        ("opens", "--preload opens: its import opens /etc/hostname"),
+        ("threads", "cannot preload threads: its import starts a thread"),
+        ("opens", "cannot preload opens: its import opens /etc/hostname"),
         ("nosuch", "--preload nosuch: there is no module of this name"),
     ):
         done = warm("--preload", name, PYTHONPATH=f"{ROOT}:{tmp_path}")
