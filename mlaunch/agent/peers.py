@@ -6,14 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.messages.machine_messages import (
     AllGone,
     Beat,
-    ClockCompared,
     Done,
     Planned,
     Refused,
@@ -30,9 +28,6 @@ from mlaunch.protocol.messages.stop_messages import (
 )
 from mlaunch.rendezvous.gate.membership import shortened
 from mlaunch.rendezvous.link.link_handle import Link
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd
 
 _LINK = "the process that talks to the other machines"  # as messages call it
 
@@ -64,8 +59,8 @@ class Peers:
         """Returns when the link will count as lost, in monotonic seconds."""
         return self._heard_at + self._timeout if self.fds() else None
 
-    def hear(self, ready: Collection[int], launcher: AgentsEnd) -> RankFailure | None:
-        """Returns the first failure of another machine, if that is the news. Passes clocks on to the launcher."""
+    def hear(self, ready: Collection[int]) -> RankFailure | None:
+        """Returns the first failure of another machine, if that is the news."""
         if self._link is None or self._over:
             return None
         if self._link.channel.fileno() not in ready:
@@ -82,8 +77,6 @@ class Peers:
         match record:
             case AllGone():
                 self._over = True
-            case ClockCompared():
-                launcher.try_send(record)
             case FreezeRanks() | ThawRanks() | StopRanks() | NobodyLooks():
                 self._orders.append(record)
             case RankFailure():

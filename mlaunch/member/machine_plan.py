@@ -47,8 +47,7 @@ class MachinePlan:
             tuple(addresses()) or (socket.gethostname(),),
             identity(),
             _free_port(),
-            now := time.monotonic(),
-            time.time() - now,
+            time.monotonic(),
         )
 
     def spec(self, order: Start) -> LaunchSpec:

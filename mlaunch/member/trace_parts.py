@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import zlib
@@ -54,9 +53,8 @@ def pieces(spec: LaunchSpec) -> Iterator[TracePart]:
 def _pieces_of(path: str, rank: int) -> Iterator[TracePart]:
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
     with open(path, "rb") as file:
-        written = os.fstat(file.fileno()).st_mtime
         while data := file.read(_READ):
             # In pieces, and not as one value, which would be a memory file.
             if packed := packer.compress(data):
-                yield TracePart(rank, packed, written)
-    yield TracePart(rank, packer.flush(), written)
+                yield TracePart(rank, packed)
+    yield TracePart(rank, packer.flush())

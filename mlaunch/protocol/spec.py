@@ -79,7 +79,6 @@ class Rendezvous:
     token: str | None = field(repr=False)
     join_timeout: float
     heartbeat_timeout: float
-    compares_clocks: bool = False  # of the machines, for a profile
     by_engine: bool = False  # whose caller hears all machines; else each has a caller of its own
 
 

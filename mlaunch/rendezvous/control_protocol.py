@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import math
 import re
 import secrets
 import socket
@@ -111,11 +110,6 @@ async def read(reader: asyncio.StreamReader) -> Record:
     if not isinstance(record, dict):
         raise ConnectionError("what came is no record")
     return record
-
-
-def is_time(said: Any) -> bool:
-    """Tells whether a record says a time there, in seconds."""
-    return type(said) in {int, float} and math.isfinite(said)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def steps_of(events: list[dict[str, Any]]) -> dict[int, list[str]]:
 
 
 @pytest.mark.slow  # torch's profiler imports for seconds
-def test_a_track_for_each_rank_and_one_clock(tmp_path: Path) -> None:
+def test_a_track_for_each_rank_and_one_beginning(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     ours = launcher(train, 2, profile=path, profile_steps=(2, 4))
     assert ours() == [0, 1]
@@ -145,9 +145,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, path: str, why: str) -> N
 
 
 @pytest.mark.slow  # torch's profiler imports for seconds
-def test_machines_of_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_machines_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parts come to the caller, who makes one file of them; nothing stays on the machines."""
     there = tmp_path / "there"
     there.mkdir()
@@ -156,19 +154,12 @@ def test_machines_of_an_engine(
     assert ours() == [0, 1]
     events = read(tmp_path / "trace.json.gz")
     assert steps_of(events) == {0: ["2", "3"], 1: ["2", "3"]}
-    with gzip.open(tmp_path / "trace.json.gz") as file:
-        first, second = json.load(file)["clocks"]
-    assert (first["host"], first["ranks"], first["error_ms"]) == ("m0", "0", 0.0)
-    assert (second["host"], second["ranks"]) == ("m1", "1")
     spans = {(event["pid"], event["name"]): event for event in events if event.get("cat") == "mlaunch"}
-    slack = 1e3 * second["error_ms"] + 0.1e6  # the clocks of a test's machines are one; a caller hears with delay
+    slack = 0.1e6  # the clocks of a test's machines are one; a caller hears with delay
     for event in events:
         if event["name"].startswith("ProfilerStep#"):
             run = spans[event["pid"] // 1000 * 1000, "run"]
             assert run["ts"] - slack <= event["ts"] <= event["ts"] + event["dur"] <= run["ts"] + run["dur"] + slack
-    assert re.search(
-        r"mlaunch: .*trace\.json\.gz has the times of its machines to within .* ms", capfd.readouterr().err
-    )
     assert sorted(os.listdir(tmp_path)) == ["there", "trace.json.gz"]
     assert os.listdir(there) == []
 

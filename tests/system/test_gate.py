@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
-from mlaunch.protocol.messages.machine_messages import Beat, ClockCompared, Done, Planned, Waiting
+from mlaunch.protocol.messages.machine_messages import Beat, Done, Planned, Waiting
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
@@ -45,7 +44,7 @@ from mlaunch.rendezvous.gate import gate as gate_module
 from mlaunch.rendezvous.gate.gate import Gate
 from mlaunch.rendezvous.gate.membership import Join, failure_of_record, shortened
 from mlaunch.rendezvous.gate.roster import Roster
-from mlaunch.rendezvous.link import clock_watch, joining_words, link_process
+from mlaunch.rendezvous.link import joining_words, link_process
 from mlaunch.rendezvous.link.link_process import LinkProcess
 from mlaunch.rendezvous.link.streams import RankStreams
 from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
@@ -871,63 +870,6 @@ def test_joining_takes_its_time_off_the_deadline() -> None:
     os.close(parent)
     assert joined.spec.seconds is not None
     assert 0.0 < joined.spec.seconds < 1000.0
-
-
-def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the second machine is 10 s behind."""
-    monkeypatch.setattr(clock_watch, "time", SimpleNamespace(time=lambda: time.time() - 10, monotonic=time.monotonic))
-
-    async def compare(here: int) -> list[ClockCompared]:
-        ours, theirs = channel.Channel.pair()
-        heard: list[object] = []
-        loop, gate = asyncio.get_running_loop(), Gate("launch", TOKEN, 60.0)
-        loop.add_reader(ours.fileno(), lambda: heard.append(ours.receive()[0]))
-        async with serving(gate) as address:
-            cluster = Rendezvous(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=0.05, compares_clocks=True)
-            link = asyncio.ensure_future(LinkProcess(cluster, join(here, 1, 2), theirs).run(None))
-            await until(lambda: gate._members)
-            [(_, writer)] = await members(address[1], join(1 - here, 1, 2))
-            await until(lambda: len([record for record in heard if isinstance(record, ClockCompared)]) > 1)
-            link.cancel()
-            await asyncio.wait([link])
-            writer.close()
-            await until(lambda: gate._ended and not gate._tasks)
-        loop.remove_reader(theirs.fileno())
-        loop.remove_reader(ours.fileno())
-        ours.close()
-        theirs.close()
-        return [record for record in heard if isinstance(record, ClockCompared)]
-
-    for told in asyncio.run(compare(1)):
-        assert (told.rank_start, told.ranks) == (1, 1)
-        assert abs(told.ahead - 10) <= told.error
-        assert told.begun - 10 <= told.at
-        assert told.epoch == pytest.approx(time.time() - 10 - time.monotonic(), abs=1)
-    assert {(told.ahead, told.error) for told in asyncio.run(compare(0))} == {(0.0, 0.0)}
-
-
-def test_a_record_that_is_no_answer_of_a_gate_changes_no_clock() -> None:
-    """As one that comes too late, or says what is no time."""
-
-    async def answer() -> list[ClockCompared]:
-        told: list[ClockCompared] = []
-        asked: list[dict[str, Any]] = []
-        watch = clock_watch.ClockWatch(range(1, 2), asked.append, told.append)
-        watch.hear({"clock": 0.0, "now": 1.0, "begun": 1.0})
-        task = asyncio.ensure_future(watch.run(60.0))
-        for number in range(8):
-            await until(lambda number=number: len(asked) > number)
-            for now, begun in ((None, None), ("1", 1.0), (1.0, None), (float("nan"), 1.0)):
-                watch.hear({**asked[-1], "now": now, "begun": begun})
-            watch.hear({"clock": asked[-1]["clock"] - 1, "now": 1.0, "begun": 1.0})
-            assert (told, len(asked)) == ([], number + 1)
-            watch.hear({**asked[-1], "now": 7, "begun": 3})
-        await until(lambda: told)
-        task.cancel()
-        return told
-
-    [told] = asyncio.run(answer())
-    assert (told.begun, told.ahead) == (3, 7 - told.at)
 
 
 def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

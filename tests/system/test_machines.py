@@ -543,7 +543,7 @@ def test_loopback_means_all_interfaces_only_for_a_name_of_ours(monkeypatch: pyte
 
 
 def test_each_machine_writes_a_profile_of_its_ranks(network: Network, tmp_path: Path) -> None:
-    """In a file of its own, here on a file system that both have, with one beginning and numbers that fit together."""
+    """In a file of its own, here on a file system that both have, with numbers that fit together."""
     path = str(tmp_path / "trace.json.gz")
     with launched(network, 1, 2, profile=path, profile_steps=(1, 3), profile_ranks=(0, 2)) as machines:
         machines.start_all({"steps": 4})
@@ -551,9 +551,6 @@ def test_each_machine_writes_a_profile_of_its_ranks(network: Network, tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["trace-from-rank-1.json.gz", "trace.json.gz"]
     names = ("trace.json.gz", "trace-from-rank-1.json.gz")
     files = [json.loads(gzip.decompress((tmp_path / name).read_bytes())) for name in names]
-    assert files[0]["baseTimeNanoseconds"] == files[1]["baseTimeNanoseconds"]
-    assert [[told["ranks"] for told in file["clocks"]] for file in files] == [["0"], ["2"]]
-    assert files[0]["clocks"][0]["error_ms"] == 0.0 < files[1]["clocks"][0]["error_ms"]
     events = [event for file in files for event in file["traceEvents"]]
     steps = {(event["pid"], event["name"]) for event in events if event["name"].startswith("ProfilerStep#")}
     assert steps == {(pid, f"ProfilerStep#{number}") for pid in (1000, 3000) for number in (1, 2)}

@@ -97,13 +97,13 @@ class LinkStandIn:
 
 def test_a_link_that_says_nothing_is_killed() -> None:
     """Or it would go on speaking for this machine when somebody wakes it."""
-    link, (launcher, other) = LinkStandIn(), Channel.pair()
+    link = LinkStandIn()
     link.pid = os.fork()
     if link.pid == 0:
         while True:
             signal.pause()
     pidfd = os.pidfd_open(link.pid)
-    heard = Peers(link, 0.0).hear([], launcher)  # type: ignore[arg-type]
+    heard = Peers(link, 0.0).hear([])  # type: ignore[arg-type]
     ended = linux.wait_readable([pidfd], 30)
     os.kill(link.pid, signal.SIGKILL)
     os.waitpid(link.pid, 0)
@@ -111,18 +111,18 @@ def test_a_link_that_says_nothing_is_killed() -> None:
     assert heard is not None
     assert heard.what == "said nothing for 0 s (was it stopped?) and was killed"
     os.close(pidfd)
-    for channel in (link.channel, link.theirs, launcher, other):
+    for channel in (link.channel, link.theirs):
         channel.close()
 
 
 @pytest.mark.parametrize("heard", [False, True])
 def test_one_failure_is_told(heard: bool) -> None:
     """The first of all machines: ours, unless another's has come before."""
-    link, (launcher, other) = LinkStandIn(), Channel.pair()
+    link = LinkStandIn()
     peers = Peers(link)  # type: ignore[arg-type]
     if heard:
         link.theirs.send(RankFailure(3, 1, "theirs"))
-        assert peers.hear([link.channel.fileno()], launcher) == RankFailure(3, 1, "theirs")
+        assert peers.hear([link.channel.fileno()]) == RankFailure(3, 1, "theirs")
     for what in ("first", "second"):
         peers.tell(RankFailure(0, 1, what))
     link.channel.close()
@@ -131,22 +131,20 @@ def test_one_failure_is_told(heard: bool) -> None:
         while True:
             told.append(link.theirs.receive()[0].what)
     assert told == ([] if heard else ["first"])
-    for channel in (link.theirs, launcher, other):
-        channel.close()
+    link.theirs.close()
 
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_link_that_ends_after_a_failure_is_no_news(told: bool) -> None:
-    link, (launcher, other) = LinkStandIn(), Channel.pair()
+    link = LinkStandIn()
     peers = Peers(link)  # type: ignore[arg-type]
     if told:
         peers.tell(RankFailure(0, 1, "raised ValueError"))
     link.theirs.close()
-    heard = peers.hear([link.channel.fileno()], launcher)
+    heard = peers.hear([link.channel.fileno()])
     assert (heard.who if heard else "") == ("" if told else "the process that talks to the other machines")
     assert not peers.awaited
-    for channel in (link.channel, launcher, other):
-        channel.close()
+    link.channel.close()
 
 
 def test_the_kernel_keeps_connections_between_machines_alive() -> None:

@@ -249,7 +249,7 @@ class Supervisor:
         self._shared.tell()
 
     def _hear_peers(self, ready: set[int]) -> None:
-        if (failure := self._peers.hear(ready, self._launcher)) is not None:
+        if (failure := self._peers.hear(ready)) is not None:
             self._launcher.try_send(failure)
             self._stopping.follow(failure)
         for order in self._peers.take_orders():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 
@@ -14,7 +13,6 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import merged_trace
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.trace_times import TraceTimes
 from mlaunch.protocol.spec import ProfileOrder
 
 
@@ -63,21 +61,14 @@ class CallTrace:
 
     def _write(self, report: LaunchReport, parts: Mapping[int, str], tell: Callable[[str], None]) -> None:
         whole, path = os.path.join(os.path.dirname(next(iter(parts.values()))), "whole"), self._path
-        times = TraceTimes(report, parts)
-        lacks = merged_trace.write(whole, report, parts, times, compressed=path.endswith(".gz"))
+        lacks = merged_trace.write(whole, report, parts, compressed=path.endswith(".gz"))
         first = report.ranks[0].rank
-        if report.clocks is not None and report.clocks.by_hand and first > 0:  # others may share the file system
+        if first > 0:  # other machines of the launch have files of their own, and may share the file system
             path = _from_rank(path, first)
         # As a whole: a reader never sees half of it, and the one of an earlier call stays until then.
         os.replace(whole, path)
         for rank, why in lacks.items():
             tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
-        if times.unknown:
-            tell(f"{self._named}: nobody has compared the clock of {name_ranks(times.unknown)} with that of rank 0's "
-                 f"machine, so their times may be off by as much as the two clocks")  # fmt: skip
-        if times.error and self._shows:
-            print(f"mlaunch: {path} has the times of its machines to within {1e3 * times.error:.2g} ms, to which "
-                  f"their clocks were compared", file=sys.stderr, flush=True)  # fmt: skip
 
 
 class PartsOfMachines:
@@ -87,8 +78,8 @@ class PartsOfMachines:
         self._order = order
         self._begun = set[int]()  # ranks of which this attempt has some
 
-    def add(self, rank: int, data: bytes, written: float) -> None:
-        """Adds a piece to a rank's part, which is as old as that on its machine, ``written``."""
+    def add(self, rank: int, data: bytes) -> None:
+        """Adds a piece to a rank's part."""
         if self._order is None:
             return
         path = f"{self._order.part_of(rank)}.gz"
@@ -98,7 +89,6 @@ class PartsOfMachines:
             self._begun.add(rank)
             with open(path, "ab") as file:
                 file.write(data)
-            os.utime(path, (written, written))
 
 
 def _directory_beside(path: str, named: str) -> str:

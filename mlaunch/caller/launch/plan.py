@@ -47,9 +47,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     # A warning and no error: the figure was measured with one torch, and a launch may get by with less.
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
-    cluster, profiled = None, attempt.profile is not None
-    if world_size > placed.local_world_size:
-        cluster = _cluster(options, environ, name, profiled=profiled)
+    cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
     stall, stall_ends = parse_stall(options.stall)
     return LaunchSpec(
         launch_id=new_launch_id(),
@@ -101,7 +99,7 @@ def check_profile_ranks(order: ProfileOrder, world_size: int) -> None:
         raise ValueError(f"profile_ranks={list(order.ranks)} with ranks 0 to {world_size - 1}: allowed: these")
 
 
-def _cluster(options: Options, environ: Mapping[str, str], name: str, *, profiled: bool) -> Rendezvous:
+def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
     token, source = options.token, "token="
     if token is None:
         token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
@@ -111,8 +109,7 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str, *, profile
     if token and len(token) < tokens.SHORTEST:
         log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None
-    times = options.join_timeout, options.heartbeat_timeout
-    return Rendezvous(options.master_ip, options.port, key, *times, compares_clocks=profiled)
+    return Rendezvous(options.master_ip, options.port, key, options.join_timeout, options.heartbeat_timeout)
 
 
 def _context(environ: Mapping[str, str]) -> Context:

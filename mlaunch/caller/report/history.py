@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, cast
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.report.clocks import Clocks
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span, Stopped
 from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
-from mlaunch.protocol.messages.machine_messages import ClockCompared
 from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -67,7 +65,6 @@ class History:
     gone: dict[int, RankGone] = field(default_factory=dict)
     board: Board | None = None
     hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
-    clocks: dict[int, list[ClockCompared]] = field(default_factory=dict)  # of machines, by their first rank
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
         """Takes in what a record of the agent says of the launch's course."""
@@ -77,8 +74,6 @@ class History:
             self.started[record.rank] = record
         elif isinstance(record, RankGone):
             self.gone[record.rank] = record
-        elif isinstance(record, ClockCompared):
-            self.clocks.setdefault(record.rank_start, []).append(record)
 
     def close(self) -> None:
         if self.board is not None:
@@ -145,7 +140,6 @@ class History:
             printed=printed,
             stopped=None if stop is None else Stopped(stop.reason, stop.asked, stop.look),
             begun=time.time() - time.monotonic() + self.begun,
-            clocks=Clocks(self.begun, self.clocks, by_hand=spec.cluster is not None),
         )
 
     def _rank(self, row: _Row, spec: LaunchSpec, now: float) -> RankReport:

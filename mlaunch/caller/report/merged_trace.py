@@ -14,9 +14,7 @@ from collections.abc import Iterator, Mapping
 from json import JSONDecoder
 from typing import IO, Any
 
-from mlaunch.caller.report.clocks import RankTime
 from mlaunch.caller.report.records import LaunchRecord, RankReport
-from mlaunch.caller.report.trace_times import TraceTimes
 
 _EVENTS, _BASE = "traceEvents", "baseTimeNanoseconds"
 _READ = 1 << 20  # characters
@@ -109,35 +107,30 @@ def _elements(text: _Text) -> Iterator[Any]:
     text.skip("]")
 
 
-def write(
-    target: str, report: LaunchRecord, parts: Mapping[int, str], times: TraceTimes, *, compressed: bool
-) -> dict[int, str]:
+def write(target: str, report: LaunchRecord, parts: Mapping[int, str], *, compressed: bool) -> dict[int, str]:
     """Writes the trace of a launch, with the parts of these ranks. Returns why a part is not whole there, by rank."""
     lacks: dict[int, str] = {}
     open_it: Any = functools.partial(gzip.open, compresslevel=_LEVEL) if compressed else open
     with open_it(target, "wt", encoding="utf-8") as file:
-        file.write(f'{{"displayTimeUnit":"ms","{_BASE}":{round(times.zero * 1e9)},"clocks":{json.dumps(times.told())},')
-        file.write(f'"{_EVENTS}":[\n')
-        for number, event in enumerate(_events(report, parts, times, lacks)):
+        file.write(f'{{"displayTimeUnit":"ms","{_BASE}":{round(report.begun * 1e9)},"{_EVENTS}":[\n')
+        for number, event in enumerate(_events(report, parts, lacks)):
             file.write(f"{',' if number else ' '}{json.dumps(event, separators=(',', ':'))}\n")
         file.write("]}\n")
     return lacks
 
 
-def _events(
-    report: LaunchRecord, parts: Mapping[int, str], times: TraceTimes, lacks: dict[int, str]
-) -> Iterator[dict[str, Any]]:
+def _events(report: LaunchRecord, parts: Mapping[int, str], lacks: dict[int, str]) -> Iterator[dict[str, Any]]:
     ranks = max(report.world_size, *(rank.rank + 1 for rank in report.ranks))  # also of those in other machines' files
     for rank in report.ranks:
-        yield from _timeline(rank, report.name, times.of[rank.rank])
+        yield from _timeline(rank, report.name)
         try:
             if rank.rank in parts:
-                yield from _renumbered(parts[rank.rank], _Numbers(rank, ranks), times.of[rank.rank].zero)
+                yield from _renumbered(parts[rank.rank], _Numbers(rank, ranks), report.begun)
         except CutTraceError as error:
             lacks[rank.rank] = str(error)
 
 
-def _timeline(rank: RankReport, name: str, time: RankTime) -> Iterator[dict[str, Any]]:
+def _timeline(rank: RankReport, name: str) -> Iterator[dict[str, Any]]:
     """Yields what the launch itself knows of a rank."""
     pid = (rank.rank + 1) * _PROCESSES
     named = {"name": f"rank {rank.rank} (pid {rank.pid}, {rank.device}) of {name}"}
@@ -145,14 +138,11 @@ def _timeline(rank: RankReport, name: str, time: RankTime) -> Iterator[dict[str,
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
     yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": "mlaunch"}}
     yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": -1}}
-    if time.error:
-        label = {"labels": f"times to within {1e3 * time.error:.2g} ms"}
-        yield {"name": "process_labels", "ph": "M", "pid": pid, "args": label}
+    if rank.host:  # times are those of its clock, which is not compared with others
+        yield {"name": "process_labels", "ph": "M", "pid": pid, "args": {"labels": f"clock of {rank.host}"}}
     for span in rank.spans:
-        start, end = max(0.0, span.start + time.later), span.end + time.later
-        if end > 0:  # else it was before the others were there
-            yield {"name": span.phase, "ph": "X", "cat": "mlaunch", "pid": pid, "tid": 0, "ts": round(start * 1e6, 3),
-                   "dur": round((end - start) * 1e6, 3), "args": {"end": rank.end}}  # fmt: skip
+        yield {"name": span.phase, "ph": "X", "cat": "mlaunch", "pid": pid, "tid": 0, "ts": round(span.start * 1e6, 3),
+               "dur": round((span.end - span.start) * 1e6, 3), "args": {"end": rank.end}}  # fmt: skip
 
 
 class _Numbers:

@@ -8,7 +8,6 @@ from dataclasses import field
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_bytes, in_seconds
-from mlaunch.caller.report.clocks import Clocks
 
 PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "wait", "stop")
 
@@ -91,7 +90,6 @@ class LaunchRecord:
     printed: Mapping[int, bytes] | None = field(default=None, repr=False, compare=False)
     stopped: Stopped | None = None
     begun: float = 0.0
-    clocks: Clocks | None = field(default=None, repr=False, compare=False)
 
     @property
     def title(self) -> str:

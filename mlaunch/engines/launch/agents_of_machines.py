@@ -196,7 +196,7 @@ class MergedAgent:
         elif isinstance(record, FromAgent):
             self._take_from_agent(machine, record.record, content)
         elif isinstance(record, TracePart):
-            self.parts.add(record.rank, record.data, record.written)
+            self.parts.add(record.rank, record.data)
         elif isinstance(record, Seen):
             self.lookout.take(machine, record.number, content)
         elif isinstance(record, ServerEnded):

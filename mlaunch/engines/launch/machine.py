@@ -19,7 +19,6 @@ from mlaunch.engines.placement import Ends
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import RankAnswered, RankGone, RankStarted
-from mlaunch.protocol.messages.machine_messages import ClockCompared
 from mlaunch.protocol.messages.member_messages import (
     MARK,
     AskOffer,
@@ -143,15 +142,7 @@ class Machine:
         """Returns a record of its agent's with the time as this machine's clock has it."""
         if isinstance(record, RankStarted | RankAnswered | RankGone):
             return dataclasses.replace(record, at=record.at + self.shift)
-        if isinstance(record, ClockCompared):
-            return dataclasses.replace(record, epoch=record.epoch - self.shift)
         return record
-
-    def clock(self) -> ClockCompared:
-        """Returns what is known of the clock of a machine that has all ranks."""
-        given = self.given
-        now = given.clock + given.epoch
-        return ClockCompared(self.rank_start, given.local_world_size, now, 0.0, 0.0, now, given.epoch - self.shift)
 
     def note_on(self, board: Board, record: Rows | Reports) -> None:
         """Puts what its board says on that of all ranks."""

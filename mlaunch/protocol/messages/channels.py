@@ -53,7 +53,6 @@ from mlaunch.protocol.messages.launch_messages import (
 from mlaunch.protocol.messages.machine_messages import (
     AllGone,
     Beat,
-    ClockCompared,
     Done,
     MachineSilent,
     Planned,
@@ -99,7 +98,7 @@ AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
     | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold | Visited)
     | (CallOver | RanksStand | RanksBack | StopAgreed | StopOverdue | RanksFrozen)
-    | (Waiting | MachineSilent | Refused | RankFailure | ClockCompared)
+    | (Waiting | MachineSilent | Refused | RankFailure)
 )
 LaunchersEnd: TypeAlias = Channel[AgentSays, AgentHears]
 AgentsEnd: TypeAlias = Channel[AgentHears, AgentSays]
@@ -116,7 +115,7 @@ DebuggerHears = PromptLine
 DebuggerSays = PromptSays | PromptAsks | PromptLeft
 # An agent and its link to the other machines.
 LinkHears = RankFailure | AskAll | RanksFrozen | Done
-LinkSays = Waiting | Refused | RankFailure | ClockCompared | Beat | Planned | AllGone | StopOrder
+LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | StopOrder
 # A caller, or a command, and the fork server that stays.
 ZygoteHears = AskFork | AskZygote | KeepZygote | EndZygote
 ZygoteSays = Forked | ForkEnded | NotForked | ZygoteState | NotReady

@@ -1,7 +1,6 @@
 """The records between an agent and its link, and what of them goes on to the launcher.
 
 link -> agent -> launcher Waiting, Refused, RankFailure
-link -> agent -> launcher ClockCompared                         (for a profile)
 link -> agent             Beat, Planned, Over
 agent -> link             RankFailure, Done
 
@@ -42,24 +41,6 @@ class Planned:
 
     agreed: Agreed
     interface: str
-
-
-@frozen_record
-class ClockCompared:
-    """What a machine's clock differs by from that of the gate's machine. Seconds, those of the epoch by its own clock.
-
-    ``at``: when that was; ``ahead``: by how much the gate's is ahead; ``error``: by how much that may be wrong, half of
-    the time that question and answer took; ``begun``: when the launch began, by the gate's clock; ``epoch``: what makes
-    seconds of its clock of monotonic ones of who hears this.
-    """
-
-    rank_start: int
-    ranks: int  # of this machine
-    at: float
-    ahead: float
-    error: float
-    begun: float
-    epoch: float
 
 
 @frozen_record

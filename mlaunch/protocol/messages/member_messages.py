@@ -77,7 +77,7 @@ class AskOffer:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a member gives. ``clock``: its monotonic seconds now; ``epoch``: to add for seconds of the epoch."""
+    """What a member gives. ``clock``: its monotonic seconds now."""
 
     number: int
     local_world_size: int
@@ -88,7 +88,6 @@ class Offer:
     identity: str  # of the machine and its network, which a name is not: clones and containers may have one name
     port: int  # that is free there
     clock: float
-    epoch: float
 
 
 @dataclass(frozen=True)
@@ -171,11 +170,10 @@ class Printed:
 
 @dataclass(frozen=True)
 class TracePart:
-    """A piece of what torch.profiler has written of a rank, compressed. ``written``: when that was, by its clock."""
+    """A piece of what torch.profiler has written of a rank, compressed."""
 
     rank: int
     data: bytes
-    written: float
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import secrets
 import socket
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,7 +55,6 @@ class Gate:
         self._word: asyncio.TimerHandle | None = None  # to those who wait
         self._complaints = Complaints()
         self._begun = False
-        self._begun_at = 0.0  # seconds of the epoch
         self._refusal = ""
         self._failure: dict[str, Any] | None = None
         self._ended = False
@@ -152,7 +150,7 @@ class Gate:
             self._tell({"waiting": self._roster.describe()})
 
     def _begin(self) -> None:
-        self._begun, self._begun_at = True, time.time()
+        self._begun = True
         ordered = sorted(self._members, key=lambda member: member.join.place)
         joins = membership.placed([member.join for member in ordered])
         plan = {
@@ -179,9 +177,6 @@ class Gate:
             self._awaited.discard(member)
             self._stop.remove(member.number)
             self._end_if_over()
-        elif control_protocol.is_time(asked := record.get("clock")):
-            answer = {"clock": asked, "now": time.time(), "begun": self._begun_at}
-            control_protocol.post(member.writer, control_protocol.encode(answer))
         elif self._begun:
             self._stop.hear(member.number, record)
 

@@ -32,7 +32,6 @@ from mlaunch.rendezvous.address import interface_of
 from mlaunch.rendezvous.gate.gate import BEATS
 from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
 from mlaunch.rendezvous.link import stop_words
-from mlaunch.rendezvous.link.clock_watch import ClockWatch
 from mlaunch.rendezvous.link.joining_words import JoiningWords
 from mlaunch.rendezvous.link.streams import RankStreams
 
@@ -55,7 +54,6 @@ class LinkProcess:
         self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
         self._failed = False  # here or elsewhere
-        self._clocks: ClockWatch | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listener: socket.socket | None) -> None:
@@ -126,10 +124,6 @@ class LinkProcess:
                 plan = agreed_of_record(record["plan"], self._join)
                 address = self._writer.get_extra_info("sockname")[0] if self._writer is not None else ""
                 self._wait.over = True
-                if self._cluster.compares_clocks:
-                    ranks = range(plan.rank_start, plan.rank_start + self._join.n_gpus)
-                    self._clocks = ClockWatch(ranks, self._post, self._agent.try_send)
-                    self._begin(self._clocks.run(self._cluster.heartbeat_timeout / BEATS))
                 self._agent.try_send(Planned(plan, interface_of(address)))
                 return
 
@@ -144,8 +138,6 @@ class LinkProcess:
                 if "failure" in record:
                     self._failed = True
                     self._agent.try_send(shortened(failure_of_record(record["failure"])))
-                elif "clock" in record and self._clocks is not None:
-                    self._clocks.hear(record)
                 elif (order := stop_words.order_of(record)) is not None:
                     self._agent.try_send(order)
                 elif "over" in record:
