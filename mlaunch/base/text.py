@@ -57,6 +57,13 @@ def name_some_ranks(ranks: Sequence[int]) -> str:
     return name_ranks(list(chain(*runs[:_SHOWN]))) + more
 
 
+def without_middle(text: str, limit: int) -> str:
+    """Return the text; of one that is longer, its size, a fifth of ``limit`` from its beginning, and its very end."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 5]} ... [{len(text):,} characters in all] ... {text[-(limit // 20) :]}"
+
+
 def ranges(ranks: Iterable[int], between: str) -> str:
     """Says "0-2, 4", with what stands ``between``."""
     return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(ranks))

@@ -46,7 +46,7 @@ def connect(name: str) -> socket.socket:
     """Returns a connection to the launch of this name. LookupError: it is over."""
     connection = registry.reach(os.environ, name, _QUEUE_TIMEOUT)
     if connection is None:
-        raise LookupError(f"the launch {name} is over, or does not answer")
+        raise LookupError(f"the launch {name} has ended, or does not answer")
     return connection
 
 

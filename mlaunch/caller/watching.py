@@ -59,7 +59,7 @@ def watch_calls(name: str, log: CallLog) -> None:
         if not lines:
             _tell(f"mlaunch: no call of {name}() runs in this process\n")
     finally:
-        state = "runs" if log.running else "is over"
+        state = "runs" if log.running else "has ended"
         with Display.lock:
             above = [] if notebook.is_here() else [""]  # a terminal leaves the first line out
             _tell(display.close([*above, *lines, f"{name}() {state}"]) if lines else "")

@@ -45,7 +45,7 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
     told, children = rank.get("entered"), rank.get("children", [])
     entered = None if told is None else {name: (tuple(members), number) for name, members, number in told}
     runs, returned = rank["state"].startswith(_RUNNING), _RETURNED in rank["state"]
-    doing = in_words(frames) if frames and runs else rank["state"]
+    doing = (in_words(frames) if runs else "") or rank["state"]
     blocks = [_block_of(file, line) for file, line, _ in frames if not is_library(file)] if runs else []
     doing += next((f", {block}" for block in blocks if block), "")
     if "(it " in rank["state"] and doing != rank["state"]:  # the kernel holds it, or a signal has stopped it

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = mlaunch_parser()
         refuse_script(parser, arguments)
         args = parser.parse_args(arguments)
-        return int(args.run(args))
+        return int(args.run(args) or 0)
     except BrokenPipeError:  # of a reader such as head, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0

@@ -51,7 +51,7 @@ def _debug(args: argparse.Namespace) -> int:
         return 0
     if len({launch["id"] for launch in launches}) != 1:
         raise LookupError(
-            f"{which(args.id, launches, 'debug')}\nLaunches that are over, and those of other users, are not seen here"
+            f"{which(args.id, launches, 'debug')}\nLaunches that have ended, and other users', are not seen here"
         )
     ranks = _chosen(args.ranks, launches)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

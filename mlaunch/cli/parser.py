@@ -38,7 +38,8 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     parser.add_argument("--version", action="version", version=f"mlaunch {__version__}")
     parser.add_argument(PRINT_COMPLETION, metavar="SHELL", help="print what makes a shell complete mlaunch: bash, zsh, "
                         "tcsh, fish; needs shtab")  # fmt: skip
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=lambda _: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
     parents = [] if run is None else [run]
     commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
     ps_and_stacks.add_commands(commands)

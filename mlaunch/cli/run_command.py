@@ -52,7 +52,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
             status = _run(job, wishes, dry=args.dry_run)
             # argparse's status, which the script's parser may have ended with for a flag that was meant for us.
             if status == _USAGE and (flag := behind_the_script(job.args)):
-                say(f"{flag} stands behind {job.target}, which got it: flags of mlaunch run come before the script")
+                say(f"{flag} comes after {job.target}, which got it: flags of mlaunch run come before the script")
             return status
     except UsageError as error:
         parser.exit(_USAGE, f"{prog}: {error}\n")

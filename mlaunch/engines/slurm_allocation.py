@@ -180,7 +180,7 @@ class Allocation:
         if not self._confirms():
             what = f"job {self.job}" if self.job else "the job that was asked for"
             say(
-                f"Slurm has not confirmed that {what} is over, and is asked again for some minutes (does its "
+                f"Slurm has not confirmed that {what} has ended, and is asked again for some minutes (does its "
                 f"controller answer?); if it stays: {shlex.join(self.farewell)}"
             )
         _let_go(self._guard)

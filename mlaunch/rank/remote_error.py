@@ -8,6 +8,7 @@ import traceback
 
 from mlaunch.base.frames import RUNPY, is_ours
 from mlaunch.base.misuse import is_misuse
+from mlaunch.base.text import without_middle
 from mlaunch.protocol import explain
 from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
 
@@ -18,13 +19,17 @@ _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broke
                  "Connection was likely closed", "failed to recv, got 0 bytes")  # fmt: skip
 
 
+_SHORT, _LONG = 40_000, 1_000_000  # characters of a message, or a line, and of a traceback
+
+
 def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool) -> RemoteError:
     """Returns the record. ``catchable``: the caller is to raise the exception itself, if it survives pickling."""
-    message, error = _message(error), below_ours(error)
+    whole, error = _message(error), below_ours(error)
+    message = without_middle(whole, _SHORT)
     return RemoteError(
         type_name=explain.type_name(error),
         message=message,
-        traceback=_in_short(error, message) if _may_be_short(error, message) else _in_pythons_way(error),
+        traceback=_in_short(error, message) if _may_be_short(error, message) else _in_pythons_way(error, whole),
         phase=phase,
         host=socket.gethostname(),
         device=device,
@@ -79,8 +84,14 @@ def _in_short(error: BaseException, message: str) -> str:
     return "".join([*lines, f"{explain.type_name(error)}: {message}\n"])
 
 
-def _in_pythons_way(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+def _in_pythons_way(error: BaseException, message: str) -> str:
+    text = "".join(traceback.format_exception(error))
+    if len(text) <= _SHORT:
+        return text
+    if len(message) > _SHORT:
+        text = text.replace(message, f"{message[:200]} ... [the message is above]")
+    # Lines of source, and messages of its causes, may be as long.
+    return without_middle("\n".join(without_middle(line, _SHORT) for line in text.split("\n")), _LONG)
 
 
 def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException:

@@ -281,7 +281,7 @@ def test_bad_input(
     future = submit(launcher(count, 2, device_type="cpu"), tmp_path / "go")
     name = running_id()
     assert "no running launch has an ID that starts with 'zzz'; running:" in told("zzz")
-    assert "those of other users, are not seen here" in told("zzz")
+    assert "other users', are not seen here" in told("zzz")
     assert "rank 7: count() has on this machine ranks 0-1" in told(name, "7")
     assert "standard input and output must be a terminal" in told(name, "1")
     with pytest.raises(SystemExit):

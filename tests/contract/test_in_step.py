@@ -667,7 +667,7 @@ def test_an_interrupt_of_a_loop(ranks: Ranks) -> None:
             error = caught(lambda: ranks.run(work, os.getpid()))
             assert isinstance(error, KeyboardInterrupt)
             assert STAYED in notes(error)
-            assert "work() was ended by this; rank" in notes(error)
+            assert "work() was interrupted; rank" in notes(error)
             # The one that asked may not be back from that, and the other may not have come so far.
             assert re.search(r" in (spin|interrupt) at test_in_step\.py", notes(error))
 

@@ -26,6 +26,8 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import in_order, in_words, operation_of, summarise
+from mlaunch.caller.report.stacks_of_ranks import grouped
+from mlaunch.caller.why_text import view_of
 from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages.launch_messages import (
     AnswerKind,
@@ -37,7 +39,9 @@ from mlaunch.protocol.messages.launch_messages import (
     RemoteError,
 )
 from mlaunch.protocol.stack_dump import in_letters
+from mlaunch.pytest import explanation
 from mlaunch.rank import function as rank_function
+from mlaunch.rank import remote_error
 from mlaunch.rank.setup import group as rank_group
 from tests.conftest import ROOT
 
@@ -214,7 +218,7 @@ def test_ctrl_c_tells_where_the_ranks_were() -> None:
         wait_for_ever()
 
     error = failure_of(launcher(train, 2), KeyboardInterrupt)
-    assert f"was ended by this; ranks 0-1 were in wait at {HERE}:" in error.__notes__[0]
+    assert f"was interrupted; ranks 0-1 were in wait at {HERE}:" in error.__notes__[0]
 
 
 @pytest.mark.slow
@@ -425,6 +429,55 @@ def test_work_that_user_code_has_begun_is_named(
     script = tmp_path / "train.py"
     script.write_text("from slow.part import x\nimport other, more\n")
     assert in_words([*inner, (str(script), line, "train")]) == f"{words} at train.py:{line}"
+
+
+def test_an_import_is_the_users_line_alone() -> None:
+    """A library that is imported has dozens of frames of its own; why and stacks are asked where the ranks are."""
+    library = [(f"/x/site-packages/big/part{number}.py", "3", "<module>") for number in range(30)]
+    begins = [("/home/train.py", "18", "train"), ("/home/train.py", "40", "main")]
+    frames = [step for file in library for step in (file, *MACHINERY)] + begins
+    told = grouped([{"rank": 0, "state": "running the function", "frames": frames}])
+    lines = ['File "/home/train.py", line 40, in main', 'File "/home/train.py", line 18, in train']
+    head = "  rank 0: running the function, importing big.part29 at train.py:18"
+    assert told.splitlines() == [head, *(f"    {line}" for line in lines)]
+    works = ("/x/site-packages/big/work.py", "5", "work")
+    assert "work.py" in grouped([{"rank": 0, "state": "running the function", "frames": [works, *begins]}])
+
+
+@pytest.mark.parametrize("ours", [remote_error.__file__, explanation.__file__])
+def test_frames_of_ours_are_nowhere_a_rank_was(ours: str) -> None:
+    """As it says how a test has failed: what it calls for that is no place, either."""
+    frames = [("/x/site-packages/_pytest/code.py", "7", "repr_failure"), (ours, "73", "of_error")]
+    assert in_words(frames) == ""
+    text = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
+    (told,) = summarise([RankStacks(0, Phase.RUNNING, "S", f"Current thread (most recent call first):\n{text}")])
+    assert told == "rank 0 was running the function, at its very beginning or end"
+    assert "running the function" in view_of({"rank": 0, "state": "running the function", "frames": frames}).doing
+
+
+def test_a_function_of_ours_on_ranks_is_where_it_has_called() -> None:
+    frames = [("/x/site-packages/torch/d.py", "7", "barrier"), (comm.__file__, "73", "synchronize")]
+    assert in_words(frames) == "in barrier at d.py:7"
+
+
+def test_a_very_long_message_is_told_once_and_shortened() -> None:
+    """The exception itself keeps it: that is the caller's."""
+
+    def train() -> None:
+        try:
+            raise KeyError("y" * 100_000)
+        except KeyError as error:
+            raise ValueError("\n" + "x" * 1_000_000) from error
+
+    with pytest.raises(ValueError, match="xxx") as caught:
+        launcher(train, 1)()
+    assert len(str(caught.value)) == 1_000_001
+    told = str(caught.value.__cause__)
+    assert len(told) < 40_000
+    assert told.count("[1,000,001 characters in all]") == 1
+    assert "ValueError: \n  xxx" in told.replace("\n  \n", "\n")
+    assert told.count("[the message is above]") == 1
+    assert "[100,012 characters in all]" in told  # of its cause
 
 
 def test_a_hang_in_a_module_of_the_users_is_in_its_line() -> None:

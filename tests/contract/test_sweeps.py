@@ -152,7 +152,7 @@ def ranks_of(runs: Sweep, folder: Path) -> list[int]:
         (lambda runs: runs[2].result(120), []),
         (
             lambda runs: runs.results(120),
-            ["the trials of hold() were ended by this; 0 of 3 had returned, and their values stay"],
+            ["the trials of hold() were interrupted; 0 of 3 had returned, and their values stay"],
         ),
     ],
 )

@@ -166,5 +166,5 @@ def test_a_submitted_call_on_a_terminal(tmp_path: Path, terminal: tuple[int, int
     read_until(reader, r"mlaunch: no call of train\(\) runs in this process")
     read_until(reader, r"  1  cpu +running the function +in read_text at train\.py:6")
     (tmp_path / "go").write_text("x")
-    read_until(reader, r"train\(\) is over")
+    read_until(reader, r"train\(\) has ended")
     assert script.wait(LIMIT) == 0

@@ -68,6 +68,6 @@ def test_live_output_the_stop_button_and_tab(tmp_path: Path) -> None:
     assert "train:   0%|" in live
     assert "/10000" in live
     assert "KeyboardInterrupt" in stopped
-    assert "train() was ended by this; " in stopped
+    assert "train() was interrupted; " in stopped
     assert "next cell" not in stopped  # an error ends a run of all cells
     assert offered.split() == ["model_there", "model_there_too"]

@@ -106,7 +106,7 @@ def test_a_deadline(held: Rig) -> None:
 def test_ctrl_c(held: Rig) -> None:
     found = held.ask("interrupted held")
     assert found["error"] == "KeyboardInterrupt"
-    assert re.search(r"was ended by this; ranks 0-\d were in wait_for_ever at", found["notes"][0]), found["notes"]
+    assert re.search(r"was interrupted; ranks 0-\d were in wait_for_ever at", found["notes"][0]), found["notes"]
 
 
 def test_a_restart(held: Rig, size: int) -> None:

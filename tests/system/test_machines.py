@@ -405,7 +405,7 @@ def test_machines_that_do_not_fit(network: Network, options: dict[str, Any], how
     ("tokens", "words"),
     [
         (("right", "wrong"), "(wrong token: this machine's and the master's differ): give both the same token= or "
-                             "MLAUNCH_TOKEN, unless another launch has this port; join_timeout=3 s is over"),
+                             "MLAUNCH_TOKEN, unless another launch has this port; join_timeout=3 s has passed"),
         (("right", None), "train() was not started: the master asks for a token, and this machine has none; give "
                           "token= or MLAUNCH_TOKEN"),
         ((None, "right"), "(the master has no token, and this machine has one): give both the same token= or "
@@ -473,7 +473,7 @@ def test_a_master_that_never_comes(network: Network) -> None:
         end = machines.end(1)
     assert end["type"] == "LaunchTimeout"
     assert end["text"].startswith("train() was not started: after 1 s no master answers at ")
-    assert end["text"].endswith("does a firewall let it through?; join_timeout=1 s is over")
+    assert end["text"].endswith("does a firewall let it through?; join_timeout=1 s has passed")
 
 
 def test_a_name_that_does_not_resolve(network: Network) -> None:
@@ -491,7 +491,7 @@ def test_a_machine_that_is_missing(network: Network) -> None:
     with launched(network, 1, 1) as machines:
         machines.start(0, join_timeout=1)
         end = machines.end(0)
-    assert f"1 machine joined ({machines.host(0).name}); rank 1 missing; join_timeout=1 s is over" in end["text"]
+    assert f"1 machine joined ({machines.host(0).name}); rank 1 missing; join_timeout=1 s has passed" in end["text"]
 
 
 def test_a_deadline_of_another_machine_is_one_here(network: Network) -> None:

@@ -103,4 +103,4 @@ def test_a_submitted_call_is_watched_in_a_cell(tmp_path: Path) -> None:
     lines = shown["text"].splitlines()
     assert "train()  1 rank, " in lines[0]
     assert "in read_text at In[1]:8  epoch 1: 1/2" in lines[-2]
-    assert lines[-1] == "train() is over"
+    assert lines[-1] == "train() has ended"

@@ -116,7 +116,7 @@ def test_the_tour(tmp_path: Path) -> None:
     stopped = outputs(tour, "wait_for_ever()")
     assert stopped[-1]["ename"] == "KeyboardInterrupt"
     said_at_the_end = plain(stopped[-1]) + text(stopped, "stderr")
-    assert said_at_the_end.count("wait_for_ever() was ended by this; rank 0 was in wait_for_ever at") == 1
+    assert said_at_the_end.count("wait_for_ever() was interrupted; rank 0 was in wait_for_ever at") == 1
     assert ast.literal_eval(next(data(outputs(tour, "measure(1)")[-1:], "text/plain"))) == [[6.0, 6.0, 6.0]] * 4
     kept, again = (next(data(outputs(tour, cell)[-1:], "text/plain")) for cell in ("ranks = Ranks", "stumble()"))
     assert kept == again

@@ -320,7 +320,7 @@ def test_a_flag_that_stands_behind_the_script(tmp_path: Path) -> None:
     """Whose parser refuses it, mostly; one that has such a flag is let alone."""
     done = run(tmp_path, write(tmp_path, "raise SystemExit(2)"), "--lr", "1", "--nproc_per_node=2")
     assert done.returncode == 2
-    said = "stands behind train.py, which got it: flags of mlaunch run come before the script\n"
+    said = "comes after train.py, which got it: flags of mlaunch run come before the script\n"
     assert done.stderr.endswith(f"mlaunch: --nproc_per_node=2 {said}")
     done = run(tmp_path, write(tmp_path, ""), "--nproc_per_node=2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -389,7 +389,7 @@ def test_signals_are_passed_on(tmp_path: Path, name: str, status: int) -> None:
     assert (process.returncode, out) == (status, f"saved at {name}\n"), err
     first, second = err.splitlines()
     assert first == f"mlaunch: ended by {name}"
-    assert re.fullmatch(r"train\.py was ended by this; ranks 0-1 were in <module> at train\.py:\d+", second)
+    assert re.fullmatch(r"train\.py was interrupted; ranks 0-1 were in <module> at train\.py:\d+", second)
     assert not [pid for pid in family if alive(pid)]
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (message["message"], message["errorCode"]) == (f"ended by {name}", -signal.Signals[name])
@@ -511,7 +511,7 @@ try:
     options = dict(device_type="cpu", world_size=2, port={free_port()}, join_timeout=0.2)
     launcher(lambda: 1, 1, start_method="spawn", **options)()
 except RuntimeError as error:
-    print("join_timeout=0.2 s is over" in str(error))
+    print("join_timeout=0.2 s has passed" in str(error))
 """)  # fmt: skip
     done = run(tmp_path, script, command=[sys.executable, "-X", "dev"])
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -128,7 +128,7 @@ def test_machines_that_do_not_come(tmp_path: Path) -> None:
     done = run(tmp_path, *flags, write(tmp_path, ""))
     assert done.returncode == 1
     assert "1 machine joined (" in done.stderr
-    assert "); machine 1 of 2 missing; join_timeout=0.5 s is over" in done.stderr
+    assert "); machine 1 of 2 missing; join_timeout=0.5 s has passed" in done.stderr
     done = run(tmp_path, *flags[:4], "--deadline", "0.5", "train.py")
     assert done.returncode == 124
     assert "its deadline of 0.5 s passed while the machines were joining" in done.stderr

@@ -124,7 +124,7 @@ def test_an_allocation_that_is_not_given_back_is_told(
             allocation.state()
     given_back(allocation)
     said = capsys.readouterr().err
-    assert "Slurm has not confirmed that job 7 is over" in said
+    assert "Slurm has not confirmed that job 7 has ended" in said
     assert "; if it stays: scancel --quiet --name=mlaunch-" in said
     allocation._guard.wait(60)
 

@@ -135,6 +135,12 @@ def test_a_script_without_the_command(capsys: pytest.CaptureFixture[str], argume
     assert meant in capsys.readouterr().err
 
 
+def test_the_command_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    said = capsys.readouterr().out
+    assert all(re.search(rf"^    {name} ", said, re.MULTILINE) for name in ("run", "ps", "why", "stop", "doctor"))
+
+
 def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     said = refused(capsys, "--print-completion", "bash")

@@ -65,15 +65,17 @@ def test_stacks_of_scattered_ranks_are_named_in_short() -> None:
     assert max(map(len, shown)) < 150
 
 
-def test_a_rank_that_imports_shows_what_somebody_has_written() -> None:
-    """Less the frames of the import system, of which each import has six; alone they are shown."""
+def test_a_rank_that_imports_shows_what_the_user_has_written() -> None:
+    """Less the frames of libraries and of the import system, of which each import has six; alone they are shown."""
     machinery = [("<frozen importlib._bootstrap>", str(line), "_load") for line in range(6)]
     ours = (slow_imports.__file__, "7", "find_spec")
-    inner, outer = ("/there/site-packages/models/__init__.py", "3", "<module>"), ("/home/me/train.py", "9", "train")
-    rank = {"rank": 0, "state": "running the function", "frames": [*machinery, ours, inner, *machinery, outer]}
+    library, inner = (("/there/site-packages/a.py", "3", "<module>"), ("/home/me/models/__init__.py", "3", "<module>"))
+    outer = ("/home/me/train.py", "9", "train")
+    frames = [*machinery, ours, library, *machinery, ours, inner, *machinery, outer]
+    rank = {"rank": 0, "state": "running the function", "frames": frames}
     [_, *rows] = grouped([rank]).splitlines()
     assert rows == [
         '    File "/home/me/train.py", line 9, in train',
-        '    File "/there/site-packages/models/__init__.py", line 3, in <module>',
+        '    File "/home/me/models/__init__.py", line 3, in <module>',
     ]
     assert len(grouped([rank | {"frames": machinery}]).splitlines()) == 7

@@ -77,5 +77,5 @@ class CellJob(RanksFuture):
         return found if isinstance(found, RanksLaunch) else None
 
     def __repr__(self) -> str:
-        state = "over" if self.done() else "running" if self.running() else "waiting"
+        state = "done" if self.done() else "running" if self.running() else "waiting"
         return f"<CellJob {self.name}: {state}>"

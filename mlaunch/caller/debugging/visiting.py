@@ -48,7 +48,7 @@ class LaunchParts:
         self._open.append(connection)
         told = visitors.ask(connection, DEBUG, _ANSWER_TIMEOUT)
         if told is None:
-            raise LookupError(f"the launch {name} is over, or does not answer")
+            raise LookupError(f"the launch {name} has ended, or does not answer")
         if "refused" in told:
             raise LookupError(told["refused"])
         self._of_rank |= {rank["rank"]: name for rank in told["ranks"]}

@@ -137,7 +137,7 @@ class LaunchHandle:
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
             if self.outcome.stacks:
-                add_note(interrupt, f"{self.spec.name} was ended by this; {'; '.join(self.outcome.doing())}")
+                add_note(interrupt, f"{self.spec.name} was interrupted; {'; '.join(self.outcome.doing())}")
             self.outcome.interrupted_by(interrupt)
         return self.end()
 

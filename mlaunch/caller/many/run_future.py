@@ -133,7 +133,7 @@ class Run(Future[list[Any]]):
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        state = "over" if self.state in {"returned", "failed"} else self.state
+        state = "done" if self.state in {"returned", "failed"} else self.state
         return f"<Run of {self.name.removesuffix('()')}({given}): {state}>"
 
     def _end(self, how: Ended | BaseException) -> None:

@@ -205,7 +205,7 @@ class Sweep(Sequence[Run]):
         except BaseException as interrupt:
             self.cancel()
             done = sum(trial.state == "returned" for trial in self._trials)
-            ended = f"the trials of {self._plan.name}() were ended by this"
+            ended = f"the trials of {self._plan.name}() were interrupted"
             add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay")
             hide_ours(interrupt)
             raise

@@ -16,7 +16,7 @@ from mlaunch.protocol.spec import LaunchSpec
 def settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
     """Settles a call by all that was heard of it."""
     if outcome.interrupt is not None and outcome.stacks:
-        add_note(outcome.interrupt, f"{outcome.spec.name} was ended by this; {'; '.join(outcome.doing())}")
+        add_note(outcome.interrupt, f"{outcome.spec.name} was interrupted; {'; '.join(outcome.doing())}")
     try:
         return settle(outcome, report)
     finally:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.frames import innermost_users, is_import, is_ranks_own, module_of
+from mlaunch.base.frames import innermost_users, is_import, is_ours, is_ranks_own, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report import notebook
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
@@ -113,13 +113,18 @@ def _in_words(dump: RankStacks) -> str:
         return f"{dump.phase.value} and did not show its stack" + (
             f" ({STATES[dump.state]})" if dump.state in STATES else ""
         )
-    return in_words(frames)
+    return in_words(frames) or str(dump.phase.value)
 
 
 def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8"."""
+    """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8".
+
+    Else where it is in a library; "" if all frames are this package's.
+    """
     found = users_place(frames)
-    place = len(frames) - 1 if found is None else found
+    place = _outermost_of_others(frames) if found is None else found
+    if place is None:
+        return ""
     file, line, name = frames[place]
     inner, outer = frames[:place], frames[place + 1 :]
     if inner and is_import(inner[-1][0]):
@@ -133,9 +138,22 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
     return f"{doing} at {notebook.short_name(file)}:{line}"
 
 
+def _outermost_of_others(frames: Sequence[tuple[str, str, str]]) -> int | None:
+    """Return which frame, innermost first, is the outermost that is not ours; None if a rank's own calls are below."""
+    if not frames or is_ranks_own(frames[-1][0]):
+        return None
+    return next((i for i in range(len(frames) - 1, -1, -1) if not is_ours(frames[i][0])), None)
+
+
 def users_place(frames: Sequence[tuple[str, ...]]) -> int | None:
     """Returns which frame, innermost first, is the innermost of the user's; None if none is."""
     return innermost_users([file for file, *_ in frames])
+
+
+def without_import(frames: Sequence[tuple[str, str, str]]) -> Sequence[tuple[str, str, str]]:
+    """Return a stack, innermost frame first, less what a library that the user's line imports does meanwhile."""
+    place = users_place(frames)
+    return frames[place:] if place is not None and _imported_within(frames[:place]) else frames
 
 
 def operation_of(frames: Sequence[tuple[str, str, str]]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlaunch.base.frames import without_machinery
 from mlaunch.base.text import name_some_ranks
-from mlaunch.caller.report.failure_text import in_words
+from mlaunch.caller.report.failure_text import in_words, without_import
 
 
 class StacksOfRanks(dict[int, str]):
@@ -49,8 +49,9 @@ def grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
         frames = tuple(tuple(frame) for frame in rank["frames"])
-        where = f", {in_words(frames)}" if frames else ""
-        groups.setdefault((rank["state"], where, tuple(without_machinery(frames))), []).append(rank["rank"])
+        where = f", {words}" if (words := in_words(frames)) else ""
+        shown = tuple(without_machinery(without_import(frames)))
+        groups.setdefault((rank["state"], where, shown), []).append(rank["rank"])
     blocks = []
     for (state, where, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
         stack = [f"    {line}" for line in _lines(frames)]

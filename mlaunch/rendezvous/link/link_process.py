@@ -66,7 +66,7 @@ class LinkProcess:
                 self._begin(self._serve_ranks(listener))
             await self._hear_gate_to_the_end()
         except asyncio.TimeoutError:
-            over = f"join_timeout={self._cluster.join_timeout:g} s is over"
+            over = f"join_timeout={self._cluster.join_timeout:g} s has passed"
             self._agent.try_send(Refused(f"{self._wait.state()}; {over}", late=True))
         except control_protocol.RefusedError as refusal:
             self._agent.try_send(Refused(str(refusal)))
