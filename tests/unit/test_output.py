@@ -207,10 +207,25 @@ def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
     for display in displays:
         display.draw(["line"], 1.0)
     assert (first.shown, second.shown) == (["line"], [])
+    assert displays[1].due is None  # nor will it: the place is not handed over
     displays[0].close(["last"])
     displays[1].draw(["line"], 2.0)
     displays[1].close(["last"])
-    assert (first.left, second.shown, second.left) == (["last"], ["line"], ["last"])
+    assert (first.left, second.shown, second.left) == (["last"], [], None)
+
+
+def test_where_all_output_was_cleared_who_draws_begins_anew() -> None:
+    class Cell(Place):
+        def forget(self) -> None:
+            self.shown.clear()
+
+    cell = Cell()
+    drawing, other = Display(cell, 0.0), Display(None, 0.0)
+    other.forget()
+    drawing.draw(["line"], 1.0)
+    other.forget()
+    assert cell.shown == []
+    drawing.close([])
 
 
 def test_a_launch_that_prints_makes_room_where_another_draws() -> None:

@@ -134,8 +134,9 @@ def area(*, blocks: bool = True) -> Area | None:
 class Display:
     """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock.
 
-    Of launches at the same time, in several threads, the first has the place, and those who have parts of the same one;
-    whoever prints makes room there. What methods return is to be written to stderr, by who holds ``lock``.
+    Of launches at the same time, in several threads, the first has the place, and those who have parts of the same one.
+    One that finds it taken draws nothing, also later. Whoever prints makes room there. What methods return is to be
+    written to stderr, by who holds ``lock``.
     """
 
     # Of all launches: two that draw at once would each move the other's cursor.
@@ -149,8 +150,11 @@ class Display:
         self.due: float | None = None if place is None else since + _FIRST_LOOK_DELAY
 
     def draw(self, lines: list[str], now: float) -> str:
+        if self._area is None or not self._take_place():
+            self._area = self.due = None
+            return ""
         self.postpone(now)
-        return self._area.show("\n".join(lines)) if self._area is not None and self._take_place() else ""
+        return self._area.show("\n".join(lines))
 
     def postpone(self, now: float) -> None:
         self.due = now + _PERIOD
@@ -162,16 +166,15 @@ class Display:
         return str(Display._holder.hide()) if Display._holder is not None else ""
 
     def take_over(self) -> str:
-        """Takes the place from who has it, whose lines are not shown until this one is closed."""
+        """Takes the place from who has it, whose lines are not shown any more."""
         hidden = str(Display._holder.hide()) if Display._holder not in {None, self._whole} else ""
         Display._holder = self._whole
         return hidden
 
     def forget(self) -> None:
         """Begins anew where somebody has cleared all output."""
-        holder = Display._holder
-        if holder is not None and holder._area is not None:
-            holder._area.forget()
+        if Display._holder is not None:
+            Display._holder.forget()
 
     def close(self, lines: list[str]) -> str:
         area, self._area, self.due = self._area, None, None
