@@ -54,7 +54,8 @@ def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
     if known is not None and known not in _made:
         # This process has sent it: two copies of one class would not be the same to isinstance().
         return known
-    made = make(*args)
+    # A class is made once, also if it comes with each call: its metaclass and its bases are told of it.
+    made = known if isinstance(known, type) else make(*args)
     _remember(made, number)
     _made.add(made)
     kinds.add(type(made))

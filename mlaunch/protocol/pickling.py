@@ -135,7 +135,15 @@ class _ByValuePickler(cloudpickle.Pickler):
     """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
 
     parts: Parts
+    cells: dict[int, types.CellType]
     _dynamic_function_reduce = _quick_reduce()
+
+    def _function_getnewargs(self, func: Any) -> Any:
+        """Returns what a function is made of; functions that share a variable get one cell, which they fill."""
+        *others, closure = super()._function_getnewargs(func)  # type: ignore[misc]
+        cells = zip(func.__closure__ or (), closure or (), strict=True)
+        shared = tuple(self.cells.setdefault(id(cell), empty) for cell, empty in cells)
+        return *others, shared if closure else closure
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):
@@ -176,7 +184,9 @@ class _ByValuePickler(cloudpickle.Pickler):
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # by name, or a type of Python's own
             return reduced
         self.parts.originals.append(definition)
-        make, args, state, _, _, fill_in = reduced
+        make, args, state, _, _, fill_in = (
+            reducers.of_class(definition, reduced) if isinstance(definition, type) else reduced
+        )
         code = getattr(definition, "__code__", None)
         source = None if code is None else sources.of_code(code, self.parts.told)
         taken = originals.number(definition), make, *args
@@ -205,7 +215,7 @@ def _is_definition(obj: object) -> bool:
 def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object, parts: Parts) -> Parts:
     """``table``: a plain dict, since pickle asks it for each object."""
     pickler: Any = base.__new__(base)
-    pickler.parts = parts
+    pickler.parts, pickler.cells = parts, {}
     pickler.dispatch_table = table | tensors.reducers(parts.alive)  # a pickler reads it when it is initialised
     # The table is set first: C's pickler reads it once.
     pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)

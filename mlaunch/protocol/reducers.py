@@ -1,20 +1,26 @@
-"""How objects travel by value that neither pickle nor cloudpickle can send: one table, and two rules.
+"""How objects travel by value that pickle and cloudpickle cannot send, or rebuild unlike the original.
 
-They stand at the top of scripts and notebooks. Elsewhere they are known by the name that they have in their module.
+They stand at the top of scripts and notebooks. Elsewhere they are known by the name that they have in their module,
+which is what is right for the others, too: a class that went by value behaves as if the rank had imported it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dis
 import functools
 import inspect
 import io
+import operator
 import sys
+import threading
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import cloudpickle.cloudpickle
 
@@ -23,13 +29,26 @@ from mlaunch.protocol.importable import is_importable
 # The body of a class looks names up by these, which find a global, too; cloudpickle looks for globals alone.
 _LOADS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
 _OF_BODIES = {"__name__", "__qualname__", "__module__"}  # which each body reads, or sets
+_MAKE_CLASS = getattr(cloudpickle.cloudpickle, "_make_skeleton_class", None)
+_MAKE_ENUM = getattr(cloudpickle.cloudpickle, "_make_skeleton_enum", None)
+_track = getattr(cloudpickle.cloudpickle, "_lookup_class_or_track", lambda _, made: made)
 _find_globals = getattr(cloudpickle.cloudpickle, "_extract_code_globals", None)
 _CACHED = type(functools.lru_cache(len))
+_DISPATCHER = cast(Any, functools.singledispatch(len)).__code__
+_OF_DISPATCHER = {"registry", "dispatch", "register", "_clear_cache", "__wrapped__"}
+_CODE = (
+    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags", "co_code"),
+    *("co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno"),
+    *("co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars"),
+)  # as its constructor takes them
+_of_code = operator.attrgetter(*(name for name in _CODE if hasattr(types.CodeType, name)))  # Python 3.10 lacks two
 Reduced = str | tuple[Any, ...]
 
 
 def of_function(function: types.FunctionType) -> Reduced | None:
-    """Reduces what ``torch.compile`` made of a function: to that, compiled anew. None for any other function."""
+    """Reduces what ``torch.compile`` or ``functools.singledispatch`` made of a function to that; None: another one."""
+    if function.__code__ is _DISPATCHER:
+        return _reduce_dispatcher(function)
     original = function.__dict__.get("_torchdynamo_orig_callable")
     if original is None:
         return None
@@ -62,6 +81,22 @@ def _bodies(code: types.CodeType) -> Iterator[types.CodeType]:
 def _names(body: types.CodeType) -> Iterator[str]:
     found = (step.argval for step in dis.get_instructions(body) if step.opname in _LOADS)
     return (name for name in found if name not in _OF_BODIES)
+
+
+def _reduce_dispatcher(function: Any) -> Reduced | None:
+    """Reduces singledispatch's closure, whose cache has weak references in it; None: the rank can import it."""
+    if cloudpickle.cloudpickle._should_pickle_by_reference(function):  # type: ignore[attr-defined]
+        return None
+    others = {name: value for name, value in vars(function).items() if name not in _OF_DISPATCHER}
+    state = dict(function.registry), others
+    return functools.singledispatch, (function.__wrapped__,), state, None, None, _register_again
+
+
+def _register_again(function: Any, state: tuple[dict[type, Any], dict[str, Any]]) -> None:
+    registry, others = state
+    for kind, implementation in registry.items():
+        function.register(kind, implementation)
+    vars(function).update(others)
 
 
 def _chain(callback: Any) -> Iterator[Any]:
@@ -117,6 +152,25 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
+def _reduce_property(found: Any) -> Reduced:
+    """Reduces cached_property, which has a lock before Python 3.12 (cloudpickle#438)."""
+    return _property_again, (), (found.func, found.attrname), None, None, _fill_property
+
+
+def _property_again() -> Any:
+    return functools.cached_property(len)
+
+
+def _fill_property(made: Any, state: tuple[Any, str]) -> None:
+    made.func, made.attrname = state
+    made.__doc__, made.__module__ = made.func.__doc__, getattr(made.func, "__module__", None)
+
+
+def _reduce_weak_cache(cache: Any) -> Reduced:
+    """Reduces a dictionary with weak references; in the rank it keeps what something else there holds, as here."""
+    return type(cache), (), None, None, iter(list(cache.items()))
+
+
 def _reduce_parameter(parameter: Any) -> Reduced:
     """Reduces ``ParamSpec`` and ``TypeVarTuple``, as cloudpickle does ``TypeVar``."""
     if _is_known(parameter.__module__):
@@ -150,6 +204,11 @@ def _script_again(original: Any, compiled: bytes) -> Any:
     return torch.jit.load(io.BytesIO(compiled))  # type: ignore[no-untyped-call]
 
 
+def _reduce_code(code: types.CodeType) -> Reduced:
+    """Reduces code with the name of its file, which cloudpickle gives up from 3.1.3 on (cloudpickle#560)."""
+    return types.CodeType, _of_code(code)
+
+
 def _reduce_text_file(file: io.TextIOWrapper) -> Reduced:
     """Refuses an open file, of which cloudpickle would make a StringIO of its content, without a name."""
     if file in {sys.stdout, sys.stderr}:
@@ -162,9 +221,203 @@ def table() -> dict[type, Callable[[Any], Reduced]]:
     """Returns the reducers by type; torch's only where it is loaded, without which there is no such object."""
     found: dict[type, Callable[[Any], Reduced]] = {_CACHED: _reduce_cached, typing.ParamSpec: _reduce_parameter}
     found[io.TextIOWrapper] = _reduce_text_file
+    found[types.CodeType] = _reduce_code
+    found[functools.cached_property] = _reduce_property
+    found |= {kind: _reduce_weak_cache for kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)}
     if hasattr(typing, "TypeVarTuple"):
         found[typing.TypeVarTuple] = _reduce_parameter
     torch = sys.modules.get("torch")
     if torch is not None:
         found[torch.jit.ScriptFunction] = _reduce_script
     return found
+
+
+# Classes
+
+
+class _ClassPlan(NamedTuple):
+    """How a class is made. ``maker``: that part of its metaclass which a rank imports; ``silent``: bases whose
+    ``__init_subclass__`` does not run; ``tracker``: under which cloudpickle knows the class."""
+
+    metaclass: Any
+    maker: Any
+    name: str
+    bases: tuple[Any, ...]
+    namespace: dict[str, Any]
+    silent: list[type]
+    tracker: str
+
+
+def of_class(kind: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns how a class travels by value, given cloudpickle's way: so that it is rebuilt like the original.
+
+    What its metaclass and the hooks of its bases did when it was defined is in their own state, if they travel by
+    value themselves. So they do not run again: the keywords of the class statement are gone (cloudpickle#527), and a
+    registry would see the class twice. Those that a rank imports do run, as their registry there is the rank's own.
+
+    Raises:
+        TypeError: Such a one wants keywords.
+    """
+    make, args, (content, _), _, _, _ = reduced
+    content = content | _overrides(kind)
+    if make is _MAKE_ENUM:
+        return _make_enum, (*args[:3], _members(kind), *args[4:6]), _enum_content(kind, content), None, None, _fill_enum
+    if make is not _MAKE_CLASS:  # another cloudpickle's
+        return reduced
+    metaclass, name, bases, namespace, tracker, _ = args
+    maker = next(parent for parent in metaclass.__mro__ if not _goes_by_value(parent))
+    hooks = [parent for parent in kind.__mro__[1:] if "__init_subclass__" in vars(parent)]
+    silent = [parent for parent in hooks if _goes_by_value(parent)]
+    imported = next(parent for parent in hooks if parent not in silent)
+    _refuse_keywords(kind, functools.partial(maker.__new__, maker, name, (), {}), f"metaclass {maker.__qualname__}")
+    _refuse_keywords(kind, imported.__init_subclass__, f"{imported.__qualname__}.__init_subclass__")
+    # typing's own metaclasses want what the class statement had: TypedDict, not dict.
+    bases = kind.__bases__ if maker is type else bases
+    plan = _ClassPlan(metaclass, maker, name, bases, namespace | _body(kind), silent, tracker)
+    return _make_class, (plan,), content, None, None, _fill_class
+
+
+def _goes_by_value(kind: type) -> bool:
+    return not cloudpickle.cloudpickle._should_pickle_by_reference(kind)  # type: ignore[attr-defined]
+
+
+def _refuse_keywords(kind: type, hook: Any, what: str) -> None:
+    try:
+        parameters = inspect.signature(hook).parameters.values()
+    except ValueError:  # of C's
+        return
+    optional = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    wanted = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+    if wanted:
+        raise TypeError(
+            f"class {kind.__qualname__} was defined with {', '.join(wanted)}= for {what}, which a class does not keep: "
+            f"define it in a module that ranks can import"
+        )
+
+
+def _body(kind: type) -> dict[str, Any]:
+    """Returns what a class must have from the start: without ``__slots__`` it has none ever (cloudpickle#311)."""
+    body = {name: vars(kind)[name] for name in ("__slots__", "__orig_bases__") if name in vars(kind)}
+    if "<locals>" not in kind.__qualname__:  # which plain pickle refuses, and finds without
+        body["__qualname__"] = kind.__qualname__
+    slots = body.get("__slots__", ())
+    if iter(slots) is slots:  # it is used up
+        body["__slots__"] = tuple(name for name, value in vars(kind).items() if inspect.ismemberdescriptor(value))
+    return body
+
+
+def _overrides(kind: type) -> dict[str, Any]:
+    """Returns attributes that are the same object in a base, which cloudpickle leaves out (cloudpickle#584)."""
+    own = {name: value for name, value in vars(kind).items() if name not in {"__dict__", "__weakref__", "__module__"}}
+    bases = [vars(base) for base in kind.__bases__]
+    return {name: value for name, value in own.items() if any(name in base and base[name] is value for base in bases)}
+
+
+def _make_class(plan: _ClassPlan) -> type:
+    """Returns a class without its attributes, which may refer to it."""
+    bases = types.resolve_bases(plan.bases)
+    body = plan.maker.__prepare__(plan.name, bases)
+    body.update(plan.namespace)
+    with contextlib.ExitStack() as stack:
+        for base in plan.silent:
+            stack.enter_context(_silence(base))
+        if plan.maker is plan.metaclass:
+            made = plan.metaclass(plan.name, bases, body)
+        else:
+            made = plan.maker.__new__(plan.metaclass, plan.name, bases, body)
+            plan.maker.__init__(made, plan.name, bases, body)
+    return cast(type, _track(plan.tracker, made))
+
+
+@contextlib.contextmanager
+def _silence(base: Any) -> Iterator[None]:
+    """For the length of a block, passes over the ``__init_subclass__`` of a base in this thread."""
+    hook, thread = vars(base).get("__init_subclass__"), threading.get_ident()
+    if hook is None:  # the base has no attributes yet
+        yield
+        return
+
+    def pass_on(cls: Any, /, **keywords: Any) -> Any:
+        if threading.get_ident() != thread:
+            return hook.__get__(None, cls)(**keywords)
+        return super(base, cls).__init_subclass__()
+
+    type.__setattr__(base, "__init_subclass__", classmethod(pass_on))
+    try:
+        yield
+    finally:
+        type.__setattr__(base, "__init_subclass__", hook)
+        thread = -1  # for whoever still has it
+
+
+def _fill_class(made: Any, content: dict[str, Any]) -> None:
+    """Gives a class its attributes; its metaclass has no say in it, as it had for the original already."""
+    # To set __module__ deletes the line (Python 3.13).
+    last = {name: content.pop(name) for name in ("__firstlineno__",) if name in content}
+    registered = content.pop("_abc_impl", ())
+    for name, value in (content | last).items():
+        type.__setattr__(made, name, value)
+    for kind in registered:
+        made.register(kind)
+
+
+# Enums: cloudpickle leaves out aliases and flags of several bits (cloudpickle#558), and what __new__ or __init__ of the
+# class gave its members.
+
+
+@dataclass(frozen=True)
+class _EnumMember:
+    """What a member of an enum is made of: its value, and the arguments for the type that it also is."""
+
+    value: Any
+    args: tuple[Any, ...]
+
+
+def _members(kind: Any) -> dict[str, _EnumMember]:
+    own = kind._member_type_
+    fresh = getattr(own, "__getnewargs__", None)  # as int and str have it
+
+    def args(member: Any) -> tuple[Any, ...]:
+        if own is object or own.__new__ is object.__new__:
+            return ()
+        return cast("tuple[Any, ...]", (member._value_,) if fresh is None else fresh(member))
+
+    return {name: _EnumMember(member._value_, args(member)) for name, member in kind.__members__.items()}
+
+
+def _enum_content(kind: Any, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    members = {name: vars(member) for name, member in kind.__members__.items() if member.name == name}
+    return {name: value for name, value in content.items() if name not in kind.__members__}, members
+
+
+def _make_enum(
+    bases: tuple[Any, ...], name: str, qualname: str, members: dict[str, Any], module: str, tracker: str
+) -> type:
+    metaclass: Any = type(bases[-1])
+    body = metaclass.__prepare__(name, bases)
+    for key, value in {"__new__": _new_member, "__init__": _leave, "__module__": module, **members}.items():
+        body[key] = value
+    made = metaclass.__new__(metaclass, name, bases, body)
+    made.__qualname__ = qualname
+    return cast(type, _track(tracker, made))
+
+
+def _new_member(cls: Any, made_of: Any) -> Any:
+    if isinstance(made_of, tuple):  # for an enum of tuples
+        [made_of] = made_of
+    member = cls._member_type_.__new__(cls, *made_of.args)
+    member._value_ = made_of.value
+    return member
+
+
+def _leave(self: Any, *_: Any) -> None:
+    """Stands for the ``__init__`` of an enum."""
+
+
+def _fill_enum(made: Any, state: tuple[dict[str, Any], dict[str, dict[str, Any]]]) -> None:
+    content, members = state
+    _fill_class(made, content)
+    for name in {"__init__", "__new_member__"} & (vars(made).keys() - content.keys()):
+        type.__delattr__(made, name)
+    for name, attributes in members.items():
+        vars(made.__members__[name]).update(attributes)

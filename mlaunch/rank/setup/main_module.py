@@ -31,9 +31,9 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     main = types.ModuleType("__main__")
     _bare[:] = [function, main] if not from_main and not arrived else []
     for kind in list(arrived.values()):
-        if kind.__module__ == "__main__" and "." not in kind.__qualname__:
+        if kind.__module__ == "__main__" and "<locals>" not in kind.__qualname__:
             # cloudpickle has made these classes outside of any module; torch.save and others look them up by name.
-            setattr(main, kind.__name__, kind)
+            _put(main, kind.__qualname__.split("."), kind)
     if from_main:  # it knows what its names mean, of several classes that have one
         main.__dict__.update(namespace)
     if context.main_file is not None:
@@ -42,3 +42,14 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
         main.__spec__ = importlib.machinery.ModuleSpec(context.main_name, None, origin=context.main_file)
         main.__package__ = context.main_name.rpartition(".")[0]
     sys.modules["__main__"] = main
+
+
+def _put(main: types.ModuleType, path: list[str], kind: type) -> None:
+    """Puts a class where its name leads. A class around it that has not come is stood in for; one that has knows it."""
+    place: Any = main
+    for name in path[:-1]:
+        if not hasattr(place, name):
+            setattr(place, name, types.SimpleNamespace())
+        place = getattr(place, name)
+    if isinstance(place, types.ModuleType | types.SimpleNamespace):
+        setattr(place, path[-1], kind)
