@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mlaunch.collectives import exchange, local_group, reduction, world
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 _SEEDS = 2**31
 
@@ -146,22 +147,25 @@ def shared_random_seed() -> int:
     return broadcast_object(drawn)
 
 
-def reduce_dict(input_dict: Mapping[str, Any], average: bool = True) -> dict[str, Any]:
+def reduce_dict(input_dict: Mapping[K, Any], average: bool = True) -> dict[K, Any]:
     """Returns the mean (or sum) over all ranks of each value, on every rank (the original: on rank 0 alone).
 
     Collective. A new dictionary with the same keys in the same order; the input is not changed.
 
     Args:
-        input_dict: Tensors (any shape, CPU or accelerator) and plain numbers. All ranks need the same keys and shapes.
+        input_dict: Tensors (any shape, CPU or accelerator), Python's numbers and numpy's. All ranks need the same keys
+            and shapes.
         average: False: the sum.
 
     Returns:
-        For a tensor a tensor of its shape, device and, if floating, dtype (an averaged integer tensor becomes one of
-        torch's default dtype); for a plain number a float (a summed int stays an int).
+        For each value one of its kind: for a tensor a tensor of its shape, device and dtype, for a number of numpy's
+        one of its type. Sums of integers are exact. Means of integers are floats (of torch's default dtype for a
+        tensor), sums of booleans integers. Where a rank has an integer and another a float, both get a float.
 
     Raises:
         ValueError: The ranks' keys, shapes or devices differ. On every rank.
-        TypeError: A value is neither tensor nor number. On the ranks that passed one; the others name them.
+        TypeError: A value is neither tensor nor number. On every rank.
+        OverflowError: A sum does not fit into its tensor's or numpy's type of integers, or a Python int into 64 bits.
     """
     return reduction.reduce_dict(input_dict, average=average)
 

@@ -17,6 +17,7 @@ _HINTS = {
     "local_rank": "mlaunch.comm.get_local_rank()",
     "world_size": "torch.distributed.get_world_size()",
 }
+_ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -26,6 +27,11 @@ def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
     Only a plain function is asked, and only for its own parameters: what a decorator claims to take may be otherwise.
     """
+    if isinstance(function, FunctionType) and function.__code__.co_flags & _ASYNCHRONOUS:
+        raise misuse(TypeError(
+            f"{function.__qualname__}() is a coroutine function or an async generator function, which a rank does not "
+            f"run to its end; call asyncio.run in a plain function"
+        ))  # fmt: skip
     if isinstance(function, FunctionType) and function.__code__.co_flags & inspect.CO_GENERATOR:
         raise misuse(TypeError(
             f"{function.__qualname__}() is a generator function: each rank would return a generator, which cannot be "

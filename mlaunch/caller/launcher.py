@@ -103,7 +103,7 @@ class launcher(Submitting[P, R]):
         __tracebackhide__ = True
         return _make(self._function, _checked(self._options, (), changes), self._bound, self._calls)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Runs the function on every rank of this machine; see the class."""
         __tracebackhide__ = True
         try:
@@ -174,12 +174,18 @@ class launcher(Submitting[P, R]):
         return option_text.representation(self._name, self, self._options)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        module = getattr(self, "__module__", None)
-        found: Any = sys.modules.get(module) if module not in {None, "__main__"} else None
+        """Reduces it to its name, also in ``__main__``: processes of a pool have that; mlaunch's own come by value."""
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
         for name in self._name.split("."):
             found = getattr(found, name, None)
         if found is self:
             return str(self._name)
+        if isinstance(found, launcher) and found._function is self._function:  # a method, or with other options
+            return _copy, (found, self._options, self._bound)
+        return self.reduce_by_value()
+
+    def reduce_by_value(self) -> tuple[Any, ...]:
+        """Returns how it is pickled for a process that does not have the module of the function."""
         return _make, (self._function, self._options, self._bound)
 
 
@@ -221,11 +227,16 @@ def _decorate(func: Callable[P, R], options: Options) -> launcher[P, R]:
         hint = "; put @launcher below @classmethod or @staticmethod" if hasattr(func, "__func__") else ""
         hint = f"; for {func} ranks: @launcher(n_gpus={func})" if isinstance(func, int) else hint
         raise hide_ours(TypeError(f"launcher decorates a function, not {func!r}{hint}"))
-    if inspect.iscoroutinefunction(func):
-        raise hide_ours(
-            TypeError(f"launcher decorates a function, not the coroutine function {func!r}; call asyncio.run in it")
-        )
+    for kind, is_one in (("coroutine", inspect.iscoroutinefunction), ("async generator", inspect.isasyncgenfunction)):
+        if is_one(func) or is_one(type(func).__call__):
+            raise hide_ours(
+                TypeError(f"launcher decorates a function, not the {kind} function {func!r}; call asyncio.run in it")
+            )
     return _make(func, options)
+
+
+def _copy(found: launcher[P, R], options: Options, bound: tuple[Any, ...]) -> launcher[P, R]:
+    return _make(found._function, options, bound)
 
 
 def _make(

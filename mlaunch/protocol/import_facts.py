@@ -42,6 +42,12 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def replaced(environ: Mapping[str, str], by: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables with those in the place that libraries read when they are loaded."""
+    ours = variables(environ)
+    return {name: value for name, value in environ.items() if name not in ours} | variables(by)
+
+
 def of_this_process(environ: Mapping[str, str]) -> Facts:
     """Returns all that counts, for an import under ``environ``."""
     read = variables(environ) | {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}

@@ -131,6 +131,8 @@ def of_name(found: object, reduced: Reduced) -> Reduced:
         return reduced
     if _is_known(module) and "<locals>" not in reduced:
         return reduced
+    if hasattr(found, "reduce_by_value"):  # mlaunch's own
+        return cast(Reduced, found.reduce_by_value())
     state = getattr(found, "__getstate__", lambda: getattr(found, "__dict__", None))()  # Python 3.10 lacks object's
     return (cast(Any, copyreg).__newobj__, (type(found),), state)  # as for an object without a __reduce__
 

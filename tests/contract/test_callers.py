@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mlaunch import LaunchError, launcher
+from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.warm import warm_server
 from tests.conftest import ROOT
@@ -292,5 +295,57 @@ def test_a_coroutine_function_is_refused() -> None:
     async def train() -> None:
         await asyncio.sleep(0)
 
-    with pytest.raises(TypeError, match="not the coroutine function"):
-        launcher(train)
+    async def steps() -> AsyncIterator[int]:
+        yield 1
+
+    class Trainer:
+        async def __call__(self) -> None: ...
+
+    for function in (train, functools.partial(train), Trainer()):
+        with pytest.raises(TypeError, match="not the coroutine function"):
+            launcher(function)
+    with pytest.raises(TypeError, match="not the async generator function"):
+        launcher(steps)
+    with Ranks(n_gpus=1) as ranks, pytest.raises(TypeError, match=r"steps\(\) is a coroutine function or an async gen"):
+        ranks.run(steps)
+
+
+def weigh(self: int, func: int, *, function: int, cls: int, args: int, kwargs: int) -> list[int]:
+    return [self, func, function, cls, args, kwargs]
+
+
+def test_parameters_may_have_any_name() -> None:
+    given = {name: number for number, name in enumerate(inspect.signature(weigh).parameters)}
+    call = launcher(weigh, 1)
+    wanted = [0, 1, 2, 3, 4, 5]
+    assert call(**given) == call.options(inline=True)(**given) == call.submit(**given).result(60) == [wanted]
+    assert [run.result(60) for run in call.grid(**{name: [value] for name, value in given.items()})] == [[wanted]]
+    with Ranks(n_gpus=1) as ranks:
+        assert ranks.run(weigh, **given) == ranks.submit(weigh, **given).result(60) == [wanted]
+
+
+POOL = """
+import multiprocessing, pickle
+from mlaunch import launcher
+
+@launcher(n_gpus=1, device_type="cpu")
+def double(x): return 2 * x
+
+class Trainer:
+    step = 3
+    @launcher(n_gpus=1, device_type="cpu")
+    def fit(self, x): return self.step * x
+
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(double)) is double
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(pool.map(double, [1, 2]), pool.map(Trainer().fit, [1]), pool.map(double.options(port=0), [4]))
+        assert launcher(lambda: double is pickle.loads(pickle.dumps(double)), 1)() == [True]
+        assert launcher(lambda: double, 1)() == [double]
+"""
+
+
+def test_decorated_functions_of_a_script_go_to_a_process_pool(run_script: Any) -> None:
+    """As their names, methods as those of their instance; to ranks they go by value all the same."""
+    done = run_script(POOL)
+    assert done.stdout == "[[2], [4]] [[3]] [[8]]\n", done.stderr

@@ -245,6 +245,65 @@ def test_reduce_dict_of_different_things_is_an_error_everywhere(odd: dict[str, A
     assert comm.reduce_dict({"a": 1.0}) == {"a": 1.0}
 
 
+KINDS: list[tuple[Any, Any, Any]] = [  # of both ranks, their sum, their mean
+    (2**60 + 1, 2**61 + 2, float(2**60)),
+    (2**63 - 1, 2**64 - 2, float(2**63)),
+    (-(2**62) - 1, -(2**63) - 2, -float(2**62)),
+    (True, 2, 1.0),
+    (1 + 2j, 2 + 4j, 1 + 2j),
+    (torch.tensor(2**60 + 1), torch.tensor(2**61 + 2), torch.tensor(2.0**60)),
+    (torch.tensor([-(2**40) - 1, 5]), torch.tensor([-(2**41) - 2, 10]), torch.tensor([-(2.0**40), 5.0])),
+    (torch.tensor(2**62, dtype=torch.uint64), torch.tensor(2**63, dtype=torch.uint64), torch.tensor(2.0**62)),
+    (torch.tensor([True, False]), torch.tensor([2, 0]), torch.tensor([1.0, 0.0])),
+    (torch.tensor([[1 + 2j]]), torch.tensor([[2 + 4j]]), torch.tensor([[1 + 2j]])),
+    (torch.tensor(1.5, dtype=torch.float64), *[torch.tensor(n, dtype=torch.float64) for n in (3, 1.5)]),
+    (numpy.float32(1.5), numpy.float32(3), numpy.float32(1.5)),
+    (numpy.int16(-300), numpy.int16(-600), -300.0),
+    (numpy.bool_(True), 2, 1.0),
+    (numpy.complex64(1 + 2j), numpy.complex64(2 + 4j), numpy.complex64(1 + 2j)),
+]
+
+
+@pytest.mark.ranks(2)
+def test_reduce_dict_keeps_each_kind_of_number_and_integers_exact() -> None:
+    given = {str(number): value for number, (value, _, _) in enumerate(KINDS)}
+    for column, average in ((1, False), (2, True)):
+        found = comm.reduce_dict(given, average=average)
+        for row, got in zip(KINDS, found.values(), strict=True):
+            assert (type(got), str(got)) == (type(row[column]), str(row[column]))
+            assert getattr(got, "dtype", None) == getattr(row[column], "dtype", None)
+
+
+def test_reduce_dict_of_one_rank_keeps_them_too() -> None:
+    given = {"a": 2**60 + 1, None: True, 3: 1 + 2j, "d": numpy.float32(1.5), "e": torch.tensor([True])}
+    text = f"{{'a': {2**60 + 1}, None: 1, 3: (1+2j), 'd': {numpy.float32(1.5)!r}, 'e': tensor([1])}}"
+    assert repr(comm.reduce_dict(given, average=False)) == text
+
+
+@pytest.mark.ranks(2)
+def test_reduce_dict_of_an_integer_here_and_a_float_there() -> None:
+    first = comm.get_rank() == 0
+    found = comm.reduce_dict({"a": 0 if first else 0.5, "b": torch.tensor(1 if first else 0.5), 3: 1}, average=False)
+    assert repr(found) == "{'a': 0.5, 'b': tensor(1.5000), 3: 2}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tensor([200, 1], dtype=torch.uint8), "the sum of 'a' is too large for torch.uint8: pass it in a larger"),
+        (torch.tensor(2**62), "the sum of 'a' is too large for torch.int64: pass it in a larger type"),
+        (numpy.int8(100), "the sum of 'a' is too large for int8: pass it in a larger type"),
+        (2**63, "'a' of rank 0 is a number of more than 64 bits; allowed: tensors and numbers"),
+    ],
+    ids=str,
+)
+def test_sums_that_do_not_fit_are_refused(value: Any, words: str) -> None:
+    assert error_of(lambda: comm.reduce_dict({"a": value}, average=False)).startswith(
+        f"OverflowError: reduce_dict: {words}"
+    )
+
+
 def test_reduce_dict_of_one_rank_checks_too() -> None:
     with pytest.raises(TypeError, match="'a' is a str; allowed: tensors and numbers"):
         comm.reduce_dict({"a": "text"})

@@ -13,6 +13,7 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.durations import duration
 from mlaunch.base.peer_process import is_this_user, peer_process
+from mlaunch.caller.server import warm
 from mlaunch.cli import main
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.protocol import import_facts, zygote_place
@@ -36,6 +37,22 @@ def test_facts_that_count_at_an_import() -> None:
     assert import_facts.differences(here, here) == []
     told = import_facts.differences(here, other)
     assert told[1:] == ["variable LC_ALL: here 'C', there not set", "variable OMP_PROC_BIND: here '1', there '0'"]
+
+
+def test_a_server_has_nothing_of_the_options_of_the_call_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what libraries read as they are loaded: with other such variables there is another server."""
+    asked: list[dict[str, str]] = []
+
+    def start(environ: dict[str, str], _: object) -> object:
+        asked.append(environ)
+        return types.SimpleNamespace(alive=lambda: True)
+
+    monkeypatch.setattr(warm, "ask_zygote", start)
+    monkeypatch.setattr(os, "environ", {"HOME": "/x", "OMP_PROC_BIND": "1"})
+    server = warm.WarmServer()
+    first = server.get({"HOME": "/y", "OWN": "1", "LC_ALL": "C", "OMP_DYNAMIC": "1"})
+    assert asked == [{"HOME": "/x", "OMP_DYNAMIC": "1"}]
+    assert server.get({"OMP_DYNAMIC": "1"}) is first
 
 
 def test_paths() -> None:

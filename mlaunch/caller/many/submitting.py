@@ -41,7 +41,7 @@ class Submitting(Generic[P, R]):
         """The reports of the latest 20 calls, the latest last."""
         return tuple(self._calls.reports)
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Run:
         """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
         __tracebackhide__ = True
         from mlaunch.caller.many.submit import submit
@@ -98,6 +98,7 @@ class Submitting(Generic[P, R]):
 
     def grid(
         self,
+        /,
         *,
         devices: Sequence[int] | None = None,
         retries: int | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from datetime import timedelta
@@ -206,6 +207,18 @@ class Variables:
         for variable, text in (value or {}).items():
             if not isinstance(variable, str) or not isinstance(text, str):
                 raise TypeError(f"{name}={{{variable!r}: {text!r}}}: allowed: names and values that are strings")
+            if not variable or "=" in variable or not _can_be_set(variable) or not _can_be_set(text):
+                raise ValueError(
+                    f"{name}={{{variable!r}: ...}}: allowed: names that are not empty and without '=', and names and "
+                    f"values that the system can take: no NUL, no half of a surrogate pair"
+                )
+
+
+def _can_be_set(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 class Staying:

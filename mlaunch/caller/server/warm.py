@@ -33,6 +33,7 @@ class WarmServer:
         return self._server is not None
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
+        """Returns the server for calls with these variables."""
         settings = import_facts.variables(environ), self.preload
         with self._lock:
             if self._retired:
@@ -47,6 +48,8 @@ class WarmServer:
                 self._server.retire()
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))
+            # Later calls come to the same server, so of this one's env= only what makes another server counts.
+            environ = import_facts.replaced(os.environ, environ)
             self._server = ask_zygote(environ, like) or start_interpreter(environ, like)
             self._settings = settings
             return self._server

@@ -52,7 +52,7 @@ class Debugger:
         """Returns one for this thread."""
         return RankPdb(self._talk)
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, and opens a prompt where it fails."""
         try:
             return function(*args, **kwargs)

@@ -18,7 +18,7 @@ class IdeSession:
         self._who = who
         self._pid = os.getpid()
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Says how to attach, waits for that, and runs it; ``breakpoint()`` stops in the IDE."""
         import debugpy  # type: ignore[import-not-found, unused-ignore]  # an extra; it imports much
 
