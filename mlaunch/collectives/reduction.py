@@ -22,7 +22,6 @@ _DIGEST = 7  # bytes, so that it fits into an int64 with either sign
 _HALF = 32  # bits
 _LOW = 2**_HALF - 1
 _LARGE = "number of more than 64 bits"
-_ALLOWED = "allowed: tensors and numbers"
 
 
 class _NumberKind(enum.IntEnum):
@@ -188,8 +187,9 @@ def _agreed(mine: Sequence[_Entry]) -> list[_NumberKind]:
         for one in theirs:
             if not one.usable:
                 refusal = OverflowError if one.what.endswith(_LARGE) else TypeError
-                whose = f" of rank {rank}" if len(everyone) > 1 else ""
-                raise refusal(f"reduce_dict: {one.name!r}{whose} is a {one.what.partition(' ')[2]}; {_ALLOWED}")
+                which = f"{one.name!r} of rank {rank}" if len(everyone) > 1 else repr(one.name)
+                what = one.what.partition(" ")[2]
+                raise refusal(f"reduce_dict: {which} is a {what}; allowed: tensors and numbers")
     difference = _difference([{one.name: one.what for one in theirs} for theirs in everyone])
     if difference:
         raise ValueError(f"reduce_dict: the ranks passed different things: {difference}")
