@@ -16,6 +16,7 @@ from mlaunch.base.text import name_some_ranks
 # By name of the group: its members, and the number of the latest operation that the rank has entered.
 Entered = Mapping[str, tuple[tuple[int, ...], int]]
 DEFAULT = "0"  # torch's name of the default group
+_MEETINGS = {"init_process_group", "init_rpc"}  # where ranks meet before they have a group
 
 
 @frozen_record
@@ -133,6 +134,11 @@ def _at_one_number(views: Sequence[RankView], elsewhere: Sequence[int]) -> str:
         return (
             f"the ranks here are in {views[0].operation}, and none is behind; ask for {name_some_ranks(elsewhere)} on "
             f"their machines"
+        )
+    if views[0].operation in _MEETINGS:
+        return (
+            f"all ranks are in {views[0].operation}, where they wait for each other at a store: is it hosted at the "
+            f"address that they were given?"
         )
     return (
         f"all ranks are in {views[0].operation}, and none is behind: the device or the network is slow or stuck, or "

@@ -30,6 +30,7 @@ from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rank.step_profile import profiling
+from mlaunch.rendezvous import tcp_store
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +101,7 @@ class FunctionRank(Rank):
         if spec.displays:
             rich_display.install(args.display_fd)
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
+        tcp_store.host_all_but(*args.rendezvous)
         self._say_who()
         self._debugger = breakpoints.install(spec.debug, args.debug, spec.rank(args.local_rank), lambda: self._who)
         late_imports.begin()

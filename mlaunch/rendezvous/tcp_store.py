@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 VARIABLE = "USE_LIBUV"
+# Of torchrun: no process hosts the store that torch's env:// and tcp:// are given, whichever that is.
+HOSTED_BY_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _LACKING = 3  # an exit code
 
 lacks_libuv = False  # as far as this process has looked
@@ -72,6 +74,26 @@ def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist
             raise
     _do_without()
     return meet()
+
+
+def host_all_but(address: str, port: int) -> None:
+    """Make torch's own rendezvous connect to the store at this address, and host in rank 0 at any other.
+
+    For functions, which may use another port besides: torchrun's variable would leave that without a store.
+    """
+    torchs: Any = importlib.import_module("torch.distributed.rendezvous")
+    host = torchs._create_c10d_store
+    known = {(address, port), ("localhost", port)}
+
+    def create(hostname: str, at: int, rank: int, world_size: int, timeout: timedelta, *args: Any) -> dist.Store:
+        found: dist.Store
+        if (hostname, at) in known:
+            found = torchs.TCPStore(hostname, at, world_size, is_master=False, timeout=timeout)
+        else:
+            found = host(hostname, at, rank, world_size, timeout, *args)
+        return found
+
+    torchs._create_c10d_store = create
 
 
 def ask_for_libuv() -> int:

@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mlaunch
 from mlaunch import Ranks, launcher
 from mlaunch.base import memory_maps
 from mlaunch.caller.server import start_server
@@ -140,6 +141,26 @@ def test_the_store_listens_on_loopback_only() -> None:
 
     for found in launcher(listening, 2)():
         assert [address.split(":")[0] for address in found] == ["0100007F"]
+
+
+@pytest.mark.parametrize("inherited", [None, "True"])  # by a caller that a rank of torchrun's has started
+def test_ranks_host_a_store_at_a_port_of_their_own(inherited: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under mp.spawn; and env:// meets at the launch's own."""
+    if inherited is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", inherited)
+    with mlaunch.Server() as server:  # a port that is free once the server has ended
+        port = server.py_server_port
+
+    def meet() -> list[bytes]:
+        rank, heard = dist.get_rank(), []
+        here = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        for url in (f"tcp://127.0.0.1:{port}", "env://", f"tcp://{here}"):
+            store = next(iter(dist.rendezvous(url, rank, 2, timeout=timedelta(seconds=60))))[0]
+            store.set(f"{url} {rank}", str(rank))
+            heard.append(store.get(f"{url} {1 - rank}"))
+        return heard
+
+    assert launcher(meet, n_gpus=2, deadline=60)() == [[b"1"] * 3, [b"0"] * 3]
 
 
 @pytest.mark.parametrize("start_method", METHODS)

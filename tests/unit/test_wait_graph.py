@@ -55,6 +55,11 @@ def view(rank: int, number: int | None, line: int = 0, operation: str = "", **ot
             "sent",
         ),
         (
+            [view(rank, 4, 7, "init_rpc") for rank in WORLD],
+            "all ranks are in init_rpc, where they wait for each other at a store: is it hosted at the address that "
+            "they were given?",
+        ),
+        (
             [view(rank, 4, 7, "all_reduce") for rank in WORLD[:2]],
             "the ranks here are in all_reduce, and none is behind; ask for rank 2 on their machines",
         ),

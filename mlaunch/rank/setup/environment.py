@@ -11,6 +11,10 @@ from mlaunch.rank.joining.recognise import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.rendezvous import tcp_store
 
+# A rank needs no token, and all that it starts would have it. What the caller has of torchrun's store is about that of
+# the launch which the caller is part of.
+_NOT_PASSED_ON = {token.VARIABLE, tcp_store.HOSTED_BY_AGENT}
+
 
 def identity(
     rank: int, world_size: int, local_rank: int | None, local_world_size: int | None, address: str, port: object
@@ -40,13 +44,10 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
         "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_RUN_ID": spec.launch_id,
-        # torch's env:// would host a store in rank 0 without it; this one is there already, at the same port.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
         OWNER: os.getpid(),  # whose RANK it is: what a rank starts inherits these, but is no rank
     }
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
-    # A rank needs no token, and all that it starts would have it.
-    theirs = {name: value for name, value in spec.context.environ.items() if name != token.VARIABLE}
+    theirs = {name: value for name, value in spec.context.environ.items() if name not in _NOT_PASSED_ON}
     return {**theirs, **_defaults(spec, local_rank), **own, **_strings(launch)}
 
 
@@ -55,7 +56,7 @@ def of_command(
 ) -> dict[str, str]:
     """Returns the whole environment of a rank that runs a command. ValueError as ``device.only``."""
     environ = of_rank(spec, local_rank, *rendezvous)
-    environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id}
+    environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id, tcp_store.HOSTED_BY_AGENT: "True"}
     # Several agents may have one role and different numbers of ranks, so a rank's place in the role is not its rank.
     if command.role_start is not None:
         environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
