@@ -17,6 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STDERR = 2
 _IOLBF = 1
+_KILLED_TIMEOUT = 5.0  # seconds for the kernel to end what was killed
 _ASIDE = 500  # below the usual limit of 1,024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -187,7 +188,7 @@ def _is_child(pid: int) -> bool:
     return True
 
 
-def kill_children(spare: Collection[int] = (), timeout: float = 5.0) -> None:
+def kill_children(spare: Collection[int] = (), timeout: float = _KILLED_TIMEOUT) -> None:
     """Kills and reaps every child except ``spare``, and the descendants that fall to us as they die.
 
     A process that cannot be killed within ``timeout`` seconds (it sits in the kernel on a dead file system) is
@@ -218,6 +219,22 @@ def _reap(pid: int, timeout: float) -> bool:
     finally:
         os.close(pidfd)
     return True
+
+
+def status_within(pid: int, timeout: float) -> int:
+    """Reap a child and return its status, as os.waitpid does; kill it if it has not ended within ``timeout`` seconds.
+
+    Seconds later it returns SIGKILL's status for one that cannot be killed yet (it sits in the kernel), and leaves it.
+    """
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not wait_readable([pidfd], timeout):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            if not wait_readable([pidfd], _KILLED_TIMEOUT):
+                return int(signal.SIGKILL)
+        return os.waitpid(pid, 0)[1]
+    finally:
+        os.close(pidfd)
 
 
 def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
@@ -12,7 +13,7 @@ from mlaunch.forkserver.agents import fork
 from mlaunch.forkserver.children import Child
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages.server_messages import DeviceCount
+from mlaunch.protocol.messages.server_messages import COUNT_TIMEOUT, DeviceCount
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def _count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool)
     try:
         linux.die_with(parent)
         name_process("device count")
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(COUNT_TIMEOUT)  # nobody waits for longer
         # The caller's variables, not the server's: those that hide devices may have changed since it started.
         os.environ.clear()
         os.environ.update(payload.read(environ_fd))

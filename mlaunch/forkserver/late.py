@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from mlaunch.forkserver.imports import share
 from mlaunch.forkserver.preloads import held
 from mlaunch.protocol import late_imports
 
+_LIMIT = 120  # seconds; torch._dynamo takes one, and ten times that on a busy machine
 _NICE = 5  # a launch that comes meanwhile is more urgent
 
 
@@ -61,6 +63,8 @@ class LateImports:
         try:
             linux.die_with(parent)
             name_process("trial import")
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_LIMIT)  # nobody waits for it, but nothing else is tried meanwhile
             owned.close_in_child()
             with contextlib.suppress(OSError):
                 os.nice(_NICE)

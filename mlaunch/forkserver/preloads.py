@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from mlaunch.base import linux
 from mlaunch.rank.setup import device
 
+_FORK_TIMEOUT = 10.0  # seconds for a fork that only ends
+
 
 class PreloadError(RuntimeError):
     """A module cannot be imported before ranks are forked; the text says why."""
@@ -54,7 +56,7 @@ def _held_by_forks() -> tuple[list[str], int]:
     pid = os.fork()
     if pid == 0:
         os._exit(0)
-    os.waitpid(pid, 0)
+    linux.status_within(pid, _FORK_TIMEOUT)
     return held()
 
 

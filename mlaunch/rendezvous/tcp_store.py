@@ -15,6 +15,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base import linux
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -22,6 +24,7 @@ VARIABLE = "USE_LIBUV"
 # Of torchrun: no process hosts the store that torch's env:// and tcp:// are given, whichever that is.
 HOSTED_BY_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _LACKING = 3  # an exit code
+_ANSWER_TIMEOUT = 10.0  # seconds for what takes milliseconds
 
 lacks_libuv = False  # as far as this process has looked
 
@@ -101,17 +104,24 @@ def ask_for_libuv() -> int:
 
     There, since libuv would leave descriptors in this process; and since it takes some milliseconds.
     """
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        os._exit(_LACKING if _refuses() else 0)
+        code = 0
+        try:
+            linux.die_with(parent)
+            # With torchrun's variables, a server that cannot listen becomes a client, which waits for a server.
+            os.environ.clear()
+            code = _LACKING if _refuses() else 0
+        finally:
+            os._exit(code)
     return pid
 
 
 def hear_of_libuv(pid: int) -> None:
-    """Waits for the answer, and has torch do without libuv if it has none."""
+    """Wait for the answer, and have torch do without libuv if it has none. Without an answer, it has."""
     global lacks_libuv  # noqa: PLW0603 - a fact about this process and its forks
-    _, status = os.waitpid(pid, 0)
-    lacks_libuv = os.waitstatus_to_exitcode(status) == _LACKING
+    lacks_libuv = os.waitstatus_to_exitcode(linux.status_within(pid, _ANSWER_TIMEOUT)) == _LACKING
     if lacks_libuv:
         _do_without()
 

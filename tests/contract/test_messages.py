@@ -19,6 +19,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import FailureText
+from mlaunch.caller.server import fork_server as server_module
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.protocol import error_file
@@ -65,6 +66,16 @@ def test_a_fork_server_that_says_something_else() -> None:
     with pytest.raises(LaunchError, match=r"sent Reaped\(exitcode=3\) where Ready was expected"):
         server.ready()
     server.close()
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "COUNT_TIMEOUT", 0)
+    ours, theirs = Channel.pair()
+    server = ForkServer(ours, 4242, lambda _seconds: None)
+    with pytest.raises(LaunchError, match=r"failed: their driver has not answered for 0 s; does nvidia-smi, or its"):
+        server.count_devices({})
+    theirs.close()
+    server._control.close()
 
 
 @pytest.mark.parametrize(

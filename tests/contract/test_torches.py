@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import threading
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import comm, launcher
+from mlaunch.base import linux
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -137,12 +139,23 @@ def test_ranks_of_a_torch_without_libuv_are_told(monkeypatch: pytest.MonkeyPatch
 def test_whether_this_torch_has_libuv_is_found_without_leaving_anything() -> None:
     def look() -> tuple[list[str], list[str], bool]:
         before = os.listdir("/proc/self/fd")
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "0"}
         tcp_store.hear_of_libuv(tcp_store.ask_for_libuv())
         return before, os.listdir("/proc/self/fd"), tcp_store.lacks_libuv
+
+    def wait() -> bool:
+        """The question has no answer."""
+        module: Any = tcp_store
+        module._refuses, module._ANSWER_TIMEOUT = signal.pause, 0.0
+        tcp_store.hear_of_libuv(tcp_store.ask_for_libuv())
+        return tcp_store.lacks_libuv or linux.has_children()
+
+    assert launcher(wait, 1)() == [False]
 
     def use() -> None:
         dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, use_libuv=True)
 
+    # With it, torch makes a client of a server that cannot listen, which waits for five minutes.
     [(before, after, lacks)] = launcher(look, 1)()
     assert before == after
     with pytest.raises(RuntimeError, match="libuv") if lacks else contextlib.nullcontext():

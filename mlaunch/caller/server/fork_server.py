@@ -20,7 +20,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Cancel, NotReady, Ready
 from mlaunch.protocol.messages.prepared_messages import PrepareNext
-from mlaunch.protocol.messages.server_messages import CountDevices, DeviceCount, Retire, StartLaunch
+from mlaunch.protocol.messages.server_messages import COUNT_TIMEOUT, CountDevices, DeviceCount, Retire, StartLaunch
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -162,7 +162,11 @@ class ForkServer:
     def _ask_for_devices(self, question: CountDevices, environ: Mapping[str, str]) -> DeviceCount:
         ours = self._ask(question, [("environ", dict(environ))])
         try:
-            interrupts.wait_readable([ours.fileno()])
+            if not interrupts.wait_readable([ours.fileno()], COUNT_TIMEOUT):
+                raise LaunchError(
+                    f"counting the accelerators failed: their driver has not answered for {COUNT_TIMEOUT} s; does "
+                    f"nvidia-smi, or its like, answer?"
+                )
             answer, _ = ours.receive()
         except EOFError:
             answer = None

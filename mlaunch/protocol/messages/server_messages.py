@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from mlaunch.base.frozen_record import frozen_record
 
+COUNT_TIMEOUT = 300  # seconds: a driver that has to be loaded, for many devices, takes some of them
+
 
 @frozen_record
 class CountDevices:
