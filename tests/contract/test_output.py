@@ -414,8 +414,15 @@ train("fifo")
 """
 
 
+HIDES_CURSOR = "\x1b[?25l"
+BELOW = "\r\x1b[2K"
+
+
 def test_the_lines_that_change(tmp_path: Path) -> None:
-    """On a terminal: what the launch is doing, one bar that stands where the slowest rank is, and a rank's own bar."""
+    """On a terminal: what the launch is doing, one bar that stands where the slowest rank is, and a rank's own bar.
+
+    After Ctrl-Z they are drawn below what the shell has written, and no cursor is hidden.
+    """
     pytest.importorskip("rich", reason="rich is not installed (extra: notebook)")
     (tmp_path / "show.py").write_text(SHOW)
     os.mkfifo(tmp_path / "fifo")
@@ -428,6 +435,11 @@ def test_the_lines_that_change(tmp_path: Path) -> None:
     seen += until(terminal, "rank 1 is 2 behind")
     assert "epoch:  50%" in seen
     assert re.search(r"train\(\)  \d:\d\d  running", seen)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+    os.kill(pid, signal.SIGCONT)
+    until(terminal, f"{BELOW}train()")  # it moves no cursor up, where the shell's lines would be
+    assert HIDES_CURSOR not in seen
     (tmp_path / "fifo").write_text("x")
     seen = until(terminal, None)
     os.close(terminal)
@@ -483,9 +495,9 @@ def test_no_lines_are_drawn_over_a_prompt(monkeypatch: pytest.MonkeyPatch) -> No
 
 def until(terminal: int, words: str | None) -> str:
     """What a terminal shows until some words; None: to its end."""
-    seen = ""
+    seen, end = "", time.monotonic() + 60
     while words is None or words not in seen:
-        assert select.select([terminal], [], [], 60)[0], seen
+        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], seen
         try:
             data = os.read(terminal, 65536)
         except OSError:  # the other end is closed

@@ -94,6 +94,23 @@ def test_a_bar_that_is_redrawn_for_hours() -> None:
     assert splitter.feed(b"\nnext") == [b" 29999|" + b"#" * 100]
 
 
+def test_colours_that_a_line_leaves_on_end_with_it() -> None:
+    splitter = LineSplitter()
+    lines = splitter.feed(b"\x1b[1;31mred\nstill\x1b[4m\n\x1b[0mplain\n\x1b[32mgreen\x1b[m\nplain\n")
+    red, line = b"\x1b[1;31m", b"\x1b[4m"
+    assert lines == [
+        red + b"red\x1b[0m",
+        red + b"still" + line + b"\x1b[0m",
+        red + line + b"\x1b[0mplain",
+        b"\x1b[32mgreen\x1b[m",
+        b"plain",
+    ]
+    for _ in range(100):  # as a program does that never switches one off
+        assert splitter.feed(b"\x1b[31mx\n\x1b[32my\n")[-1].count(b"\x1b[") <= 5
+    splitter.feed(b"\x1b[33munfinished")
+    assert splitter.end()[0].endswith(b"unfinished\x1b[0m")
+
+
 def test_a_very_long_line_comes_in_pieces() -> None:
     splitter = LineSplitter()
     assert splitter.feed(b"x" * (2 * LINE_LIMIT + 5)) == [b"x" * LINE_LIMIT] * 2

@@ -1,7 +1,7 @@
 """The lines that change while a launch runs: what it is doing, and ranks' progress bars.
 
 On a terminal they stand below what is printed (rich draws them), in a notebook at the top of the cell's output.
-Elsewhere, or without rich on a terminal, there are none.
+Elsewhere, without rich on a terminal, or with a pipe for stdout, there are none.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
+import stat
 import sys
 import threading
 import time
+from types import FrameType
 from typing import Any, Protocol
 
 from mlaunch.caller.output.console import Console
@@ -19,6 +22,7 @@ from mlaunch.caller.report import notebook
 
 _FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
 _PERIOD = 0.1  # seconds between two looks
+_NEW_LINE = "\r\x1b[2K"  # where the cursor is: what stands there was ours, if nobody has written since
 
 
 class Area(Protocol):
@@ -49,22 +53,60 @@ class _Paper(io.StringIO):
         return text
 
 
+class _Pauses:
+    """How often this process has gone on after a stop (Ctrl-Z), as far as somebody watches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watchers: set[Terminal] = set()
+
+    def watch(self, who: Terminal) -> None:
+        """Begin to count; nothing outside of the main thread, or where the user has a handler of his own."""
+        self._watchers.add(who)
+        with contextlib.suppress(ValueError):
+            if signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
+                signal.signal(signal.SIGCONT, self._note)
+
+    def leave(self, who: Terminal) -> None:
+        """Put the handler back after the last one."""
+        self._watchers.discard(who)
+        with contextlib.suppress(ValueError):
+            if not self._watchers and signal.getsignal(signal.SIGCONT) == self._note:
+                signal.signal(signal.SIGCONT, signal.SIG_DFL)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+_pauses = _Pauses()
+
+
 class Terminal:
-    """Needs rich."""
+    """Needs rich.
+
+    It sets nothing in the terminal that has to be set back (a hidden cursor): Ctrl-Z, Ctrl-\\ and most signals leave
+    without a word to us. After a stop it draws below what is there, which is the shell's; in the background nothing.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
 
         self._paper = _Paper()
         self._console = Console(file=self._paper)
+        self._console.show_cursor = lambda show=True: not show  # type: ignore[method-assign]
         self._live: Any = None
+        self._pauses = _pauses.count
 
     def show(self, text: str) -> str:
         from rich.live import Live
         from rich.text import Text
 
+        self._look_at_pauses()
+        if _is_in_background():
+            return self._paper.take()
         looks = Text(text, no_wrap=True, overflow="ellipsis")
         if self._live is None:
+            _pauses.watch(self)
             self._live = Live(looks, console=self._console, auto_refresh=False, transient=True,
                               redirect_stdout=False, redirect_stderr=False)  # fmt: skip
             self._live.start(refresh=True)
@@ -73,20 +115,41 @@ class Terminal:
         return self._paper.take()
 
     def hide(self) -> str:
+        self._look_at_pauses()
         if self._live is not None:
             self._live.stop()
         self._live = None
         return self._paper.take()
 
+    def _look_at_pauses(self) -> None:
+        """After a stop, leave what is drawn: what the shell has written since is below it."""
+        if self._pauses == _pauses.count:
+            return
+        self._pauses = _pauses.count
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            self._paper.take()
+            self._paper.write(_NEW_LINE)
+
     def close(self, lines: list[str]) -> str:
         """Leaves all but the first, which was of interest while it changed."""
         shown = self.hide()
+        _pauses.leave(self)
         for line in lines[1:]:
             self._console.print(line, markup=False, highlight=False)
         return shown + self._paper.take()
 
     def forget(self) -> None:
         """Does nothing: nobody clears what is drawn here."""
+
+
+def _is_in_background() -> bool:
+    """True if the terminal is another job's: who typed ``&``, or Ctrl-Z and ``bg``, has a prompt there."""
+    for fd in (2, 1):
+        with contextlib.suppress(OSError):  # no terminal, or not that of this session
+            return os.tcgetpgrp(fd) not in {0, os.getpgrp()}  # 0: of a namespace around this one, as under unshare
+    return False
 
 
 class Notebook:
@@ -126,9 +189,16 @@ def area(*, blocks: bool = True) -> Area | None:
         return Notebook()
     with contextlib.suppress(AttributeError, ValueError, ImportError):
         has_prompt = hasattr(sys, "ps1") and not blocks
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not has_prompt:
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not has_prompt and not _is_piped():
             return Terminal()
     return None
+
+
+def _is_piped() -> bool:
+    """True if a program reads what is printed, which may draw on the whole terminal, as ``less`` does."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISFIFO(os.fstat(1).st_mode)
+    return False
 
 
 class Display:

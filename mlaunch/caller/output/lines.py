@@ -14,6 +14,9 @@ LINE_LIMIT = 1 << 20  # bytes; a longer line is shown in pieces of this size
 # tqdm draws the second of two bars below the first, and returns: lines down, its look, as many lines up.
 _BELOW = re.compile(rb"(\n+)\r([^\r\n]*?)((?:\x1b\[A)+)")
 _UP = b"\x1b[A"
+_LOOK = re.compile(rb"\x1b\[[0-9;:]*m")  # colours, bold and the like, from here on
+_PLAIN = b"\x1b[0m"
+_MOST_LOOKS = 8  # that are on at the same time
 
 
 class LineSplitter:
@@ -21,6 +24,7 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        self._look = b""  # that the latest line has left on
         self._below: dict[int, bytes] = {}  # looks of bars, by how many lines below the line that is being redrawn
         self.holding = 0  # lines that have ended, unless what comes next returns to them
 
@@ -49,7 +53,7 @@ class LineSplitter:
         lines = self.release()
         rest, self._rest = bytes(self._rest), bytearray()
         look = _last_look(rest)
-        return lines + (_pieces(look) if rest and (look or b"\r" not in rest) else [])
+        return lines + [self._end_look(piece) for piece in _pieces(look) if rest and (look or b"\r" not in rest)]
 
     @property
     def bars(self) -> list[bytes]:
@@ -64,7 +68,17 @@ class LineSplitter:
         found = [piece for line in lines for piece in _pieces(_last_look(line))]
         *whole, rest = _pieces(rest)
         self._rest = bytearray(rest) + self._rest[end:]
-        return found + whole
+        return [self._end_look(line) for line in found + whole]
+
+    def _end_look(self, line: bytes) -> bytes:
+        """Switch off at the line's end what it leaves on, and on again in the next one: another's may come between."""
+        if not self._look and b"\x1b[" not in line:
+            return line
+        line = self._look + line
+        looks = [found[0] for found in _LOOK.finditer(line)]
+        last = max((at for at, look in enumerate(looks) if look in {b"\x1b[m", _PLAIN}), default=-1)
+        self._look = b"".join(list(dict.fromkeys(looks[last + 1 :]))[-_MOST_LOOKS:])
+        return line + _PLAIN if self._look else line
 
     def _held_from(self) -> int:
         """Returns where the line begins that may be returned to; the end of all if there is none.
