@@ -185,6 +185,17 @@ def test_a_second_process_group() -> None:
     assert f"\n  {hint}" in str(caught.value.__cause__)
 
 
+def test_two_ranks_on_one_gpu() -> None:
+    """In NCCL's words, as an H100 gave them; the real refusal is a part of ``tests/gpu``."""
+
+    def train() -> None:
+        raise RuntimeError("ncclInvalidUsage: ...\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 60")
+
+    with pytest.raises(RuntimeError, match="Duplicate GPU") as caught:
+        launcher(train, 1)()
+    assert "share one by backend='gloo'" in caught.value.__notes__[-1]
+
+
 def test_a_module_that_ranks_do_not_find() -> None:
     def train() -> None:
         import of_another_directory  # type: ignore[import-not-found]

@@ -133,7 +133,7 @@ def travel() -> None:
         ("a value in pinned memory", make_pinned, {}),
         ("a value of a graph's pool", make_in_graph, {}),
     ):
-        with Ranks(1, env=environ) as ranks:
+        with Ranks(n_gpus=1, env=environ) as ranks:
             ranks.run(function, 1)
             found: list[torch.Tensor] = []
             speed = gigabytes(
@@ -142,7 +142,7 @@ def travel() -> None:
             check(found[0].device.type == "cpu" and found[0][-1].item() == 1, f"{what} arrives, on the CPU")
             print(f"{MARK}{what:<44} {speed:10.1f} GB/s")
     given = make(TRAVELS)
-    with Ranks(1) as ranks:
+    with Ranks(n_gpus=1) as ranks:
         ranks.run(take, given[:1])
         speed = gigabytes(lambda: print(f"an argument on {KIND} arrives as", *ranks.run(take, given)))
         print(f"{MARK}{'an argument on the device':<44} {speed:10.1f} GB/s")

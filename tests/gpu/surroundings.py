@@ -120,7 +120,7 @@ def names() -> None:
     for spelling in (f"GPU-{whole}", f"GPU-{whole[:8]}", "0"):
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": spelling}
         done = subprocess.run(
-            [sys.executable, "-c", SHOWS.format(None)], env=environ, capture_output=True, encoding="utf-8", check=False
+            [sys.executable, "-c", SHOWS.format(False)], env=environ, capture_output=True, encoding="utf-8", check=False
         )
         check(done.stdout.strip() == whole, f"CUDA_VISIBLE_DEVICES={spelling} is that device {done.stderr[-500:]}")
     with tempfile.TemporaryDirectory() as folder:
@@ -168,6 +168,7 @@ def shared() -> None:
                 check(done.stdout.count("2") == 2, "two ranks share a device with gloo")
             else:
                 check(done.returncode and "Duplicate GPU" in done.stdout + done.stderr, "NCCL's refusal is shown")
+                check("backend='gloo'" in done.stderr, "and gloo advised")
 
 
 def compiled() -> float:

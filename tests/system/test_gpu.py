@@ -23,8 +23,9 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def awake() -> None:
     """Wakes the driver in this process before any test, whose files would be counted as what a test has left."""
-    if torch.accelerator.is_available() and torch.accelerator.current_accelerator() != torch.device("toy"):
-        torch.ones(1, device=torch.accelerator.current_accelerator()).sum().item()
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None and kind.type != "toy":  # which has no tensors
+        torch.ones(1, device=kind).sum().item()
 
 
 def where() -> tuple[str, float]:

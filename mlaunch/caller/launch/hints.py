@@ -31,6 +31,8 @@ _HINTS = {
     "ms for send operation to complete": _TIMEOUT,
     "ms for recv operation to complete": _TIMEOUT,
     "Watchdog caught collective operation timeout": _TIMEOUT,
+    "Duplicate GPU detected": "NCCL wants a GPU for each rank, and two ranks have the same one: bind each to its own "
+    "(torch.cuda.set_device with LOCAL_RANK), or let ranks share one by backend='gloo'",
     "BdbQuit": "a debugger found nothing to read, since ranks have no terminal: with debug=True, an option of "
     "launcher, its prompt opens where the call was made",
 }
