@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
+from mlaunch.caller.launch.call import TRIES
+from mlaunch.caller.launch.plan import Attempt
+from mlaunch.caller.many.course import Need, Steps, driven, go_on, on_kept, output_of
+from mlaunch.caller.many.run_future import RunCourse
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.engines.held_part import HeldPart
+from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.engines.launch.engine_call import call_on_machines
+from mlaunch.engines.launch.engine_launch import MachinesLaunch, StartedLaunch, Work, with_hosts
 from mlaunch.engines.launch.kept_launch import open_on_machines
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import Machines, say
 from mlaunch.engines.launch.placed_machines import PlacedMachines
-from mlaunch.engines.machine_claims import MachineClaim, MachineQueue
+from mlaunch.engines.machine_queue import MachineClaim, MachineQueue
+from mlaunch.protocol import calls
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.caller.ranks.stay_rules import StayRules
+    from mlaunch.caller.ranks.stay_rules import StayRules
+
+T = TypeVar("T")
 
 
 class Cluster:
@@ -76,34 +88,47 @@ class Cluster:
     def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
         """Starts ranks that stay on these machines."""
         with self._taken(options):
-            return self._opened(self._machines, options, rules)
+            return self.opened(self._machines, options, rules)
 
     def check_trial(self, machines: int | None) -> None:
         """Raises what keeps a launch of several from having so many machines: ValueError."""
         if machines is not None and machines > self._size:
             raise misuse(ValueError(f"machines={machines} on {self._size} held machines: allowed: 1 to {self._size}"))
 
-    def claim(self, machines: int | None, notify: Callable[[], None], end: Callable[[], None]) -> TrialClaim:
-        """Gets in line for so many of its machines; None: for all. ``notify``: as of ``MachineQueue.join``.
+    def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+        """Make one attempt of a submitted call, on machines that no other one has.
 
-        ``end``: ends the launch, if the block is left in which the machines are held.
+        If machines turn out to be lost before anything has run there, others are taken.
         """
-        self._check_process()
-        claim = self._queue.join(machines or self._size, notify)
-        claim.end = end
-        return TrialClaim(self, self._machines, claim, self._leave_claim)
+        left = TRIES
+        while True:
+            left -= 1
+            self._check_process()
+            claim = self._queue.join(MachineClaim(options.machines or self._size, course.notify, course.ask_to_cancel))
+            try:
+                course.starting = False
+                while not self._queue.take(claim):
+                    yield Need(later=True)
+                    go_on(course)
+                course.starting = True
+                course.begins()
+                part = yield from _elsewhere(functools.partial(self._part, claim), course)
+                return (yield from part.attempt(options, call, name, number, course))
+            except LaunchError:
+                if not claim.lost or not left:
+                    raise
+            finally:
+                self._leave_claim(claim)
 
-    def part_of(self, machines: Sequence[Machine]) -> HeldPart:
-        """Returns these machines as an engine, the same one for the same machines: ranks stay there."""
+    def _part(self, claim: MachineClaim) -> HeldPart:
+        """Return the machines of a claim. Waits, if too few are left, until the engine has given others."""
+        if claim.whole:
+            self._machines.open(Options().join_timeout, lambda state: say(f"a launch waits: {state}"))
+            self._queue.narrow(claim)
         with self._lock:
             self._parts = {there: part for there, part in self._parts.items() if not any(one.lost for one in there)}
             # The same object for the same machines: keep= finds its ranks by the engine.
-            return self._parts.setdefault(tuple(machines), HeldPart(self, self._machines, machines))
-
-    def open_on_part(self, part: HeldPart, options: Options, rules: StayRules) -> RanksLaunch:
-        """Starts ranks that stay on machines that a launch of several has claimed."""
-        self.make_room(part.machines)
-        return self._opened(part, options, rules)
+            return self._parts.setdefault(tuple(claim.machines), HeldPart(self, self._machines, claim.machines))
 
     def make_room(self, machines: Sequence[Machine]) -> None:
         """Ends ranks on some of these machines that stay for as long as nobody else wants those."""
@@ -118,7 +143,8 @@ class Cluster:
                 ))  # fmt: skip
             _end(session)
 
-    def _opened(self, machines: PlacedMachines, options: Options, rules: StayRules) -> RanksLaunch:
+    def opened(self, machines: PlacedMachines, options: Options, rules: StayRules) -> RanksLaunch:
+        """Start ranks that stay on machines that the caller has claimed."""
         session = open_on_machines(machines, options, rules, self._note_use)
         with self._lock:
             self._sessions.append((list(machines.machines), session))
@@ -131,9 +157,9 @@ class Cluster:
         if options.machines not in {None, self._size} and not self._queue.closed:
             raise misuse(ValueError(f"machines={options.machines} on {self._size} held machines: allowed: "
                                     f"{self._size}, or None"))  # fmt: skip
-        claim = self._queue.join(None)
+        claim = self._queue.join(MachineClaim(None))
         try:
-            claim.wait()
+            self._queue.wait(claim)
             self.make_room(self._machines.machines)
             yield
         finally:
@@ -148,7 +174,7 @@ class Cluster:
 
     def _leave_claim(self, claim: MachineClaim) -> None:
         self._note_use()
-        claim.close()
+        self._queue.leave(claim)
 
     def _note_use(self) -> None:
         self._used_at = time.monotonic()
@@ -164,15 +190,15 @@ class Cluster:
 
     def _leave(self) -> None:
         # In line behind the calls that wait already: these were promised the machines.
-        claim = self._queue.join(None, ends=True)
+        claim = self._queue.join(MachineClaim(None, ends=True))
         try:
-            claim.wait()
+            self._queue.wait(claim)
             self._stop_timer()
             for _, session in self._sessions:
                 _end(session)
             self._machines.close()
         finally:
-            claim.close()
+            self._queue.leave(claim)
 
     def _leave_if_unused(self) -> None:
         with self._lock:
@@ -208,37 +234,71 @@ class Cluster:
         return f"<{len(self.hosts)} machines: {', '.join(self.hosts)}>" if self.hosts else "<no machines any more>"
 
 
-class TrialClaim:
-    """A place in line for machines of an allocation."""
+class HeldPart(PlacedMachines):
+    """Machines of one launch at a time, which has claimed them. For ``engine=`` and ``keep=`` an engine of its own."""
 
-    def __init__(
-        self, holder: Cluster, machines: Machines, claim: MachineClaim, leave: Callable[[MachineClaim], None]
-    ) -> None:
-        self._holder, self._machines, self._claim, self._leave = holder, machines, claim, leave
+    def __init__(self, holder: Cluster, whole: Machines, machines: Sequence[Machine]) -> None:
+        super().__init__(whole.n_gpus, whole.lease)
+        self._holder = holder
+        self.placement = whole.placement
+        self.machines = list(machines)
 
-    def take(self) -> bool:
-        """Tells whether it has them. LaunchError: the allocation was given back."""
-        return self._claim.take()
+    def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+        """Make one attempt of a submitted call here."""
+        if options.keep is not None:
+            own = {"engine": self, "machines": None, "deadline": number.time_left}
+            return (yield from on_kept(options.replaced(own), call, course))
 
-    def part(self) -> HeldPart:
-        """Returns what it has. Waits, if too few are left, until the engine has given others for those that are lost.
+        def plan(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
+            return with_hosts(output_of(options, spec, course), hosts)
 
-        Raises:
-            LaunchError: It gives none.
-        """
-        if self._claim.whole:
-            self._machines.open(Options().join_timeout, lambda state: say(f"a launch waits: {state}"))
-            self._claim.narrow()
-        return self._holder.part_of(self._claim.machines)
+        work = Work(name, Call(calls.portable(call.function), call.args, call.kwargs))
 
-    @property
-    def lost(self) -> bool:
-        """Tells whether one of them is lost: nobody gets that again."""
-        return any(machine.lost for machine in self._claim.machines)
+        def start() -> StartedLaunch:
+            # Ranks of keep= stay there between trials, and would share the devices.
+            self._holder.make_room(self.machines)
+            return MachinesLaunch(self, options, work, plan, number).start_it()
 
-    def close(self) -> None:
-        """Leaves the queue, or gives the machines to others. May be called again."""
-        self._leave(self._claim)
+        started = yield from _elsewhere(start, course)
+        try:
+            ended = yield from driven(started.handle, course)
+        except BaseException:
+            started.close()
+            raise
+        yield from _elsewhere(started.close, course)
+        return ended
+
+    def call(
+        self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Ended:
+        """Run a function on these machines; see ``call_on_machines``."""
+        return call_on_machines(self, options, function, args, kwargs)
+
+    def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
+        """Start ranks that stay on these machines."""
+        self._holder.make_room(self.machines)
+        return self._holder.opened(self, options, rules)
+
+    def __repr__(self) -> str:
+        return f"<machines of an allocation: {', '.join(self.hosts)}>"
+
+
+def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None, T]:
+    """Wait for what a thread of the call's own does: the one that drives all launches must not block for seconds."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        course.notify()
+
+    # A thread for each, and no pool: in a pool, work that hangs on one machine would hold up that of all others.
+    threading.Thread(target=run, daemon=True).start()
+    while not future.done():
+        yield Need()
+    return future.result()
 
 
 def _end(session: RanksLaunch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, nesting
@@ -16,9 +16,6 @@ from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
-
-if TYPE_CHECKING:
-    from mlaunch.caller.many.held_machines import HoldsMachines
 
 _ELSEWHERE = {"max_preemptions": 0, "ranks": None, "profile": None, "start_method": "forkserver"}
 
@@ -60,12 +57,13 @@ def check(options: Options, name: str, method: str) -> None:
             raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "
                                     f"blocking call in a thread"))  # fmt: skip
     if options.engine is not None:
-        if not hasattr(options.engine, "claim"):
+        held: Any = options.engine
+        if not hasattr(held, "attempt"):
             raise misuse(ValueError(
                 f"engine={options.engine!r} with {method}(): nobody says how many launches its machines are for; "
                 f"allowed: machines that it holds: `with engine.hold(...) as held:`, and engine=held"
             ))  # fmt: skip
-        cast("HoldsMachines", options.engine).check_trial(options.machines)
+        held.check_trial(options.machines)
 
 
 def options_of_trials(
@@ -99,10 +97,8 @@ def drive(
         finally:
             course.finish()
 
-    if options.engine is None:
-        attempt = attempt_here
-    else:
-        from mlaunch.caller.many.machines_trial import attempt_on_machines as attempt  # not needed by most
+    engine: Any = options.engine
+    attempt = attempt_here if engine is None else engine.attempt  # of machines that are held; see ``check``
     loop.add(steps_of(options, call, run.name, course, attempt), tell)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.caller import interrupts
@@ -14,12 +15,37 @@ from mlaunch.engines.launch.machines import Machines
 def _nothing() -> None: ...
 
 
+@dataclass(eq=False)
+class MachineClaim:
+    """A place in the queue, then what it has come to.
+
+    Attributes:
+        count: How many machines are wanted; None: the allocation, whether its machines are there or not.
+        notify: Called, under a lock, when ``take`` may have something to give.
+        end: Ends the launch that has the machines.
+        ends: The claim is to give the allocation back.
+        whole: It holds the whole allocation, which has too few machines left: others must be asked for first.
+    """
+
+    count: int | None
+    notify: Callable[[], None] = _nothing
+    end: Callable[[], None] = _nothing
+    ends: bool = False
+    machines: list[Machine] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """True if one of its machines is lost: nobody gets that again."""
+        return any(machine.lost for machine in self.machines)
+
+
 class MachineQueue:
     """Of one allocation, for any thread. A machine that is lost is given to nobody."""
 
     def __init__(self, machines: Machines) -> None:
         # Not threading's: Ctrl-C within it can leave its lock taken, with every launch behind it.
-        self.changed = interrupts.Condition()
+        self._changed = interrupts.Condition()
         self.closed = ""  # why nobody gets machines any more
         self._machines = machines
         self._row: deque[MachineClaim] = deque()
@@ -27,22 +53,18 @@ class MachineQueue:
 
     @property
     def in_use(self) -> bool:
-        """Whether some launch has machines, or waits for them."""
+        """True if some launch has machines, or waits for them."""
         return bool(self._row or self._holders)
 
-    def join(self, count: int | None, notify: Callable[[], None] = _nothing, *, ends: bool = False) -> MachineClaim:
-        """Gets in line for so many; None: for the allocation, whether its machines are there or not.
-
-        ``notify`` is called, under a lock, when ``take`` may have something to give. ``ends``: to give it back.
-        """
-        claim = MachineClaim(self, count, notify, ends=ends)
-        with self.changed:
+    def join(self, claim: MachineClaim) -> MachineClaim:
+        """Get in line."""
+        with self._changed:
             self._row.append(claim)
         return claim
 
     def take(self, claim: MachineClaim) -> bool:
-        """See ``MachineClaim.take``."""
-        with self.changed:
+        """True if the claim has its machines now. LaunchError: The allocation was given back."""
+        with self._changed:
             if self.closed and not claim.ends:
                 raise LaunchError(f"this allocation was given back ({self.closed}); hold() another one")
             # Only the first: a launch that wants many would wait for ever behind small ones that overtake it.
@@ -52,6 +74,12 @@ class MachineQueue:
             self._holders.append(claim)
             self._tell()
             return True
+
+    def wait(self, claim: MachineClaim) -> None:
+        """Wait for the machines. Can be interrupted."""
+        with self._changed:
+            while not self.take(claim):
+                self._changed.wait()
 
     def _give(self, claim: MachineClaim) -> bool:
         left = [machine for machine in self._machines.machines if not machine.lost]
@@ -67,64 +95,32 @@ class MachineQueue:
         return True
 
     def narrow(self, claim: MachineClaim) -> None:
-        """Leaves the rest of an allocation to others."""
-        with self.changed:
+        """Take the claim's machines of an allocation that is whole again, and leave the rest to others."""
+        with self._changed:
             claim.machines, claim.whole = self._machines.machines[: claim.count], False
             self._tell()
 
     def leave(self, claim: MachineClaim) -> None:
-        """See ``MachineClaim.close``."""
-        with self.changed:
+        """Leave the line, or give the machines to others. May be called again."""
+        with self._changed:
             for some in (self._row, self._holders):
                 if claim in some:
                     some.remove(claim)
             self._tell()
 
     def close(self, why: str) -> None:
-        """Refuses all who wait and will come; who has machines keeps them."""
-        with self.changed:
+        """Refuse all who wait and will come; who has machines keeps them."""
+        with self._changed:
             self.closed = self.closed or why
             self._tell()
 
     def end_all(self) -> None:
-        """Ends all launches of several that have machines."""
-        with self.changed:
+        """End all submitted launches that have machines."""
+        with self._changed:
             for claim in self._holders:
                 claim.end()
 
     def _tell(self) -> None:
-        self.changed.notify_all()
+        self._changed.notify_all()
         for claim in self._row:
             claim.notify()
-
-
-class MachineClaim:
-    """A place in the queue, and what it has come to. ``whole``: the allocation, to which nothing else may happen."""
-
-    def __init__(self, queue: MachineQueue, count: int | None, notify: Callable[[], None], *, ends: bool) -> None:
-        self._queue, self.count, self.notify, self.ends = queue, count, notify, ends
-        self.end: Callable[[], None] = _nothing  # ends the launch whose place it is
-        self.machines: list[Machine] = []
-        self.whole = False
-
-    def take(self) -> bool:
-        """Tells whether it has its machines now; ``whole``, if others must be asked for first.
-
-        Raises:
-            LaunchError: The allocation was given back.
-        """
-        return self._queue.take(self)
-
-    def wait(self) -> None:
-        """Waits for them. Can be interrupted."""
-        with self._queue.changed:
-            while not self.take():
-                self._queue.changed.wait()
-
-    def narrow(self) -> None:
-        """Takes its machines of an allocation that is whole again, and leaves the others to others."""
-        self._queue.narrow(self)
-
-    def close(self) -> None:
-        """Leaves the queue, or gives the machines to others. May be called again."""
-        self._queue.leave(self)
