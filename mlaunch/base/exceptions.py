@@ -72,7 +72,7 @@ class LaunchError(RuntimeError):
             failed outside its ranks.
         results: What finished ranks had returned, by global rank.
         stacks: The main threads' Python stacks of the ranks that were still at work, by global rank.
-        log_dir: Where the ranks' output was written; None where it was not.
+        log_dir: Where the ranks' output was written; None where it was not, or they have printed nothing.
     """
 
     log_dir: str | None = None

@@ -382,12 +382,20 @@ def frames_of(error: BaseException) -> list[str]:
 
 
 @builds.silent
-def test_files_of_ranks_that_print_nothing_are_closed(ranks: Ranks, tmp_path: Path) -> None:
+def test_only_ranks_that_print_have_files(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(int)
     before = sorted(os.listdir("/proc/self/fd"))
-    train = launcher(int, n_gpus=2, log_dir=tmp_path).options(ranks=ranks)
-    assert [train() for _ in range(3)] == [[0, 0]] * 3
-    assert len(list(tmp_path.rglob("stdout.log"))) == 6
+    train = launcher(lambda text: print(text) if text and dist.get_rank() == 1 else 0, n_gpus=2, log_dir=tmp_path)
+    train = train.options(ranks=ranks)
+    assert [train("") for _ in range(3)] == [[0, 0]] * 3
+    assert not list(tmp_path.iterdir())
+    assert train.last is not None
+    assert train.last.log_dir is None
+    train("a line")
+    (printed,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert printed.read_text() == "a line\n"
+    assert train.last.log_dir == str(printed.parents[2])
+    train("")
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 

@@ -437,6 +437,8 @@ def test_the_names_of_files_on_the_second_machine(tmp_path: Path, by_local_rank:
     """Decorated functions go by global rank, commands by local rank, as torchrun's."""
     kept = plan(2, Policy(shown=False, kept=True), tmp_path)
     pipes = Pipes(dataclasses.replace(kept, by_local_rank=by_local_rank), 2, rank_start=2)
+    for local_rank in range(0 if by_local_rank else 2):  # a command's are there before
+        pipes.write(local_rank, 1, b"a line\n")
     pipes.finish()
     assert sorted(path.name for path in (tmp_path / "attempt_0").iterdir()) == names
 

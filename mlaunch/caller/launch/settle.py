@@ -136,7 +136,7 @@ def _raise_failure(outcome: Outcome) -> None:
 def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
     stacks = {rank: dump.text for rank, dump in outcome.stacks.items() if dump.text}
     error = kind(text, outcome.failures, _results(outcome), stacks)
-    error.log_dir = outcome.log_dir
+    error.log_dir = files.kept(outcome.log_dir)
     cause = outcome.failures[0].rank if outcome.failures else None
     error.recorded = outcome.recorded.get(cause) if cause is not None else None
     return error
@@ -156,7 +156,9 @@ def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
     if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
         return cause
     name = cause.rank if spec.command is None else cause.rank - spec.rank_start
-    where = files.directory_of(outcome.log_dir, spec.restart_count, name)
+    where = files.kept(files.directory_of(outcome.log_dir, spec.restart_count, name))
+    if where is None:  # it has printed nothing
+        return cause
     return dataclasses.replace(cause, hints=(*cause.hints, f"its output is in {where}"))
 
 

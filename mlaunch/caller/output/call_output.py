@@ -64,11 +64,13 @@ class CallOutput:
         self._touched = False  # something has come, or was shown
 
     def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> RankStream:
-        """Opens its file, if the plan wants one. ``board``: where the rank notes when it writes."""
+        """Begins a stream, with a file if the plan wants one. ``board``: where the rank notes when it writes."""
         policy, file = self.plan.policies[local_rank, number], None
         if policy.kept and self.plan.directory is not None:
             name = local_rank if self.plan.by_local_rank else rank
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
+            if self.plan.by_local_rank:  # a command's: torchrun's users expect the files from the beginning
+                file.write(b"")
         self._streams.append(RankStream(rank, local_rank, number, policy, file, WriteTimes(board, local_rank, number)))
         return self._streams[-1]
 

@@ -1,7 +1,8 @@
-"""One file per rank, attempt and stream: DIRECTORY/attempt_0/RANK/stdout.log."""
+"""One file per rank, attempt and stream that was written to: DIRECTORY/attempt_0/RANK/stdout.log."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -12,28 +13,30 @@ NAMES = {1: "stdout.log", 2: "stderr.log"}
 
 
 class LogFile:
-    """Takes bytes as they come. A file that cannot be written is told of once, and what follows is not kept."""
+    """Takes bytes as they come; the file is there from the first one on, and its directory.
+
+    A file that cannot be written is told of once, and what follows is not kept.
+    """
 
     def __init__(self, directory: str, attempt: int, rank: int, stream: int, complain: Callable[[str], None]) -> None:
         self.path = os.path.join(directory_of(directory, attempt, rank), NAMES[stream])
         self._complain = complain
         self._file: BinaryIO | None = None
-        try:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            # Without a buffer: what a rank printed before it died is in the file when people look.
-            self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - close() ends it
-        except OSError as error:
-            self._give_up(error)
+        self._closed = False
 
     def write(self, data: bytes) -> None:
         left = memoryview(data)
         try:
+            if not self._closed and self._file is None:
+                self._file = _opened(self.path)
             while self._file is not None and left:
                 left = left[self._file.write(left) or 0 :]
         except OSError as error:
             self._give_up(error)
 
     def close(self) -> None:
+        """Closes it for good."""
+        self._closed = True
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -43,11 +46,38 @@ class LogFile:
         self.close()
 
 
+def _opened(path: str) -> BinaryIO:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    # Without a buffer: what a rank printed before it died is in the file when people look.
+    return open(path, "wb", buffering=0)
+
+
 def new_directory(base: str | os.PathLike[str], name: str) -> str:
     """Makes a directory for one launch in ``base``; its name starts with ``name``. OSError where there can be none."""
+    return tempfile.mkdtemp(prefix=_prefix(name), dir=_made(base))
+
+
+def own_directory(base: str | os.PathLike[str], name: str) -> str:
+    """Returns what ``new_directory`` would, for a call's first file to make: most of many calls print nothing."""
+    base = _made(base)
+    if not os.access(base, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return os.path.join(base, _prefix(name) + os.urandom(6).hex())
+
+
+def kept(directory: str | None) -> str | None:
+    """Returns a directory in which something was written; None where nothing was."""
+    return directory if directory is not None and os.path.isdir(directory) else None
+
+
+def _made(base: str | os.PathLike[str]) -> str:
     base = os.path.abspath(os.fspath(base))
     os.makedirs(base, exist_ok=True)
-    return tempfile.mkdtemp(prefix=re.sub(r"[^\w.-]+", "-", name).strip("-") + "_", dir=base)
+    return base
+
+
+def _prefix(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") + "_"
 
 
 def directory_of(directory: str, attempt: int, rank: int) -> str:

@@ -100,11 +100,14 @@ class LaunchNumber:
 
 
 def with_directory(options: Options, name: str) -> Options:
-    """Returns the options with a directory of this call's own in ``log_dir``. OSError where there can be none."""
+    """Returns the options with a directory of this call's own in ``log_dir``, which its first file makes.
+
+    OSError where there can be none.
+    """
     if options.log_dir is None:
         return options
     try:
-        return options.replaced({"log_dir": files.new_directory(options.log_dir, name)})
+        return options.replaced({"log_dir": files.own_directory(options.log_dir, name)})
     except OSError as error:
         raise OSError(error.errno, f"log_dir={options.log_dir!r}: {error.strerror}") from None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span, Stopped
 from mlaunch.protocol.board import Board, in_order, read_times
@@ -136,7 +137,7 @@ class History:
             restart_count=spec.restart_count,
             world_size=spec.world_size,
             ranks=tuple(self._rank(row, spec, now) for row in rows),
-            log_dir=log_dir,
+            log_dir=files.kept(log_dir),
             printed=printed,
             stopped=None if stop is None else Stopped(stop.reason, stop.asked, stop.look),
             begun=time.time() - time.monotonic() + self.begun,

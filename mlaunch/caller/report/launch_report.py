@@ -20,7 +20,7 @@ class LaunchReport(LaunchRecord):
         restart_count: How many attempts failed before this one.
         world_size: Ranks of all machines.
         ranks: This machine's, in their order.
-        log_dir: Where their output was written; None where it was not.
+        log_dir: Where their output was written; None where it was not, or they have printed nothing.
         begun: When the call was made, in seconds of the epoch.
         stopped: That the ranks were asked to stop (``mlaunch.stopping``), why, when, and where they did; None: no.
     """
