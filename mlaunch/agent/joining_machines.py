@@ -93,7 +93,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
         launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
         raise NoLaunchError from error
     with public:
-        gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout)
+        gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout, cluster.store_limit)
         return StoreProcess(gate, close_in_child=held)
 
 

@@ -80,6 +80,7 @@ class Rendezvous:
     join_timeout: float
     heartbeat_timeout: float
     by_engine: bool = False  # whose caller hears all machines; else each has a caller of its own
+    store_limit: int | None = None  # bytes; None: no bound
 
 
 @frozen_record

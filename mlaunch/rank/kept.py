@@ -121,7 +121,8 @@ class KeptRank(FunctionRank):
         after = self._args.results.board.apart
         leave_groups()  # here it may still be, of no use
         try:
-            group.meet_and_join(self._spec, self._args.local_rank, self._args.rendezvous, self._bound, again=after)
+            there = self._spec, self._args.local_rank, self._args.rendezvous, self._bound
+            group.meet_and_join(*there, again=after, before=self._joined_after)
         except Exception as error:
             raise RuntimeError(
                 f"an earlier call on these ranks has destroyed the default process group, and it could not be made "

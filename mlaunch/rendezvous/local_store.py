@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 
-from mlaunch.rendezvous.gate import store_keys
 from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.peer_user import PeerUser
@@ -56,8 +55,6 @@ class _Client:
             if not data:
                 return
             self._poll.modify(self.end, select.EPOLLOUT)
-        if len(self._unsent) + len(data) > store_keys.MOST:
-            raise ValueError("a client that reads none of its answers")
         self._unsent += data
 
     def close(self) -> None:

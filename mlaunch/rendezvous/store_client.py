@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mlaunch.base.text import name_some_ranks
 from mlaunch.rendezvous.barrier import Barrier
-from mlaunch.rendezvous.gate.store_keys import ARRIVED
+from mlaunch.rendezvous.gate.store_keys import ALL, ARRIVED
 from mlaunch.rendezvous.tcp_store import connect
 
 _MISSING = "missing"
@@ -36,6 +36,11 @@ class StoreClient:
         turn = barrier.enter()
         barrier.arrive(turn, unlimited=True)
         self.store.wait([turn.end])
+
+    def drop(self, namespace: str) -> None:
+        """Deletes all keys of a namespace that is over: torch never does, and ranks that stay have many."""
+        # By torch's own request for a key, which its clients of all releases know, and no other store heeds.
+        self.connection.delete_key(f"{namespace}/{ALL}")
 
     def arrive(self, rank: int) -> None:
         """Leaves a mark for ``missing``."""

@@ -26,13 +26,15 @@ class GateConfig:
     launch_id: str
     token: str | None = field(repr=False)
     heartbeat_timeout: float
+    store_limit: int | None = None  # bytes
 
     def serve(self) -> None:
         """Serves the launch's machines for as long as the process lives."""
         from mlaunch.rendezvous import event_loop
         from mlaunch.rendezvous.gate.gate import Gate
 
-        event_loop.run(Gate(self.launch_id, self.token, self.heartbeat_timeout).serve(self.listener))
+        gate = Gate(self.launch_id, self.token, self.heartbeat_timeout, self.store_limit)
+        event_loop.run(gate.serve(self.listener))
 
 
 class StoreProcess:

@@ -727,3 +727,19 @@ def test_calls_are_numbered_only_beside_others_that_run(capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines() == [
         "[0] on ranks that stay", "[0] on its own", "[0] again", "[0] again"
     ]  # fmt: skip
+
+
+def test_a_group_that_a_call_has_destroyed_leaves_no_keys(ranks: Ranks) -> None:
+    """The store lives as long as the ranks, and each call may destroy one."""
+
+    def keys() -> int:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        dist.barrier()
+        return int(store.num_keys())
+
+    before = ranks.run(keys)
+    for _ in range(3):
+        ranks.run(dist.destroy_process_group)
+    assert ranks.run(keys) == before

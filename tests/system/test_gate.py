@@ -47,6 +47,7 @@ from mlaunch.rendezvous.gate.roster import Roster
 from mlaunch.rendezvous.link import joining_words, link_process
 from mlaunch.rendezvous.link.link_process import LinkProcess
 from mlaunch.rendezvous.link.streams import RankStreams
+from mlaunch.rendezvous.multiplex import Pieces
 from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from tests.system.network import free_port
 
@@ -58,10 +59,10 @@ class Served(StoreProcess):
 
 
 @contextlib.contextmanager
-def served(token: str | None = TOKEN) -> Iterator[Served]:
+def served(token: str | None = TOKEN, store_limit: int | None = None) -> Iterator[Served]:
     """Its process, as an agent starts it; ``port`` is the public one."""
     with listen() as public:
-        server = Served(GateConfig(public, "launch", token, 60.0))
+        server = Served(GateConfig(public, "launch", token, 60.0, store_limit))
         server.port = public.getsockname()[1]
     yield server
     server.kill()
@@ -1018,3 +1019,26 @@ def test_a_machine_that_overlaps_is_found_among_many(seed: int) -> None:
 def test_a_record_that_is_no_join(record: Any) -> None:
     with pytest.raises(ConnectionError, match="what came is no join"):
         Join.of_record(record)
+
+
+def test_a_store_that_is_full_says_by_which_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank itself sees its connection close; torch's protocol has no word for it."""
+    greeting = b"\x00\xce\xf7\x85\x3c"
+    said = greeting + b"\x01\x01" + bytes(7) + b"k" + (3000).to_bytes(8, "little") + bytes(3000)
+
+    async def fill(port: int) -> list[tuple[int, bytes]]:
+        async with control_protocol.dialled("127.0.0.1", port, "store", None) as (reader, writer):
+            pieces = Pieces(reader, writer)
+            answers = pieces.received()
+            for stream in range(2):
+                pieces.send(stream, said)
+            return [await asyncio.wait_for(anext(answers), 60) for _ in range(2)]
+
+    with served(None, store_limit=2000) as server:
+        assert asyncio.run(fill(server.port)) == [(0, b""), (1, b"")]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        "mlaunch: the store of this launch is full, and a rank that asked for more lost its connection: without a "
+        "token, strangers may reach it. Give token=, with which there is no limit, or MLAUNCH_STORE_LIMIT= with more "
+        "MiB"
+    )

@@ -100,6 +100,8 @@ def check_profile_ranks(order: ProfileOrder, world_size: int) -> None:
 
 
 def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
+    from mlaunch.rendezvous.gate.store_keys import limit_of
+
     token, source = options.token, "token="
     if token is None:
         token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
@@ -109,7 +111,8 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezv
     if token and len(token) < tokens.SHORTEST:
         log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None
-    return Rendezvous(options.master_ip, options.port, key, options.join_timeout, options.heartbeat_timeout)
+    times = options.join_timeout, options.heartbeat_timeout
+    return Rendezvous(options.master_ip, options.port, key, *times, store_limit=None if key else limit_of(environ))
 
 
 def _context(environ: Mapping[str, str]) -> Context:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from mlaunch.rendezvous.store_client import StoreClient
+
 # The release of torch in which a group's destructor certainly does not hold the interpreter lock while it waits for
 # threads that may wait for the lock. That of 2.6 does; others were not tried.
 DESTRUCTIBLE = (2, 13)
@@ -105,11 +107,18 @@ class HeldLimits:
 
 
 def meet_and_join(
-    spec: LaunchSpec, local_rank: int, rendezvous: tuple[str, int], bound: torch.device | None, *, again: int = 0
+    spec: LaunchSpec,
+    local_rank: int,
+    rendezvous: tuple[str, int],
+    bound: torch.device | None,
+    *,
+    again: int = 0,
+    before: int = 0,
 ) -> None:
     """Joins the other ranks of a launch, whose store is at ``rendezvous``. Collective.
 
     ``again``: a number that all ranks know, if they have left the group that they were in; each time another one.
+    ``before``: that of the group that they have left.
 
     Raises:
         TimeoutError: Some ranks did not come; it names them.
@@ -120,10 +129,12 @@ def meet_and_join(
     member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
     with name_lookup.from_files_only() if spec.interface else contextlib.nullcontext():
-        _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}" if again else spec.launch_id)
+        client = _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}")
+    if again and member.rank == 0:  # all are in the new group
+        client.drop(f"{spec.launch_id}/{before}")
 
 
-def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, name: str) -> None:
+def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, name: str) -> StoreClient:
     from mlaunch.rendezvous.store_client import StoreClient
 
     client = StoreClient(*rendezvous, name, device.limit(spec.timeout))
@@ -137,6 +148,7 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, nam
             local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
         # gloo lets a rank go while others still greet it; one that then returned at once would break their groups.
         client.meet("mlaunch/joined", spec.world_size)
+        return client
     except RuntimeError as error:
         missing = client.missing(spec.world_size) if "timeout" in str(error).lower() else ""
         if not missing:

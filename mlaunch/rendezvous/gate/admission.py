@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mlaunch.rendezvous.control_protocol import LINE_LIMIT
+from mlaunch.rendezvous.gate import store_keys
 
 STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
 # Each costs a descriptor, a task and some memory; all else waits in the kernel, for nothing.
@@ -60,6 +61,7 @@ class Complaints:
     def __init__(self) -> None:
         self._errors = 0
         self._turned_away: set[str] = set()
+        self._told_full = False
 
     def tell_of_error(self, error: Exception) -> None:
         """Says that a connection was closed for an error of ours."""
@@ -74,6 +76,16 @@ class Complaints:
             self._tell(
                 f"{address} came with another token and was turned away; if it is a machine of this launch, give it "
                 f"the token= or MLAUNCH_TOKEN of this one"
+            )
+
+    def tell_of_full_store(self) -> None:
+        """Says once that a client was let go since the store may hold no more."""
+        if not self._told_full:
+            self._told_full = True
+            self._tell(
+                f"the store of this launch is full, and a rank that asked for more lost its connection: without a "
+                f"token, strangers may reach it. Give token=, with which there is no limit, or {store_keys.VARIABLE}= "
+                f"with more MiB"
             )
 
     def _tell(self, text: str) -> None:

@@ -42,13 +42,15 @@ class _JoinedMachine:
 
 
 class Gate:
-    """Serves one launch."""
+    """Serves one launch. ``store_limit``: bytes, None: no bound."""
 
-    def __init__(self, launch_id: str, token: str | None, heartbeat_timeout: float) -> None:
+    def __init__(
+        self, launch_id: str, token: str | None, heartbeat_timeout: float, store_limit: int | None = None
+    ) -> None:
         self._launch_id = launch_id
         self._token = token
         self._heartbeat_timeout = heartbeat_timeout
-        self._keys = StoreKeys()
+        self._keys = StoreKeys(store_limit)
         self._members: dict[_JoinedMachine, None] = {}
         self._awaited: set[_JoinedMachine] = set()  # those that are neither done nor gone
         self._roster = Roster()
@@ -78,7 +80,7 @@ class Gate:
                     role = await self._admit(reader, writer)
                 guest.known(reader)
                 if role == "store":
-                    await serve_store(self._keys, reader, writer)
+                    await serve_store(self._keys, reader, writer, self._complaints.tell_of_full_store)
                 elif role == "control":
                     await self._attend(reader, writer)
         except Exception as error:  # a stranger has found what we do not foresee: the launch goes on

@@ -18,6 +18,7 @@ from mlaunch.rendezvous.gate.torch_protocol import (
 )
 
 _READY, _NOT_READY = b"\0", b"\1"
+_GREETING = 8  # bytes, at most, that a client says before it is known
 
 
 class StoreConnection:
@@ -39,6 +40,8 @@ class StoreConnection:
             else:
                 check_greeting(request)
                 self._greeted = True
+        if not self._greeted and self._requests.unfinished > _GREETING:
+            raise ValueError("no client of torch's store")
         # Half a request counts, too: otherwise many clients that never end one would fill the memory.
         self._hold(self._requests.unfinished)
 

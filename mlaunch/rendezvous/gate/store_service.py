@@ -6,12 +6,20 @@ import asyncio
 from collections.abc import Callable
 
 from mlaunch.rendezvous.gate.store_connection import StoreConnection
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
+from mlaunch.rendezvous.gate.store_keys import StoreFullError, StoreKeys
 from mlaunch.rendezvous.multiplex import Pieces
 
 
-async def serve_store(keys: StoreKeys, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serves a machine's ranks the store, until the machine is gone. ConnectionError for what no link says."""
+async def serve_store(
+    keys: StoreKeys,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    tell_full: Callable[[], None] = lambda: None,
+) -> None:
+    """Serves a machine's ranks the store, until the machine is gone. ConnectionError for what no link says.
+
+    ``tell_full`` is called when the store has no room for what one of them asks.
+    """
     pieces = Pieces(reader, writer)
     sessions: dict[int, StoreConnection] = {}
     begun = 0
@@ -22,7 +30,8 @@ async def serve_store(keys: StoreKeys, reader: asyncio.StreamReader, writer: asy
             if stream == begun:
                 begun += 1
                 sessions[stream] = StoreConnection(keys, _answering(pieces, stream))
-            _feed(sessions, stream, data, pieces)
+            if _feed(sessions, stream, data, pieces):
+                tell_full()
             if pieces.unsent:
                 await pieces.drained()  # a machine that does not read is not listened to
     finally:
@@ -30,18 +39,19 @@ async def serve_store(keys: StoreKeys, reader: asyncio.StreamReader, writer: asy
             session.close()
 
 
-def _feed(sessions: dict[int, StoreConnection], stream: int, data: bytes, pieces: Pieces) -> None:
-    """Passes on what came of a stream; ends one whose client asks for what cannot be."""
-    session = sessions.get(stream)
+def _feed(sessions: dict[int, StoreConnection], stream: int, data: bytes, pieces: Pieces) -> bool:
+    """Passes on what came of a stream; ends one whose client asks for what cannot be. True: for want of room."""
+    session, is_full = sessions.get(stream), False
     if session is None:  # it was ended
-        return
+        return False
     try:
         session.feed(data)
-    except (ValueError, LookupError):
+    except (ValueError, LookupError) as error:
         pieces.send(stream, b"")
-        data = b""
+        data, is_full = b"", isinstance(error, StoreFullError)
     if not data:
         sessions.pop(stream).close()
+    return is_full
 
 
 def _answering(pieces: Pieces, stream: int) -> Callable[[bytes], None]:
