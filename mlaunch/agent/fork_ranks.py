@@ -7,8 +7,11 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mlaunch.agent import room
+from mlaunch.agent.joining_machines import refuse
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all, memory_file
@@ -16,7 +19,8 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import error_file, rich_output
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import RankStarted
+from mlaunch.protocol.messages.kept_messages import EndRanks
+from mlaunch.protocol.messages.launch_messages import Cancel, RankStarted
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import main as rank_main
@@ -24,6 +28,7 @@ from mlaunch.rank.base import RankArgs
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import (
+        AgentHears,
         AgentsEnd,
         ControlHears,
         ControlSays,
@@ -37,6 +42,40 @@ if TYPE_CHECKING:
 _AT_ONCE = 16  # ranks whose descriptors are open at the same time
 
 
+class NoRoomError(Exception):
+    """The kernel refused to fork; says why."""
+
+
+@dataclass
+class EarlyWatch:
+    """Hears who may end a launch before it has a supervisor: its caller, its fork server, its deadline.
+
+    ``due``: when the deadline passes, in monotonic seconds. ``said``: what the launcher has said meanwhile, with
+    descriptors, for the supervisor.
+    """
+
+    launcher: AgentsEnd
+    parent: int  # a pidfd of the fork server
+    owned: OwnedFds
+    due: float | None
+    said: list[tuple[AgentHears | None, list[int]]] = field(default_factory=list)
+
+    def is_over(self, ranks: Sequence[RankProcess]) -> bool:
+        """Return whether somebody ends it, or a rank has ended. The supervisor finds the same once more."""
+        sources = [self.launcher.fileno(), self.parent, *(rank.pidfd for rank in ranks)]
+        while (ready := linux.wait_readable(sources, 0.0)) == sources[:1]:
+            record, fds = self.launcher.hear()
+            self.owned.add(*fds)
+            self.said.append((record, fds))
+            if record is None or isinstance(record, Cancel | EndRanks):
+                return True
+        return bool(ready) or (self.due is not None and time.monotonic() >= self.due)
+
+    def left(self) -> float | None:
+        """Return the seconds that are left of the deadline."""
+        return None if self.due is None else self.due - time.monotonic()
+
+
 @frozen_record
 class ForkContext:
     """What forking needs besides the rank's number. ``owned``: descriptors that are not the ranks' business."""
@@ -46,6 +85,7 @@ class ForkContext:
     results: Results
     inherited: Call | None
     owned: OwnedFds
+    watch: EarlyWatch
 
 
 @frozen_record
@@ -70,11 +110,25 @@ class _PendingRank:
 
 
 def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
-    """Forks all ranks of this machine, then tells the launcher of them: the last rank need not wait for that."""
+    """Fork all ranks of this machine, then tell the launcher of them: the last rank need not wait for that.
+
+    Return fewer if nobody wants them any more, which their supervisor hears.
+
+    Raises:
+        NoLaunchError: The machine has no room for so many; the launcher has been told.
+    """
     ranks: list[RankProcess] = []
-    for start in range(0, context.spec.local_world_size, _AT_ONCE):
-        some = range(start, min(start + _AT_ONCE, context.spec.local_world_size))
-        ranks += _fork_some([_prepare(context, local_rank) for local_rank in some], context, launcher)
+    size = context.spec.local_world_size
+    for start in range(0, size, _AT_ONCE):
+        if ranks and context.watch.is_over(ranks):
+            break
+        if ranks and (short := room.runs_short()):
+            refuse(launcher, f"{short} after {start} of {size} ranks were forked; give fewer ranks")
+        some = range(start, min(start + _AT_ONCE, size))
+        try:
+            ranks += _fork_some([_prepare(context, local_rank) for local_rank in some], context, launcher)
+        except NoRoomError as error:
+            refuse(launcher, f"one of its {size} ranks could not be forked: {error}")
     return ranks
 
 
@@ -148,7 +202,10 @@ def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
 def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: OwnedFds) -> int:
     """Forks one rank; returns its pid."""
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise NoRoomError(room.why_no_fork(error)) from error
     if pid == 0:
         try:
             linux.die_with(parent)

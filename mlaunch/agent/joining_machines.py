@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch._version import __version__
 from mlaunch.agent.peers import Peers, silence
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class NoLaunchError(Exception):
-    """The machines did not come together; the launcher has been told."""
+    """The machines did not come together, or have no room; the launcher has been told."""
+
+
+def refuse(launcher: AgentsEnd, why: str, *, late: bool = False) -> NoReturn:
+    """Tell the launcher why there is no launch. ``late``: its deadline has passed."""
+    launcher.try_send(Refused(why, late=late))
+    raise NoLaunchError
 
 
 @dataclasses.dataclass
@@ -135,16 +141,12 @@ def _wait_for_plan(
         left = timeout if end is None else end - time.monotonic()
         ready = wait(sources, max(0.0, min(left, timeout)))
         if not ready and left >= timeout:
-            launcher.try_send(Refused(f"{_name(link)} {silence(timeout)}"))
-            raise NoLaunchError
+            refuse(launcher, f"{_name(link)} {silence(timeout)}")
         if not ready:
-            why = f"its deadline of {spec.deadline:g} s passed while the machines were joining"
-            launcher.try_send(Refused(why, late=True))
-            raise NoLaunchError
+            refuse(launcher, f"its deadline of {spec.deadline:g} s passed while the machines were joining", late=True)
         if gate is not None and gate.sentinel in ready:
             who = f"the gate on host {socket.gethostname()} (pid {gate.pid})"
-            launcher.try_send(Refused(f"{who} {describe_exit(gate.reap())} while the machines were joining"))
-            raise NoLaunchError
+            refuse(launcher, f"{who} {describe_exit(gate.reap())} while the machines were joining")
         if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
             raise NoLaunchError
         match link.channel.hear()[0]:
@@ -156,8 +158,7 @@ def _wait_for_plan(
                 launcher.try_send(failure)
                 raise NoLaunchError
             case None:
-                launcher.try_send(Refused(f"{_name(link)} died while joining"))
-                raise NoLaunchError
+                refuse(launcher, f"{_name(link)} died while joining")
 
 
 def _name(link: Link) -> str:

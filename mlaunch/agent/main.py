@@ -15,9 +15,10 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from mlaunch.agent.fork_ranks import ForkContext, fork_ranks
+from mlaunch.agent import room
+from mlaunch.agent.fork_ranks import EarlyWatch, ForkContext, fork_ranks
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.joining_machines import Joined, NoLaunchError, join_machines
+from mlaunch.agent.joining_machines import Joined, NoLaunchError, join_machines, refuse
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
 from mlaunch.agent.peers import Peers
@@ -166,10 +167,7 @@ def _supervise(
         _silence_input()
     listener = _listen(spec, launcher)
     owned = _owned(order, link, parent)
-    joined = Joined(spec, None, Peers())
-    if spec.cluster is not None:  # before ranks are forked: their environment depends on what the machines agree on
-        joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
-        owned.add(*joined.peers.fds())
+    joined = _join(spec, listener, launcher, parent, owned)
     spec = joined.spec
     results = Results(spec.local_world_size, stay=spec.stays)
     agreed = (spec.launch_id, spec.rank_start, spec.world_size)
@@ -177,16 +175,17 @@ def _supervise(
     results.close_offered()
     owned.add(listener.fileno())
     names = SharedNames()
-    ranks = fork_ranks(ForkContext(spec, listener.getsockname()[:2], results, order.call, owned), launcher)
+    watch = EarlyWatch(launcher, parent, owned, None if spec.seconds is None else time.monotonic() + spec.seconds)
+    ranks = fork_ranks(ForkContext(spec, listener.getsockname()[:2], results, order.call, owned, watch), launcher)
     if spec.cluster is None:
         local_store.host(listener)  # after the last fork (see _rest); its socket listens already
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(
         ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers,
-        stop_on=spec.stop_on, stop_grace=spec.stop_grace,
+        stop_on=spec.stop_on, stop_grace=spec.stop_grace, said=watch.said,
     )  # fmt: skip
-    supervisor = _begin(order, spec, scene)
+    supervisor = _begin(order, spec, scene, watch.left())
     went_well = _run(supervisor, inspection, names, launcher)
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
@@ -197,6 +196,18 @@ def _supervise(
     close_all([*order.leases, *supervisor.leases])
     results.close()
     return went_well
+
+
+def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent: int, owned: OwnedFds) -> Joined:
+    """Joins the other machines, if there are any and this one has room for its ranks."""
+    if lacks := room.lacks(spec.local_world_size, script=spec.command is not None):
+        refuse(launcher, lacks)
+    if spec.cluster is None:
+        return Joined(spec, None, Peers())
+    # Before ranks are forked: their environment depends on what the machines agree on.
+    joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
+    owned.add(*joined.peers.fds())
+    return joined
 
 
 def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, launcher: AgentsEnd) -> bool:
@@ -217,8 +228,8 @@ def _owned(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
     return OwnedFds(parent, order.fds.socket, *call, *([] if link is None else [link.fileno()]))
 
 
-def _begin(order: Order, spec: LaunchSpec, scene: Supervision) -> Supervisor:
-    """Returns the supervisor, which has begun the call if that is there already."""
+def _begin(order: Order, spec: LaunchSpec, scene: Supervision, left: float | None) -> Supervisor:
+    """Returns the supervisor, which has begun the call if that is there already. ``left``: seconds of its deadline."""
     call_fd = order.fds.call
     if call_fd is None:  # the launch is prepared
         return PreparedSupervisor(scene)
@@ -226,7 +237,7 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision) -> Supervisor:
         os.close(call_fd)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)
     supervisor = Supervisor(scene)
-    supervisor.begin_call(call_fd if order.call is None else None, spec.deadline, spec.seconds)
+    supervisor.begin_call(call_fd if order.call is None else None, spec.deadline, left)
     os.close(call_fd)
     return supervisor
 

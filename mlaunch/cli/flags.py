@@ -177,6 +177,8 @@ def _add_sizes(flags: Flags) -> None:
     flags.flag(group, "--node-rank", kind=int, metavar="N", help="which of them this is (default: 0)")
     group.add_argument("--engine", metavar="NAME", help="who places the ranks on --nnodes machines: slurm:partition=P, "
                        "ssh:HOST,HOST, ray:GPU=4, 'command:mpirun -N 1' (default: this machine)")  # fmt: skip
+    group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks where that is more than "
+                       "8 for each CPU")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
     group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
                "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip

@@ -76,6 +76,7 @@ class Job:
     preload: tuple[str, ...]
     virtual_local_rank: bool
     numa_binding: str | None
+    oversubscribe: bool
     lease: int | None = None  # so many devices are waited for
     source: bytes | None = field(default=None, repr=False)  # of a script that cannot be read twice
 
@@ -105,6 +106,7 @@ class Job:
             stall=self.stall,
             join_timeout=self.join_timeout,
             token=self.token,
+            oversubscribe=self.oversubscribe,
             **self.profile,
         )
 
@@ -148,6 +150,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         preload=tuple(name for name in (args.preload or "").split(",") if name),
         virtual_local_rank=args.virtual_local_rank,
         numa_binding=args.numa_binding,
+        oversubscribe=args.oversubscribe,
     )
 
 

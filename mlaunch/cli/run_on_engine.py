@@ -87,6 +87,7 @@ def _options(job: Job) -> Options:
         stop_grace=job.stop_grace,
         stall=job.stall,
         join_timeout=job.join_timeout,
+        oversubscribe=job.oversubscribe,
         **job.profile,
     )
 

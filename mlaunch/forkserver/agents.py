@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.text import both_ends
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.channel import TEXT_LIMIT, Channel
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.attached import LaunchFds
-from mlaunch.protocol.messages.launch_messages import AgentFailed, Reaped
+from mlaunch.protocol.messages.launch_messages import Reaped
+from mlaunch.protocol.messages.machine_messages import Refused
 from mlaunch.protocol.messages.server_messages import ServeNext
 
 if TYPE_CHECKING:
@@ -90,9 +89,11 @@ def fork(channel_fd: int) -> int | None:
     try:
         return os.fork()
     # EAGAIN or ENOMEM: a limit of processes, or of memory, which may be gone by the next launch.
-    except OSError:
+    except OSError as error:
+        from mlaunch.agent import room
+
         channel: AgentsEnd = Channel.adopt(channel_fd)
-        channel.try_send(AgentFailed(both_ends(traceback.format_exc(), TEXT_LIMIT)))
+        channel.try_send(Refused(f"its agent could not be forked: {room.why_no_fork(error)}"))
         channel.try_send(Reaped(1))
         channel.close()
         return None

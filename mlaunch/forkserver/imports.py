@@ -30,7 +30,11 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     slow_imports.prepare()
     for module in _PRELOAD:
         __import__(module)
+<<<<<<< HEAD
     preloads.load(preload)
+=======
+    from mlaunch.agent import room
+>>>>>>> e7439e2 (Ranks that a machine has no room for are refused before one is forked, and forking ends with who wants it: a typing error took the machine)
     from mlaunch.agent.supervision.evidence import Evidence
     from mlaunch.protocol import channel
     from mlaunch.protocol.messages import launch_messages, server_messages
@@ -39,6 +43,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     # Begun here and heard of in finish(): it runs beside the caller, who has its answer by then.
     asked = tcp_store.ask_for_libuv()
     Evidence()  # which looks for the cgroup's files once
+    room.look()
     channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
     return device.offered(), asked
 

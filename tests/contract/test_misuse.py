@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.caller.launch import device_choice
+from mlaunch.rank.setup import device
 from tests.conftest import ROOT
 
 
@@ -77,6 +79,29 @@ def test_the_frame_of_a_users_reduce_is_kept() -> None:
 def test_a_lack_of_this_machine_is_told_from_the_callers_line() -> None:
     told(launcher(takes, 1, backend="none-such"), ValueError)
     told(launcher(takes, 2, world_size=4), ValueError)
+
+
+def test_more_ranks_than_anybody_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "usable_cpus", lambda: 2)
+    error = told(launcher(takes, 99_999, device_type="cpu"), ValueError)
+    assert str(error) == (
+        "n_gpus=99999 (--nproc-per-node) on 2 CPU(s): more than 64 ranks, and more than 8 for each CPU; allowed: up to "
+        "64, or oversubscribe=True (--oversubscribe) if so many are meant"
+    )
+    with pytest.raises(ValueError, match="allowed: up to 64, or"):
+        Ranks(n_gpus=65, device_type="cpu")
+    monkeypatch.setattr(device, "usable_cpus", lambda: 9)
+    device_choice.check_share(72, 9)
+    with pytest.raises(ValueError, match="allowed: up to 72, or"):
+        device_choice.check_share(73, 9)
+
+
+def test_more_ranks_than_the_machine_has_memory_for() -> None:
+    """Which the agent finds, before it forks any."""
+    with pytest.raises(
+        LaunchError, match=r"takes\(\) was not started: 10000000 ranks take .* of memory at least, before"
+    ):
+        launcher(takes, 10_000_000, device_type="cpu", oversubscribe=True)()
 
 
 def test_a_launch_inside_a_rank_is_told_from_the_callers_line() -> None:

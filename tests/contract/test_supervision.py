@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, RankFailure, launcher
+from mlaunch.agent import fork_ranks
+from mlaunch.agent.fork_ranks import EarlyWatch
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.base.linux import wait_readable
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase, ServerGone
@@ -93,6 +98,48 @@ def test_a_deadline_that_races_with_a_failure() -> None:
         for record in records:
             outcome.take(record, ())
         assert outcome.late is late
+
+
+@pytest.fixture
+def forked_by_ones(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Has ranks of ``start_method="fork"`` forked by ones; once there is one, the agent does what it is given."""
+
+    def arrange(does: Callable[[], object]) -> None:
+        look = EarlyWatch.is_over
+
+        def after(watch: EarlyWatch, ranks: Sequence[RankProcess]) -> bool:
+            if len(ranks) == 1:
+                does()
+                wait_readable([watch.launcher.fileno()], 60 if watch.due is None else watch.left())
+            return look(watch, ranks)
+
+        monkeypatch.setattr(EarlyWatch, "is_over", after)
+
+    monkeypatch.setattr(fork_ranks, "_AT_ONCE", 1)
+    return arrange
+
+
+def test_a_deadline_that_passes_while_ranks_are_forked(forked_by_ones: Callable[..., None]) -> None:
+    forked_by_ones(bool)
+    with pytest.raises(LaunchTimeout, match="rank 0 had not returned; ranks 1-2 had not been started"):
+        launcher(os.getpid, 3, start_method="fork", deadline=0.5)()
+
+
+def test_ctrl_c_while_ranks_are_forked(
+    forked_by_ones: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    adopt, caller = fork_ranks._adopt, os.getpid()
+
+    def noted(*args: Any) -> RankProcess:
+        rank = adopt(*args)
+        (tmp_path / str(rank.rank)).touch()
+        return rank
+
+    monkeypatch.setattr(fork_ranks, "_adopt", noted)
+    forked_by_ones(lambda: os.kill(caller, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        launcher(os.getpid, 3, start_method="fork")()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_agent_and_fork_server_killed_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -20,6 +21,7 @@ import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.joining_machines import NoLaunchError
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.operation_numbers import NumberRequests
 from mlaunch.agent.peers import Peers
@@ -32,6 +34,7 @@ from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, r
 from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
 from mlaunch.agent.supervision.system import System
 from mlaunch.base import linux
+from mlaunch.base.fds import OwnedFds
 from mlaunch.base.linux import wait_readable
 from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
@@ -39,7 +42,9 @@ from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import launch_messages
 from mlaunch.protocol.messages.control_messages import Told
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Phase
+from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Cancel, Phase
+from mlaunch.protocol.messages.machine_messages import Refused
+from mlaunch.protocol.messages.stop_messages import AskToStop
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, in_step
@@ -773,6 +778,102 @@ def test_a_rank_that_can_be_called_has_where_to_write(monkeypatch: pytest.Monkey
     assert listener.heard_before == [stays]  # one that does not stay gets it with its call
     rank.close()
     rank_end.close()
+
+
+# While ranks are forked
+
+
+@dataclass
+class Forking:
+    """Ranks that are forked by ones; before the next one ``between`` says how little memory is left."""
+
+    monkeypatch: pytest.MonkeyPatch
+    between: Callable[[], str]
+    forked: int = 0
+
+    def fork(self, *_: object) -> int:
+        self.forked += 1
+        return os.getpid()
+
+    def watches(self, launcher: Channel, parent: int, due: float | None) -> list[Any]:
+        """Forks eight at most; returns what the launcher has said."""
+        pidfd, crash = os.pidfd_open(os.getpid()), os.memfd_create("crash")
+        rank = RankProcess(0, 0, os.getpid(), pidfd, Channel.pair()[0], crash, -1)
+        pending = SimpleNamespace(readers=[], debug=None)
+        for part, does in (("_prepare", lambda *_: pending), ("_fork", self.fork), ("_adopt", lambda *_: rank)):
+            self.monkeypatch.setattr(fork_ranks_module, part, does)
+        self.monkeypatch.setattr(fork_ranks_module, "_AT_ONCE", 1)
+        self.monkeypatch.setattr(fork_ranks_module.room, "runs_short", self.between)
+        watch = fork_ranks_module.EarlyWatch(launcher, parent, OwnedFds(), due)
+        context = SimpleNamespace(spec=SimpleNamespace(local_world_size=8, stays=False), owned=OwnedFds(), watch=watch)
+        try:
+            fork_ranks_module.fork_ranks(cast(Any, context), launcher)
+        finally:
+            rank.close()
+        return [record for record, _ in watch.said]
+
+
+@pytest.fixture
+def parent() -> Iterator[tuple[int, int]]:
+    """A process that waits to be killed, by pid and pidfd."""
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    pidfd = os.pidfd_open(pid)
+    yield pid, pidfd
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+    os.waitpid(pid, 0)
+
+
+ASKED = [AskToStop(0, "asked"), Cancel()]
+
+
+@pytest.mark.parametrize(
+    ("how", "forked", "said"),
+    [
+        ("the launcher is gone", 2, [None]),
+        ("the launcher cancels", 2, ASKED),
+        ("the launcher says something else", 8, ASKED[:1]),
+        ("the fork server is gone", 2, []),
+        ("the deadline passes", 2, []),
+    ],
+)
+def test_forking_ends_with_who_wants_it(
+    how: str, forked: int, said: list[Any], monkeypatch: pytest.MonkeyPatch, parent: tuple[int, int]
+) -> None:
+    ours, theirs = Channel.pair()
+
+    def happens() -> str:
+        if how == "the launcher is gone":
+            ours.close()
+        elif how == "the fork server is gone":
+            os.kill(parent[0], signal.SIGKILL)
+            wait_readable([parent[1]], 60)
+        elif forking.forked == 1:
+            for record in said:
+                ours.send(record)
+        return ""
+
+    forking = Forking(monkeypatch, happens)
+    due = float("-inf") if how == "the deadline passes" else None
+    assert forking.watches(theirs, parent[1], due) == said
+    assert forking.forked == (forked if due is None else 1)
+    ours.close()
+    theirs.close()
+
+
+def test_forking_ends_where_memory_runs_short(monkeypatch: pytest.MonkeyPatch, parent: tuple[int, int]) -> None:
+    ours, theirs = Channel.pair()
+    with pytest.raises(NoLaunchError):
+        Forking(monkeypatch, lambda: "1 KiB of 2 KiB of memory are left").watches(theirs, parent[1], None)
+    while not isinstance(told := ours.receive()[0], Refused):
+        pass
+    assert told.text == "1 KiB of 2 KiB of memory are left after 1 of 8 ranks were forked; give fewer ranks"
+    ours.close()
+    theirs.close()
 
 
 def test_a_rank_whose_agent_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -271,6 +271,7 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "stall": (["--stall", "60 stop"], "60 stop"),
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
+    "oversubscribe": (["--oversubscribe"], True),
 }
 # Seen to by the command itself: test_devices, test_engines_by_name, test_flags_of_the_output.
 ELSEWHERE = {"lease", "devices", "engine", "log_dir"}

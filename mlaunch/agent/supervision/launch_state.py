@@ -40,6 +40,8 @@ class Supervision:
     system: System = field(default_factory=System)
     stop_on: tuple[int, ...] = ()  # as in LaunchSpec
     stop_grace: float = 300.0
+    # What the launcher has said while the ranks were forked, with descriptors.
+    said: Sequence[tuple[AgentHears | None, list[int]]] = ()
 
 
 @dataclass

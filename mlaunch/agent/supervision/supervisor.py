@@ -47,6 +47,7 @@ class Supervisor:
         self._ranks = {rank.pidfd: rank for rank in scene.ranks}
         self._by_local_rank = list(scene.ranks)
         self._results, self._server, self._launcher = scene.results, scene.server, scene.launcher
+        self._said = scene.said
         self._listening = {scene.launcher.fileno(), scene.parent}
         self._inspection, self._peers = scene.inspection, scene.peers
         self._system, self._clock, self._signal_group = scene.system, scene.system.clock, scene.system.group
@@ -76,6 +77,8 @@ class Supervisor:
 
     def run(self) -> bool:
         """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
+        for record, fds in self._said:
+            self._take_word(self._launcher.fileno(), record, fds)
         while self._ranks or self._shared.is_awaited(stopping=self._stopping.begun):
             ready = set(self._system.wait(self._sources(), self._timeout()))
             # The answers before the ends: a rank that has answered and ended has not failed.
@@ -213,7 +216,9 @@ class Supervisor:
 
     def _hear(self, fd: int) -> None:
         """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
-        record, fds = self._launcher.hear() if fd == self._launcher.fileno() else (None, [])
+        self._take_word(fd, *(self._launcher.hear() if fd == self._launcher.fileno() else (None, [])))
+
+    def _take_word(self, fd: int, record: AgentHears | None, fds: list[int]) -> None:
         if self._stop.obey(record, self._call.number) or self._is_asked(record) or self._obey(record, fds):
             return
         if record is None:

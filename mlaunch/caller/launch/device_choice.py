@@ -8,6 +8,8 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.rank.setup import device
 
+_FEW, _MOST_PER_CPU = 64, 8  # ranks on CPUs that nobody has to confirm
+
 
 @frozen_record
 class DeviceChoice:
@@ -38,6 +40,17 @@ def choose_type(device_type: str, ready: Ready) -> str:
             f"allowed: {', '.join(repr(name) for name in ['auto', *offered])}"
         )
     return device_type
+
+
+def check_share(ranks: int, cpus: int) -> None:
+    """Raise ValueError for so many ranks that the number is a typing error, most likely."""
+    most = max(_FEW, _MOST_PER_CPU * cpus)
+    if ranks > most:
+        raise ValueError(
+            f"n_gpus={ranks} (--nproc-per-node) on {cpus} CPU(s): more than {_FEW} ranks, and more than "
+            f"{_MOST_PER_CPU} for each CPU; allowed: up to {most}, or oversubscribe=True (--oversubscribe) if so many "
+            f"are meant"
+        )
 
 
 def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> DeviceChoice:

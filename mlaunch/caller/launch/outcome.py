@@ -23,6 +23,7 @@ from mlaunch.protocol.messages.launch_messages import (
     RankGone,
     RanksStarting,
     RankStacks,
+    RankStarted,
     Reaped,
     RemoteError,
     ServerGone,
@@ -47,6 +48,7 @@ class Outcome:
     values: dict[int, Payload] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
     raised: dict[int, RemoteError] = field(default_factory=dict)
+    started: int = 0  # ranks of this machine
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
     recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks wrote into their error files
     stopped: set[int] = field(default_factory=set)  # ranks that the agent ended or called back
@@ -94,6 +96,9 @@ class Outcome:
         self.spec = dataclasses.replace(
             self.spec, launch_id=record.launch_id, rank_start=record.rank_start, world_size=record.world_size
         )
+
+    def _take_rank(self, _record: RankStarted, _fds: Sequence[int]) -> None:
+        self.started += 1
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
         # Not unpickled here: that is user code, for which neither order nor lock of the hearing is made.
@@ -174,6 +179,7 @@ class Outcome:
 
 _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
     RanksStarting: Outcome._take_start,
+    RankStarted: Outcome._take_rank,
     RankAnswered: Outcome._take_answer,
     RankGone: Outcome._take_end,
     RankStacks: Outcome._take_stacks,

@@ -43,7 +43,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
-    _check_world(options, placed.local_world_size, world_size)
+    _check_world(options, placed, world_size)
     # A warning and no error: the figure was measured with one torch, and a launch may get by with less.
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
@@ -80,7 +80,10 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     )
 
 
-def _check_world(options: Options, here: int, world_size: int) -> None:
+def _check_world(options: Options, placed: DeviceChoice, world_size: int) -> None:
+    here = placed.local_world_size
+    if placed.device_type == "cpu" and not options.oversubscribe:
+        device_choice.check_share(here, device.usable_cpus())
     if options.rank_start + here > world_size:
         raise ValueError(
             f"world_size={world_size} with {here} rank(s) on this machine from rank_start={options.rank_start}: "

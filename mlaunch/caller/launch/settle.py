@@ -96,9 +96,11 @@ def reason_of(outcome: Outcome) -> str:
 
 
 def _who_is_late(outcome: Outcome) -> str:
-    silent = list(outcome.stopped - outcome.values.keys())
+    silent, spec = list(outcome.stopped - outcome.values.keys()), outcome.spec
     if silent:
-        return f"{name_ranks(silent)} had not returned"
+        unstarted = range(spec.rank_start + outcome.started, spec.rank_start + spec.local_world_size)
+        late = f"; {name_ranks(unstarted)} had not been started" if unstarted else ""
+        return f"{name_ranks(silent)} had not returned{late}"
     return f"{name_ranks(list(outcome.stopped))} had returned but not ended" if outcome.stopped else outcome.broken
 
 

@@ -101,6 +101,12 @@ class Options:
         "On CPUs, how many launches with a lease run at a time; a number is a ``lease``, too. None: as many as have a "
         "CPU for each rank.",
     )
+    oversubscribe: bool = option(
+        False,
+        Switch(),
+        "Allows more than 64 ranks where that is more than 8 for each CPU, which mostly is a typing error.",
+        flag="--oversubscribe",
+    )
     timeout: float | timedelta | None = option(
         1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."
     )

@@ -21,6 +21,7 @@ class KeywordOptions(TypedDict, total=False):
     devices: Sequence[int] | None
     lease: bool | str
     concurrent: int | None
+    oversubscribe: bool
     timeout: float | timedelta | None
     grace_period: float
     deadline: float | None
