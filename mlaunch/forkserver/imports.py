@@ -30,11 +30,8 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     slow_imports.prepare()
     for module in _PRELOAD:
         __import__(module)
-<<<<<<< HEAD
     preloads.load(preload)
-=======
     from mlaunch.agent import room
->>>>>>> e7439e2 (Ranks that a machine has no room for are refused before one is forked, and forking ends with who wants it: a typing error took the machine)
     from mlaunch.agent.supervision.evidence import Evidence
     from mlaunch.protocol import channel
     from mlaunch.protocol.messages import launch_messages, server_messages
