@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
+from mlaunch.agent import room
 from mlaunch.caller.launch import device_choice
 from mlaunch.rank.setup import device
 from tests.conftest import ROOT
@@ -96,12 +97,11 @@ def test_more_ranks_than_anybody_means(monkeypatch: pytest.MonkeyPatch) -> None:
         device_choice.check_share(73, 9)
 
 
-def test_more_ranks_than_the_machine_has_memory_for() -> None:
+def test_more_ranks_than_the_machine_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the agent finds, before it forks any."""
-    with pytest.raises(
-        LaunchError, match=r"takes\(\) was not started: 10000000 ranks take .* of memory at least, before"
-    ):
-        launcher(takes, 10_000_000, device_type="cpu", oversubscribe=True)()
+    monkeypatch.setattr(room, "_LEAST_MEMORY", 2**50)
+    with pytest.raises(LaunchError, match=r"takes\(\) was not started: 2 ranks take 2097152 GiB of memory at least, "):
+        launcher(takes, 2, start_method="fork")()
 
 
 def test_a_launch_inside_a_rank_is_told_from_the_callers_line() -> None:
