@@ -86,6 +86,19 @@ def test_which_devices_ranks_are_on(
     assert caller(call, options) == places
 
 
+def bound() -> str:
+    return str(dist.group.WORLD.bound_device_id)
+
+
+def bound_on(backend: str) -> list[str]:
+    return launcher(bound, 1, backend=backend)()
+
+
+def test_a_group_of_gloo_is_bound_to_no_device(caller: Runner) -> None:
+    """Else torch splits each later group off it, and one with NCCL raises TypeError (torch 2.11, on an H200)."""
+    assert caller(bound_on, "gloo") == caller(bound_on, "cpu:gloo,toy:gloo") == ["None"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -63,6 +63,7 @@ LOOKS = (
     ("interrupted", "Ctrl-C while ranks that stay wait for their device", 45),
     ("preloaded", "A preload that wakes the driver", 60),
     ("awake", "A caller whose CUDA and NVML are awake", 30),
+    ("beside", "A group with NCCL beside gloo's", 45),
     ("growth", "A hundred held objects", 60),
     ("shared", "Two ranks on one GPU", 90),
     ("compiling", "torch.compile in ranks", 150),

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
 from mlaunch.caller.server.warm import warm_server
@@ -82,6 +83,19 @@ def eager() -> None:
     check(True, "measured")
 
 
+def second_backend() -> float:
+    """Makes a group with NCCL beside gloo's."""
+    value = torch.ones(1, device=place())
+    dist.all_reduce(value, group=dist.new_group(backend="nccl"))
+    return float(value.item())
+
+
+def beside() -> None:
+    """A group with NCCL in a function whose ranks met by gloo."""
+    needs_tensors()
+    check(launcher(second_backend, backend="gloo")() == [float(count())] * count(), "both work side by side")
+
+
 def awake() -> None:
     """A caller whose CUDA and NVML are awake."""
     needs_tensors()
@@ -132,13 +146,14 @@ def names() -> None:
         waiter = subprocess.Popen(
             [sys.executable, "-c", SHOWS.format(True)],
             env={**environ, "CUDA_VISIBLE_DEVICES": f"GPU-{whole[:8]}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             encoding="utf-8",
         )
-        assert waiter.stderr is not None
-        said = waiter.stderr.readline()
-        check("wait" in said, f"the same device under another name is waited for: {said.strip()}")
+        command = [sys.executable, "-m", "mlaunch", "ps"]
+        until, said = time.monotonic() + 30, ""
+        while "wait" not in said and time.monotonic() < until:
+            said = subprocess.run(command, capture_output=True, encoding="utf-8", check=False).stdout
+        print(said)
+        check("wait" in said, "the same device under another name is waited for")
         release.touch()
         check(waiter.wait(60) == 0 and holder.wait(60) == 0, "both launches end")
 
@@ -245,6 +260,7 @@ ALL = {
     "preloaded": preloaded,
     "eager": eager,
     "awake": awake,
+    "beside": beside,
     "names": names,
     "shared": shared,
     "compiling": compiling,

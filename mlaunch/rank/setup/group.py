@@ -51,10 +51,13 @@ def join_world(store: dist.Store, member: Membership) -> None:
 
 
 def _serves(backend: str, device_type: str) -> bool:
-    """Tells whether a group with this backend has one for tensors on that accelerator, and can be bound to it."""
+    """True if a group with this backend has one of that accelerator's own, which can be bound to a device.
+
+    gloo has no connection to a device, and torch would split each later group off it: one with NCCL raises then.
+    """
     from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-    return device_type != "cpu" and device_type in BackendConfig(Backend(backend)).get_device_backend_map()
+    return BackendConfig(Backend(backend)).get_device_backend_map().get(device_type, "gloo") != "gloo"
 
 
 def lift_limits() -> None:
