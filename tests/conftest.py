@@ -172,7 +172,7 @@ def _what_is_there(pool: RankPool | None) -> dict[str, object]:
     for replaced in warm_server._retired:
         replaced._wait(30)
     warm_server.get(os.environ)  # forgets them
-    servers = [pid for pid in ours() if session_of(pid) == pid]
+    servers = [pid for pid in ours() if session_of(pid) == pid and pid in children(os.getpid())]
     stay = _agents(pool)
     # The last call's may still be exiting.
     _end([agent for server in servers for agent in children(server) if agent not in stay])
@@ -235,12 +235,18 @@ def _open_files() -> list[str]:
 
 def _outside_sessions(pids: list[int]) -> list[int]:
     """Those that no fork server among them has started; it may begin and end one while this looks."""
-    return [pid for pid in pids if alive(pid) and session_of(pid) not in {*pids} - {pid}]
+    leaders = {*pids, *(rank for pid in pids for rank in children(pid))}  # a rank leads a session, too
+    inside = {pid for pid in pids if session_of(pid) in leaders - {pid}}
+    inside |= {rank for agent in inside for rank in children(agent)}
+    return [pid for pid in pids if alive(pid) and pid not in inside]
 
 
 def _in_sessions(servers: list[int]) -> set[int]:
+    """Those of fork servers and of their ranks, less the servers."""
     pids = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid for pid in pids if pid not in servers and session_of(pid) in servers and alive(pid)}
+    families = {pid for server in servers for pid in descendants(server)}
+    left = {pid for pid in pids if session_of(pid) in {*servers, *families}} | families
+    return {pid for pid in left if pid not in servers and alive(pid)}
 
 
 @pytest.fixture

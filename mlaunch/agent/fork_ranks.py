@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import traceback
@@ -181,8 +180,6 @@ def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
 def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
     """Returns a rank that was forked, as its supervisor knows it."""
     args, spec = pending.args, pending.args.spec
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # both set it: whoever is first
-        os.setpgid(pid, pid)
     pending.leave_to_rank()
     rank = RankProcess(
         rank=spec.rank(args.local_rank),
@@ -209,8 +206,9 @@ def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: Own
     if pid == 0:
         try:
             linux.die_with(parent)
-            # On both sides: whichever comes first, the group is there before anybody signals it.
-            os.setpgid(0, 0)
+            # Sessions, not processes, get equal shares of a busy machine (autogroups, the default). Before it, the
+            # agent's signals reach the rank by its pidfd.
+            os.setsid()
             # A channel that a rank holds by mistake would keep its end from being seen.
             owned.close_in_child()
             for other in all_of_them:

@@ -50,12 +50,6 @@ def _is_inet(fd: int) -> bool:
         return end.family in {socket.AF_INET, socket.AF_INET6}
 
 
-def leave_group() -> None:
-    """For that of the agent and the fork server, and stay there."""
-    os.setpgid(0, os.getpgid(os.getppid()))
-    hang()
-
-
 def hang() -> None:
     while True:
         signal.pause()  # which the request for stacks ends
@@ -78,7 +72,6 @@ HOW: dict[str, Callable[[], object]] = {
     "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "execs": lambda: os.execv("/bin/sh", ["sh", "-c", "exit 6"]),
     "forks": os.fork,
-    "changes its group": leave_group,
     "closes its descriptors": lambda: (close_descriptors(), raise_error()),
     "stops its agent": lambda: (os.kill(os.getppid(), signal.SIGSTOP), hang()),
     "stops the fork server": lambda: os.kill(fork_server_of_a_rank(), signal.SIGSTOP),
@@ -86,7 +79,7 @@ HOW: dict[str, Callable[[], object]] = {
 }
 
 
-NEVER_END = {"SIGSTOP", "changes its group", "stops its agent", "stops the fork server"}
+NEVER_END = {"SIGSTOP", "stops its agent", "stops the fork server"}
 
 
 def crash(how: str) -> None:

@@ -21,7 +21,6 @@ from mlaunch import LaunchError, LaunchTimeout, launcher
 from mlaunch.agent import fork_ranks
 from tests.contract import crashes
 from tests.contract.preparing import TRIES
-from tests.processes import children, descendants, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
 MINE = "what the user wrote"
@@ -305,28 +304,12 @@ def test_standard_input_is_empty() -> None:
             os.close(fd)
 
 
-# A rank that leaves its process group
+# A rank's session
 
 
-@pytest.mark.slow
-def test_a_rank_in_another_group_ends_with_a_killed_caller(tmp_path: Path) -> None:
-    """Its agent's group, which is not hit as a whole."""
-    caller = os.fork()
-    if caller == 0:
-        try:
-            launcher(functions_that_leave, 2, grace_period=0.2)(str(tmp_path))
-        finally:
-            os._exit(1)
-    while len(list(tmp_path.iterdir())) < 2:
-        assert os.waitid(os.P_PID, caller, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        signal.sigtimedwait([signal.SIGCHLD], 0.05)
-    family = [pid for server in children(caller) for pid in (server, *descendants(server))]
-    os.kill(caller, signal.SIGKILL)
-    os.waitpid(caller, 0)
-    wait_gone(family)
-
-
-def functions_that_leave(directory: str) -> None:
-    dist.barrier()
-    Path(directory, str(dist.get_rank())).touch()
-    crashes.leave_group()
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_each_rank_leads_a_session(start_method: str) -> None:
+    """Of which each has an equal share of a busy machine (autogroups)."""
+    found = launcher(lambda: (os.getsid(0), os.getpgrp(), os.getpid()), 2, start_method=start_method)()
+    assert all(len(set(ids)) == 1 for ids in found)
+    assert len(set(found)) == 2

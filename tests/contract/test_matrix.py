@@ -43,7 +43,7 @@ RETURNED = {"in_the_function": None, "in_a_collective": None, "pickling_the_resu
 # Each of them costs seconds, or a fork server.
 STOPPED = ["stops its agent", "stops the fork server"]
 ENDS = [how for how in HOW if how not in {*STOPPED, "caller dies"}]
-LATE = {"SIGSTOP", "changes its group"}  # who ends so is killed when the grace period is over
+LATE = {"SIGSTOP"}  # who ends so is killed when the grace period is over
 MARKED = [pytest.param(how, marks=pytest.mark.slow) if how in LATE else how for how in ENDS]
 
 
@@ -75,7 +75,7 @@ def check(where: str, how: str, call: Callable[[], object], *, stays: bool = Fal
     elif how == "stops its agent":  # which keeps the launch from ending until its caller ends it
         with pytest.raises(LaunchTimeout, match=r"its agent or its fork server did not answer \(was one stopped\?\)"):
             call()
-    elif how in {"SIGSTOP", "changes its group"}:
+    elif how == "SIGSTOP":
         returned = "returned but not ended" if where == "after_return" else "not returned"
         with pytest.raises(LaunchTimeout, match=f"(rank 1|ranks 0-1) had {returned}"):
             call()

@@ -31,7 +31,6 @@ DIFFERENT = {
     "gc frozen": "garbage collector",
     "hash": "hash of a string",
     "modules": "sys.modules",
-    "process leads a session": "session",
     "process open files": "file descriptors",
     "streams stderr buffer": "sys.stdout and sys.stderr",
     "streams stderr line_buffering": "sys.stdout and sys.stderr",

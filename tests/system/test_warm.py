@@ -53,7 +53,7 @@ found = {name: value for name, value in status.items() if not re.match(its_own, 
 stat = text("stat").rpartition(")")[2].split()
 found |= {f"stat {i}": stat[i] for i in (4, 5, 15, 16, 17, 35, 37, 38)}
 found |= {name: text(name) for name in ("limits", "cgroup", "personality", "oom_score_adj", "timerslack_ns")}
-found["leads"] = os.getpgrp() == os.getpid() != os.getsid(0)
+found["leads"] = os.getpgrp() == os.getpid() == os.getsid(0)
 found["streams"] = [re.sub(r"\\d+", "N", os.readlink(f"/proc/self/fd/{fd}")) for fd in range(3)]
 found["open"] = sorted(re.sub(r"\\d+", "N", os.readlink(f"/proc/self/fd/{fd}")) for fd in map(int, os.listdir(
     "/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}"))

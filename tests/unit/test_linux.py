@@ -43,6 +43,14 @@ def test_a_stopped_child_is_told_from_one_that_runs(child: int) -> None:
     assert not linux.is_stopped(1)
 
 
+def test_a_child_that_leads_no_group_yet_is_signalled_by_itself(child: int) -> None:
+    """As a rank that was forked a moment ago."""
+    pidfd = os.pidfd_open(child)
+    linux.signal_if_not_leader(child, pidfd, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+    os.close(pidfd)
+
+
 def test_a_child_that_is_killed_costs_no_descriptor() -> None:
     pid = os.fork()
     if pid == 0:

@@ -176,8 +176,9 @@ class Stopping:
         return next((one for one in asking if one not in self._ignored), signal.SIGKILL)
 
     def _signal(self, rank: RankProcess, number: int) -> None:
-        self._system.group(rank.pid, number)
+        # In this order: one that has just been forked may become its group's leader in between.
         self._system.stray(rank.pid, rank.pidfd, number)
+        self._system.group(rank.pid, number)
 
     def _begin(self) -> None:
         self.begun = True
