@@ -107,7 +107,7 @@ def _in_words(dump: RankStacks) -> str:
         users = users_place(frames)
         return str(dump.phase.value) if users is None else f"{dump.phase.value}, {in_words(frames)}"
     begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)  # or ends, or raises through our frames
-    if begins:
+    if begins and users_place(frames) is None:
         return f"{dump.phase.value}, at its very beginning or end"
     if not frames:
         return f"{dump.phase.value} and did not show its stack" + (
