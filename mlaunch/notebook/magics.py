@@ -66,7 +66,7 @@ class CellRanks:
         """Ends the ranks, if there are any."""
         ranks, self._ranks, self.automatic.on = self._ranks, None, False
         if ranks is not None:
-            ranks.close(cancel_futures=True)
+            ranks.terminate()
 
     @property
     def _open(self) -> Ranks:

@@ -7,6 +7,7 @@ import enum
 import inspect
 import io
 import pickle
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ def culprit(value: object, name: str) -> tuple[str, object]:
     seen = {id(value)}
     users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):
+        if _refuses(value):  # its parts would tell nothing
+            break
         parts: list[tuple[str, object, list[str]]] = [(path, child, []) for path, child in _children(value, name)]
         parts += [(path, child, [name]) for path, child in _used(value)]
         found = next((part for part in parts if id(part[1]) not in seen and not picklable(part[1])), None)
@@ -49,8 +52,21 @@ def culprit(value: object, name: str) -> tuple[str, object]:
 def type_name(value: object) -> str:
     """Returns the name of its type as tracebacks give it."""
     kind = type(value)
+    if kind.__module__.startswith("mlaunch."):  # where it is there is of no interest
+        return f"mlaunch.{kind.__qualname__}"
     module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
     return module + kind.__qualname__
+
+
+def _refuses(value: object) -> bool:
+    """True if it is the object itself that cannot be pickled, by what its class says."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType):  # which pickle asks nothing
+        return False
+    try:
+        value.__reduce_ex__(5)
+    except Exception:  # whatever a __reduce__ may raise
+        return True
+    return False
 
 
 def picklable(value: object) -> bool:

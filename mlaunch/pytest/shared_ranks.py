@@ -178,7 +178,7 @@ class SharedRanks:
             with contextlib.suppress(Exception):  # they have ended meanwhile
                 self.ranks.run(body.end_class)
         self.fixtures.clear()
-        self.ranks.close(cancel_futures=True)
+        self.ranks.terminate()
         self._place.close()
         for fd in (self._board, self._log):
             os.close(fd)

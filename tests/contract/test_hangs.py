@@ -282,7 +282,7 @@ def test_a_rank_that_stays_and_is_out_of_step() -> None:
             return any(re.match(CASES[in_a_lock], why_launch(name)) for name in launches_of("hold_up"))
 
         wait_until(is_said)
-        ranks.close(cancel_futures=True)
+        ranks.terminate()
     assert future.cancelled() or future.exception() is not None
 
 

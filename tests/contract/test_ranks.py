@@ -265,11 +265,22 @@ def test_leaving_the_block_waits_for_what_was_submitted() -> None:
     assert [future.result(0) for future in futures] == [[number] * 2 for number in range(5)]
 
 
-def test_close_can_cancel_what_was_submitted(tmp_path: Path) -> None:
+def test_close_can_cancel_what_has_not_begun(tmp_path: Path) -> None:
+    """As an executor's shutdown does; what runs is waited for."""
+    gate = tmp_path / "gate"
+    ranks = Ranks(n_gpus=1)
+    running, queued = ranks.submit(wait_for_file, str(gate)), ranks.submit(lambda: 1)
+    queued.add_done_callback(lambda _: gate.touch())
+    ranks.close(cancel_futures=True)
+    assert queued.cancelled()
+    assert running.result(0) == [None]
+
+
+def test_terminate_ends_what_runs(tmp_path: Path) -> None:
     ranks = Ranks(n_gpus=2, grace_period=0.1)
     running = ranks.submit(wait_for_file, str(tmp_path / "never"))
     queued = ranks.submit(lambda: 1)
-    ranks.close(cancel_futures=True)
+    ranks.terminate()
     assert queued.cancelled()
     with pytest.raises(mlaunch.RanksLost, match=r"wait_for_file.* was ended: they were closed"):
         running.result(LIMIT)

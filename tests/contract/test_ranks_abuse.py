@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import gc
@@ -146,7 +147,7 @@ def test_a_callback_may_close_as_its_call_is_cancelled() -> None:
     ranks = Ranks(n_gpus=2, grace_period=0.1)
     running, queued, last = ranks.submit(wait_for_ever), ranks.submit(int), ranks.submit(int)
     queued.add_done_callback(lambda _: ranks.close())
-    ranks.close(cancel_futures=True)
+    ranks.terminate()
     assert queued.cancelled()
     assert last.cancelled()
     assert running.done()
@@ -171,6 +172,43 @@ def test_a_callback_may_exit(ranks: Ranks, tmp_path: Path) -> None:
 
 def die() -> None:
     os._exit(3)
+
+
+def test_what_belongs_to_the_caller_alone_says_so(ranks: Ranks) -> None:
+    """In a call's function, its arguments, or a value that ranks hold; in words of the user's own names."""
+    future, run = ranks.submit(int), launcher(int, 1).submit()
+    belongs = "only the process that made these ranks can call them: call them there, and pass what they return"
+    with the_same(ranks):
+        with pytest.raises(TypeError, match=rf"uses the variable 'ranks', a mlaunch.Ranks, which .* \({belongs}\)"):
+            ranks.run(lambda: ranks.run(int))
+        with pytest.raises(
+            TypeError, match=rf"argument 0 of id\(\)\['here'\] is a mlaunch.Ranks, which .* \({belongs}\)"
+        ):
+            launcher(id, 1)({"here": ranks})
+        for one, name in ((future, "RanksFuture"), (run, "Run")):
+            with pytest.raises(
+                TypeError, match=rf"is a mlaunch.{name}, which .* \(only the process .* pass its result"
+            ):
+                ranks.hold(id, one)
+        with pytest.raises(TypeError, match=r"is a mlaunch.Sweep, which .* \(only the process .*: pass its results"):
+            ranks.run(id, launcher(int, 1).map([1]))
+        assert (future.result(LIMIT), run.result(LIMIT)) == ([0, 0], [0])
+
+
+def test_a_callback_may_wait_for_what_it_submits(ranks: Ranks, tmp_path: Path) -> None:
+    found: Future[Any] = Future()
+
+    def again(_: object) -> None:
+        late = ranks.submit(wait_for, str(tmp_path / "gate"))
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            found.set_result(late.result(0))  # in vain
+        (tmp_path / "gate").touch()
+        failed = ranks.submit(int, "no number")
+        found.set_result((late.result(LIMIT), type(failed.exception(LIMIT)), ranks.submit(int).result(LIMIT)))
+
+    with the_same(ranks):
+        ranks.submit(int).add_done_callback(again)
+        assert found.result(LIMIT) == ([None, None], ValueError, [0, 0])
 
 
 @pytest.mark.slow

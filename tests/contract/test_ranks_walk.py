@@ -300,4 +300,4 @@ def test_a_random_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 print(place, walk.step())
                 walk.check()
         finally:
-            walk.ranks.close(cancel_futures=True)
+            walk.ranks.terminate()

@@ -42,6 +42,49 @@ def holding(folder: Path, name: str) -> list[int]:
     return [int(mark.name.partition("-")[2]) for mark in folder.glob(f"{name}-*")]
 
 
+def test_a_callback_may_wait_for_what_it_submits(tmp_path: Path) -> None:
+    """While others go on, which one thread drives: that in which it is called."""
+    found: concurrent.futures.Future[object] = concurrent.futures.Future()
+    one = launcher(hold, 1)
+
+    def again(_: object) -> None:
+        failed = one.submit(tmp_path / "nowhere")
+        found.set_result((one.submit(tmp_path, "third").result(120), type(failed.exception(120)), first.done()))
+
+    first = one.submit(tmp_path, "first")
+    second = one.submit(tmp_path, "second")
+    second.add_done_callback(again)
+    for name in ("second", "third", "first"):
+        wait_until(lambda name=name: list(tmp_path.glob(f"{name}-*")))  # type: ignore[misc]
+        for mark in tmp_path.glob(f"{name}-*"):
+            mark.unlink()
+        if name == "third":
+            assert found.result(120) == (["third"], FileNotFoundError, False)
+    assert first.result(120) == ["first"]
+
+
+def test_a_callback_that_waits_for_its_own_run_is_told_so() -> None:
+    said: list[str] = []
+
+    def wait(_: object) -> None:
+        try:
+            run.result()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def work() -> None:
+        mlaunch.report(step=1)
+        while not mlaunch.stopping():
+            os.sched_yield()
+
+    run = launcher(work, 1).submit()
+    run.on_report(wait)
+    wait_until(lambda: said)
+    run.stop()
+    assert run.result(120) == [None]
+    assert said == ["a callback waits for the run that has called it, which goes on only after that"]
+
+
 def test_futures_of_launches(tmp_path: Path) -> None:
     runs = [double.options(log_dir=tmp_path).submit(number) for number in range(4)]
     done, waiting = concurrent.futures.wait(runs, 120)
@@ -51,7 +94,7 @@ def test_futures_of_launches(tmp_path: Path) -> None:
     assert len({run.log_dir for run in runs}) == 4
     assert all(run.report is not None and len(run.report.ranks) == 2 for run in runs)
     assert double.last in [run.report for run in runs]
-    assert "double(x=3, plus=1): over" in repr(runs[3])
+    assert "double(x=3, plus=1): done" in repr(runs[3])
     assert not runs[0].cancel()  # it is over
 
     async def awaited() -> list[int]:

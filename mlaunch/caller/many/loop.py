@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from mlaunch.base.log import log
@@ -24,6 +25,8 @@ class LaunchLoop:
         self._lock = threading.RLock()
         self._new: list[tuple[Steps, Tell]] = []
         self._wake = -1  # an eventfd, while there is a thread
+        self._thread: int | None = None  # that drives
+        self._ended: deque[tuple[Tell, Ended | BaseException]] = deque()  # and not told yet
         self._courses: dict[Steps, tuple[Need, float | None, Tell]] = {}  # what each needs, and until when
 
     def add(self, steps: Steps, tell: Tell) -> None:
@@ -46,54 +49,86 @@ class LaunchLoop:
             os.close(self._wake)
         self.__init__()  # type: ignore[misc]  # the lock may be held for ever
 
-    def _follow(self) -> None:
-        ended: list[tuple[Tell, Ended | BaseException]] = []
-        while self._take_new(ended):
-            _tell(ended)
-            ended = []
-            # Runs that have ended are told first: one that failed cancels the trials in line, which then take no
-            # devices.
-            for steps in sorted(self._due(self._wait()), key=lambda steps: self._courses[steps][0].later):
-                if self._courses[steps][0].later:
-                    _tell(ended)
-                    ended = []
-                ended += self._step(steps, self._courses[steps][2])
-        _tell(ended)  # last, so that who waits for it finds this thread at its end
+    def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
+        """Drives until that is so, or the time has come, if it is a callback that asks, whose thread alone would do it.
 
-    def _take_new(self, ended: list[tuple[Tell, Ended | BaseException]]) -> bool:
+        ``due``: in monotonic seconds. RuntimeError: it waits for the run that calls it back, which would never end.
+        """
+        while self._thread == threading.get_ident() and not over():
+            if due is not None and time.monotonic() >= due:
+                return
+            if not self._begin_new() and not self._ended:
+                raise RuntimeError("a callback waits for the run that has called it, which goes on only after that")
+            self._round(due)
+
+    def _follow(self) -> None:
+        self._thread = threading.get_ident()
+        while self._has_some():
+            self._round(None)
+        self._tell()  # last, so that who waits for it finds this thread at its end
+
+    def _round(self, due: float | None) -> None:
+        """Takes a step of each course that has something to do, or waits for that."""
+        self._tell()
+        # Runs that have ended are told first: one that failed cancels the trials in line, which then take no devices.
+        for steps in sorted(self._due(self._wait(due)), key=lambda steps: self._courses[steps][0].later):
+            if steps in self._courses and self._courses[steps][0].later:
+                self._tell()
+            if steps in self._courses:  # a callback may wait, and drives others meanwhile
+                self._step(steps, self._courses[steps][2])
+
+    def _tell(self) -> None:
+        while self._ended:
+            try:
+                tell, how = self._ended.popleft()
+            except IndexError:  # a thread that follows this one tells, too
+                return
+            try:
+                tell(how)
+            except BaseException:  # sys.exit in a callback: the others are driven on
+                log.exception("a callback of a submitted launch raised")
+
+    def _has_some(self) -> bool:
         """Begins what was added; False, and the thread has nothing left, if there is nothing to drive."""
+        while not self._begin_new():
+            with self._lock:
+                if not self._new:
+                    os.close(self._wake)
+                    self._wake, self._thread = -1, None
+                    return False
+        return True
+
+    def _begin_new(self) -> bool:
+        """Begins what was added; False if there is nothing to drive."""
         while True:
             with self._lock:
                 new, self._new = self._new, []
-                if not new and not self._courses:
-                    os.close(self._wake)
-                    self._wake = -1
-                    return False
             if not new:
-                return True
+                return bool(self._courses)
             for steps, tell in new:
-                ended += self._step(steps, tell)
+                self._step(steps, tell)
 
-    def _step(self, steps: Steps, tell: Tell) -> list[tuple[Tell, Ended | BaseException]]:
-        """Takes a step of a course; returns how it ended, if it did."""
+    def _step(self, steps: Steps, tell: Tell) -> None:
+        """Takes a step of a course."""
         self._courses.pop(steps, None)
         try:
             need = next(steps)
         except StopIteration as end:
-            return [(tell, end.value)]
+            self._ended.append((tell, end.value))
         except BaseException as error:  # of user code that pickles, too: the others go on
-            return [(tell, error)]
-        due = None if need.timeout is None else time.monotonic() + need.timeout
-        self._courses[steps] = need, due, tell
-        return []
+            self._ended.append((tell, error))
+        else:
+            due = None if need.timeout is None else time.monotonic() + need.timeout
+            self._courses[steps] = need, due, tell
 
-    def _wait(self) -> set[int]:
+    def _wait(self, due: float | None) -> set[int]:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for need, _, _ in self._courses.values():
             for fd in need.fds:
                 poll.register(fd, select.POLLIN)
-        due = min((at for _, at, _ in self._courses.values() if at is not None), default=None)
+        times = [due, *(at for _, at, _ in self._courses.values())]
+        due = min((at for at in times if at is not None), default=None)
         return {fd for fd, _ in poll.poll(None if due is None else max(0.0, due - time.monotonic()) * 1000)}
 
     def _due(self, ready: set[int]) -> list[Steps]:
@@ -108,14 +143,6 @@ class LaunchLoop:
             for steps, (need, at, _) in self._courses.items()
             if not ready.isdisjoint(need.fds) or (at is not None and at <= now)
         ]
-
-
-def _tell(ended: list[tuple[Tell, Ended | BaseException]]) -> None:
-    for tell, how in ended:
-        try:
-            tell(how)
-        except BaseException:  # sys.exit in a callback: the others are driven on
-            log.exception("a callback of a submitted launch raised")
 
 
 loop = LaunchLoop()

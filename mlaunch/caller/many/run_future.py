@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import interrupts
@@ -82,6 +83,21 @@ class Run(Future[list[Any]]):
         """
         self._course.reports.tell(callback)
         self._course.notify()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("only the process that made this future can wait for it: pass its result()")
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        return super().result(self._drive_in_callback(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(self._drive_in_callback(timeout))
+
+    def _drive_in_callback(self, timeout: float | None) -> float | None:
+        """Drives runs if it is a callback that waits, in whose thread that is done; returns the seconds left."""
+        due = None if timeout is None else time.monotonic() + timeout
+        self._course.drive_in_callback(self.done, due)
+        return None if due is None else max(0.0, due - time.monotonic())
 
     def running(self) -> bool:
         """Tells whether ranks were started for it and it is not over."""
@@ -167,6 +183,7 @@ class RunCourse:
 
     driver: str  # the name of its thread
     notify: Callable[[], None]
+    drive_in_callback: Callable[[Callable[[], bool], float | None], None] = lambda _over, _due: None  # see the loop's
     cancelling: bool = False  # somebody wants it to end
     cancelled: bool = False  # it ended by that
     stop_reason: str = ""  # why its ranks are to stop; "": they are not

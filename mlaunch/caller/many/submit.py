@@ -32,7 +32,8 @@ def submit(options: Options, call: Call, name: str, keep_report: Callable[[Launc
     function = cast("Callable[..., Any]", call.function)
     arguments.check(function, call.args, call.kwargs)
     arguments.check_values(function, call.args, call.kwargs)
-    course = RunCourse(THREAD, loop.notify, starting=options.engine is None and not wants_lease(options))
+    starts = options.engine is None and not wants_lease(options)
+    course = RunCourse(THREAD, loop.notify, loop.drive_in_callback, starting=starts)
     run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
     drive(run, course, options, call, keep_report)
     return run

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a class of its own
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 from mlaunch.base.log import log
 from mlaunch.caller import arguments, interrupts
@@ -119,6 +119,9 @@ class Sweep(Sequence[Run]):
     def table(self) -> str:
         """Returns the rows as a table, without the arguments that are the same in all."""
         return sweep_table.text(self._trials)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("only the process that began this sweep can wait for it: pass its results")
 
     def __repr__(self) -> str:
         return sweep_table.text(self._trials, sweep_table.SHOWN)

@@ -61,7 +61,8 @@ class Trial(Run):
     """One run of a sweep: in line for its devices once somebody has begun it, or wants it to end."""
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
-        course = RunCourse(THREAD, loop.notify, place=functools.partial(sweep.place, plan.number), trial=plan.label)
+        place = functools.partial(sweep.place, plan.number)
+        course = RunCourse(THREAD, loop.notify, loop.drive_in_callback, place=place, trial=plan.label)
         super().__init__(plan.name, arguments_of(plan.call), course)
         course.begins, course.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key

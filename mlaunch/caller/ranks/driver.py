@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic
@@ -63,7 +64,15 @@ class Driver(Generic[Call]):
             with interrupts.allowed():
                 call.wait()
 
-    def _leads(self, over: Callable[[], bool], call: Call | None = None) -> bool:
+    def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
+        """Steps until that is so, or the time has come, if this is the thread, which tells a future: nobody else would.
+
+        ``due``: in monotonic seconds.
+        """
+        if threading.current_thread() is self._thread:
+            self._leads(lambda: over() or (due is not None and time.monotonic() >= due), due=due)
+
+    def _leads(self, over: Callable[[], bool], call: Call | None = None, due: float | None = None) -> bool:
         """Steps until that is so, or all has ended; False if another thread does."""
         me, before = threading.get_ident(), self._leader
         if not self._takes_lead(me):
@@ -79,7 +88,7 @@ class Driver(Generic[Call]):
                     break
                 # Who waits drives: output lands in the running cell, Ctrl-C comes where it is handled, no thread is
                 # woken on the way.
-                interrupts.wait_readable([self._driven.fileno()], self._patience())
+                interrupts.wait_readable([self._driven.fileno()], self._patience(due))
                 self._read_wake()
                 self._driven.step()
                 self._tell()
@@ -98,10 +107,10 @@ class Driver(Generic[Call]):
             if self._leader not in {None, threading.get_ident()}:
                 self.notify()
 
-    def _patience(self) -> float:
+    def _patience(self, due: float | None) -> float:
         """Returns how long to wait. Whoever told meanwhile may have ended what is waited for, without a word to us."""
-        due = self._driven.timeout()
-        return _LOOK_AGAIN if due is None else min(due, _LOOK_AGAIN)
+        left = None if due is None else max(0.0, due - time.monotonic())
+        return min(one for one in (self._driven.timeout(), left, _LOOK_AGAIN) if one is not None)
 
     def _takes_lead(self, me: int) -> bool:
         """Lets this thread drive; False if another one does, or all has ended."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from mlaunch.base.log import log
 from mlaunch.base.misuse import is_misuse
@@ -56,12 +58,30 @@ class RanksFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._queued: Callable[[], KeptCall | None] = lambda: None
         # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
         self._condition = interrupts.Condition()  # type: ignore[assignment]
 
     def queue(self, call: KeptCall) -> None:
         """Takes in which call is this future's, before that is queued; again, if other ranks are to run it."""
-        call.future = self
+        call.future, self._queued = self, weakref.ref(call)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("only the process that made this future can wait for it: pass its result()")
+
+    def result(self, timeout: float | None = None) -> Any:
+        return super().result(self._drive_in_callback(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(self._drive_in_callback(timeout))
+
+    def _drive_in_callback(self, timeout: float | None) -> float | None:
+        """Drives the call if it is a callback that waits, for whom nobody else would; returns the seconds left."""
+        due = None if timeout is None else time.monotonic() + timeout
+        call = self._queued()
+        if call is not None and not call.over:
+            call.session.drive_in_callback(self.done, due)
+        return None if due is None else max(0.0, due - time.monotonic())
 
     @property
     def report(self) -> LaunchReport | None:
@@ -73,6 +93,9 @@ class Runs(Protocol):
 
     def drive(self, call: KeptCall) -> None:
         """Drives it until it is over, or these ranks are gone."""
+
+    def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
+        """Drives until that is so, or the time has come, if a callback asks whose thread alone would do it."""
 
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
         """Ends it because of an interrupt; the ranks, if that has come before."""

@@ -148,13 +148,15 @@ class RankSet:
         """Lets the next call free a held object; called in any thread."""
         self._freed.append((owner, number))
 
-    def close(self, *, wait: bool) -> None:
-        """Ends the ranks; there are no calls after it."""
+    def close(self, *, wait: bool, cancel: bool = False) -> None:
+        """Ends the ranks; there are no calls after it. ``cancel``: those that have not begun."""
         if self.pid != os.getpid():
             return
         with self._opening:
             self.closed = True
         with interrupts.deferred():
+            if cancel:
+                self.session.cancel_queued()
             self.session.close(wait=wait)
 
     def abandon(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller.cells.cell_calls import RunsCells
@@ -185,14 +185,28 @@ class Ranks(RunsCells):
         return ask_to_stop(self._set.session, "asked")
 
     def close(self, *, cancel_futures: bool = False) -> None:
-        """Ends the ranks, after the calls that were submitted (unless they are cancelled). May be called again."""
-        self._set.close(wait=not cancel_futures)
+        """End the ranks after the calls that were submitted. May be called again.
+
+        Args:
+            cancel_futures: Cancel those that have not begun, as an executor's ``shutdown`` does. The one that runs is
+                waited for; ``terminate`` ends that, too.
+        """
+        self._set.close(wait=True, cancel=cancel_futures)
+
+    def terminate(self) -> None:
+        """End the ranks at once, and the call that runs with them, as Ctrl-C would. May be called again."""
+        self._set.close(wait=False)
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.close(cancel_futures=kind is not None)
+        self.close() if kind is None else self.terminate()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "only the process that made these ranks can call them: call them there, and pass what they return"
+        )
 
     def __repr__(self) -> str:
         over = self._set.session.over

@@ -75,6 +75,10 @@ class RanksLaunch:
         """Drives a submitted call until it is over, or these ranks are gone. Can be interrupted."""
         self._driver.drive(call)
 
+    def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
+        """Drives until that is so, or the time has come, if a callback asks whose thread alone would do it."""
+        self._driver.drive_in_callback(over, due)
+
     def leave_to_thread(self) -> None:
         """Leaves what was submitted to the thread."""
         self._driver.notify()
@@ -96,6 +100,14 @@ class RanksLaunch:
             self._driver.drive_to_end()
             self._driver.join()
             raise
+
+    def cancel_queued(self) -> None:
+        """Cancels the calls that have not begun."""
+        if self.pid == os.getpid():
+            with self.lock:
+                queued = self._queue.clear()
+            for call in queued:  # without the lock, since it runs user code
+                call.cancel()
 
     def see_end(self) -> None:
         """Waits until ranks that are about to go are gone; not until all are told, by code that may wait for us."""
