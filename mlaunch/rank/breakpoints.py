@@ -50,15 +50,22 @@ class BreakpointHook:
         self.debugger = debugger
         self._pid = os.getpid()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Opens a prompt at the line that calls it, or does what PYTHONBREAKPOINT says.
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """What is called in its place: what PYTHONBREAKPOINT says, or what opens a prompt.
+
+        It is returned and not called here: a debugger that stops in its caller's frame would find one of ours.
+        """
+        # Asked at each breakpoint(), as Python does: a program may set it while it runs.
+        is_usual = os.environ.get("PYTHONBREAKPOINT", "") in _USUAL
+        return self._open_prompt if is_usual else sys.__breakpointhook__
+
+    def _open_prompt(self, *_args: Any, **_kwargs: Any) -> None:
+        """Opens a prompt at the line that calls it.
 
         Raises:
             RuntimeError: There is nobody to ask.
         """
-        # Asked at each breakpoint(), as Python does: a program may set it while it runs.
-        if os.environ.get("PYTHONBREAKPOINT", "") not in _USUAL:
-            return sys.__breakpointhook__(*args, **kwargs)
         # A child has the rank's channel open as well: the two would take each other's lines from it.
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -72,7 +79,6 @@ class BreakpointHook:
                 f"breakpoints"
             )
         self.debugger.stop_at(sys._getframe(1))
-        return None
 
 
 def debugger_here() -> Debugger | None:

@@ -111,6 +111,16 @@ def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        text = str(error)
     except Exception as broken:  # the user's __str__, whose error must not hide this one
         return f"<its __str__ raised {type(broken).__name__}>"
+    return "its input was at its end" if not text and _found_no_input(error) else text
+
+
+def _found_no_input(error: BaseException) -> bool:
+    """True if a debugger has ended because there was nothing to read, and not by a command."""
+    if type(error).__name__ != "BdbQuit":
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # The standard library's, and all that are made of it, keep the latest line; the end of input leaves it empty.
+    return bool(frames) and getattr(frames[-1].f_locals.get("self"), "lastcmd", None) == ""

@@ -6,6 +6,7 @@ import bdb
 import contextlib
 import functools
 import inspect
+import io
 import os
 import pdb
 import signal
@@ -26,6 +27,7 @@ from mlaunch.agent import room
 from mlaunch.caller.launch import device_choice
 from mlaunch.rank.setup import device
 from tests.conftest import ROOT
+from tests.contract import functions
 
 
 def frames_of_ours(error: BaseException) -> list[str]:
@@ -271,6 +273,27 @@ def test_a_debugger_without_a_terminal() -> None:
     with pytest.raises(bdb.BdbQuit) as caught:
         launcher(train, 2)()
     assert caught.value.__notes__[-1].startswith("a debugger found nothing to read, since ranks have no terminal: ")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="from Python 3.14 on, pdb ends the process instead")
+def test_a_debugger_that_is_left_had_something_to_read() -> None:
+    def train() -> None:
+        pdb.Pdb(stdin=io.StringIO("where\nq\n"), stdout=io.StringIO()).set_trace()
+
+    with pytest.raises(bdb.BdbQuit) as caught:
+        launcher(train, 1)()
+    assert "nothing to read" not in f"{caught.value.__notes__} {caught.value.__cause__}"
+
+
+def test_another_debugger_stops_in_the_users_frame() -> None:
+    """Debuggers of PYTHONBREAKPOINT stop in the frame that has called them."""
+
+    def train(hook: str) -> object:
+        os.environ["PYTHONBREAKPOINT"] = hook
+        return breakpoint(), sys.breakpointhook(1, key=2)
+
+    called = f"{functions.__name__}.{functions.caller_and_arguments.__name__}"
+    assert launcher(train, 1)(called) == [(("train", (), {}), ("train", (1,), {"key": 2}))]
 
 
 def test_a_breakpoint_that_nobody_asked_for() -> None:

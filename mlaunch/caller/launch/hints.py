@@ -33,8 +33,8 @@ _HINTS = {
     "Watchdog caught collective operation timeout": _TIMEOUT,
     "Duplicate GPU detected": "NCCL wants a GPU for each rank, and two ranks have the same one: bind each to its own "
     "(torch.cuda.set_device with LOCAL_RANK), or let ranks share one by backend='gloo'",
-    "BdbQuit": "a debugger found nothing to read, since ranks have no terminal: with debug=True, an option of "
-    "launcher, its prompt opens where the call was made",
+    "BdbQuit: its input was at its end": "a debugger found nothing to read, since ranks have no terminal: with "
+    "debug=True, an option of launcher, its prompt opens where the call was made",
 }
 
 
