@@ -151,7 +151,7 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     _add_what(flags)
     _add_output(flags)
     _add_ending(flags)
-    flags.add_argument("--print-completion", action=PrintCompletion, metavar="SHELL",
+    flags.add_argument("--print-completion", "--print_completion", action=PrintCompletion, metavar="SHELL",
                        help="print what makes a shell (bash, zsh, tcsh) complete mlaunch; needs shtab")  # fmt: skip
     flags.add_argument("--print-man-page", action=PrintManPage, nargs=0,
                        help="print the page for man mlaunch; needs argparse-manpage")  # fmt: skip

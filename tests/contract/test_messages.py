@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -26,7 +25,6 @@ from mlaunch.protocol import error_file
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Ready, Reaped
 from mlaunch.protocol.messages.server_messages import DeviceCount
-from mlaunch.rendezvous import control_protocol, values
 
 
 def fork_server(told: Callable[[Channel], None]) -> ForkServer:
@@ -162,34 +160,6 @@ def test_a_world_that_is_too_small_for_this_machine() -> None:
     words = rf"world_size={cpus} with {cpus} rank\(s\) on this machine from rank_start=1: allowed: {cpus + 1} or more"
     with pytest.raises(ValueError, match=words):
         launcher(lambda: 1, world_size=cpus, rank_start=1, port=29600, device_type="cpu")()
-
-
-def value_lines(rank: object, size: object, data: bytes, signature: str) -> bytes:
-    return (
-        control_protocol.encode({"rank": rank, "size": size}) + data + control_protocol.encode({"signature": signature})
-    )
-
-
-@pytest.mark.parametrize(
-    ("stream", "words"),
-    [
-        (value_lines("one", 3, b"abc", ""), "what came is no value"),
-        (value_lines(1, 3, b"abc", "00"), "the value of rank 1 has a wrong signature"),
-        (value_lines(1, 300, b"abc", "00"), "the connection was closed"),
-        (b"[" * 10 + b"\n", "what came is no record"),
-        (b"[]\n", "what came is no record"),
-        (b"x" * 1000, "the connection was closed"),
-    ],
-)
-def test_a_value_from_another_machine_that_is_none(stream: bytes, words: str) -> None:
-    async def receive() -> object:
-        reader = asyncio.StreamReader()
-        reader.feed_data(stream)
-        reader.feed_eof()
-        return await values.receive(reader, "hush", "launch", 2)
-
-    with pytest.raises(ConnectionError, match=words):
-        asyncio.run(receive())
 
 
 def test_a_name_that_the_package_lacks() -> None:

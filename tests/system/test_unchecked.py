@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
@@ -20,10 +19,10 @@ from mlaunch import Client, Server, comm, launcher
 from mlaunch.engines import Command
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.machines.first_process import MARK, Where
-from mlaunch.rendezvous import tcp_store, values
-from mlaunch.rendezvous.address import LOOPBACK, listen
+from mlaunch.rendezvous import tcp_store
+from mlaunch.rendezvous.address import LOOPBACK
 from tests.another_user import greet, said_by_another_user
-from tests.system.test_wire import KEY, Evil, Wire
+from tests.system.test_wire import Evil
 
 TEE = 'file=$1; shift; "$@" | tee "$file"'
 
@@ -121,28 +120,3 @@ def test_a_reader_of_what_a_command_starts_learns_its_secrets(tmp_path: Path) ->
     secrets = {Where.of_line(line.removeprefix(MARK)).secret for line in said}
     assert len(secrets) == 2
     assert "" not in secrets
-
-
-def test_a_reader_of_the_wire_reads_values() -> None:
-    async def pass_value() -> bytes:
-        taken: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            _, value, _ = await values.receive(reader, KEY, "launch", 2)
-            await taken.put(value)
-            writer.close()
-
-        fd, signature = os.memfd_create("value"), values.Signature(KEY, "launch", 0)
-        os.write(fd, b"a plain value")
-        with listen() as listener:
-            server = await asyncio.start_server(take, sock=listener)
-            async with Wire().to(listener.getsockname()[1]) as wire:
-                _, writer = await asyncio.open_connection(LOOPBACK, wire.port)
-                await values.send(writer, 0, fd, signature)
-                os.close(await asyncio.wait_for(taken.get(), 60))
-                writer.close()
-            server.close()
-        os.close(fd)
-        return bytes(wire.said[0])
-
-    assert b"a plain value" in asyncio.run(pass_value())
