@@ -22,7 +22,7 @@ from mlaunch.protocol.machines.first_process import MARK, Where
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK
 from tests.another_user import greet, said_by_another_user
-from tests.system.test_wire import Evil
+from tests.system.wire_of_command import Evil
 
 TEE = 'file=$1; shift; "$@" | tee "$file"'
 
