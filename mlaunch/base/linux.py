@@ -15,6 +15,8 @@ _REMOVED = 0x40 | 0x200 | 0x400 | 0x800  # IN_MOVED_FROM, IN_DELETE, IN_DELETE_S
 _EVENTS = 65_536  # bytes of them at a time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}  # asm/unistd.h
+_GET_KEYRING_ID, _SESSION_KEYRING = 0, -3  # linux/keyctl.h
 _STDERR = 2
 _IOLBF = 1
 _KILLED_TIMEOUT = 5.0  # seconds for the kernel to end what was killed
@@ -259,6 +261,13 @@ def take_removals(fd: int) -> None:
     with contextlib.suppress(BlockingIOError):
         while os.read(fd, _EVENTS):
             pass
+
+
+def session_keyring() -> str:
+    """Return the number of this process's session keyring, which the kernel uses for it; "" where it does not say."""
+    number = _KEYCTL.get(os.uname().machine)
+    found = -1 if number is None else _libc.syscall(number, _GET_KEYRING_ID, _SESSION_KEYRING, 0)
+    return str(found) if found >= 0 else ""
 
 
 def working_directory() -> str:

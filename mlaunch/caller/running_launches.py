@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
+from mlaunch.base.peer_process import rights_lacking_to_peer
 from mlaunch.caller.why_text import sentence
 from mlaunch.protocol import registry, visitors
 from mlaunch.protocol.visitors import STATUS, WHY
@@ -43,10 +44,14 @@ def whole(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def connect(name: str) -> socket.socket:
-    """Returns a connection to the launch of this name. LookupError: it is over."""
+    """Returns a connection to the launch of this name. LookupError: it is over, or of a sandbox."""
     connection = registry.reach(os.environ, name, _QUEUE_TIMEOUT)
     if connection is None:
         raise LookupError(f"the launch {name} has ended, or does not answer")
+    # What comes is unpickled here; a process in a sandbox could have put a socket there.
+    if lacking := rights_lacking_to_peer(connection):
+        connection.close()
+        raise LookupError(f"the launch {name} is not debugged from here: of its process, {lacking}")
     return connection
 
 

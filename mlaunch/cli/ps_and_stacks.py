@@ -140,7 +140,9 @@ def _stop(args: argparse.Namespace) -> int:
         raise LookupError(which(args.id, found, "stop"))
     for launch in found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
-    ask(END if args.now else STOP, *ids, patient=True)
+    told = ask(END if args.now else STOP, *ids, patient=True)
+    if refused := [answer["refused"] for answer in told if "refused" in answer]:
+        raise LookupError(refused[0])
     print("ended" if args.now else "stopped")
     return 0
 

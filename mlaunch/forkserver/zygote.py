@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,22 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
+from mlaunch.base.confinement import confinement, is_filtered
 from mlaunch.base.fds import close_all
-from mlaunch.base.peer_process import is_this_user
+from mlaunch.base.peer_process import differences_to_peer, is_this_user
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.main import serve
 from mlaunch.forkserver.takeover import take_over
-from mlaunch.protocol import payload, zygote_place
+from mlaunch.protocol import import_facts, payload, zygote_place
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.messages.zygote_messages import (
     AskFork,
     AskZygote,
-    EndZygote,
     Forked,
     ForkEnded,
     KeepZygote,
     NotForked,
+    NotServed,
     ZygoteState,
 )
 
@@ -46,9 +48,13 @@ _FACT = 500  # characters of one that are told
 
 @dataclass
 class _Visitor:
-    """A process that has connected. ``pid``: its fork; 0: it has asked for none."""
+    """A process that has connected.
+
+    ``refusal``: why nothing is read of what it sends; "": it is served. ``pid``: its fork; 0: it has asked for none.
+    """
 
     channel: Channel[ZygoteHears, ZygoteSays]
+    refusal: str
     pid: int = 0
     pidfd: int = -1
 
@@ -132,12 +138,25 @@ class Zygote:
             connection, _ = self._listener.accept()
             # The directory is this user's, but root and who has the descriptor can connect all the same.
             if is_this_user(connection):
-                self.visitors.append(_Visitor(Channel(connection)))
+                # Before anything is read: the user's number says nothing of a container, or of a sandbox.
+                self.visitors.append(_Visitor(Channel(connection), self._why_not(connection)))
             else:
                 connection.close()
 
+    def _why_not(self, connection: socket.socket) -> str:
+        """Return why who has connected is not served; "": he is."""
+        if differences := differences_to_peer(connection):
+            return differences
+        # Of two that have these, one may be in a Landlock domain, or have another filter: no file in /proc says so.
+        if is_filtered(confinement()) and not import_facts.shares_sandbox(os.environ):
+            return f"it has no_new_privs or a seccomp filter, and {import_facts.SANDBOX}=1 is not set"
+        return ""
+
     def _hear(self, visitor: _Visitor) -> None:
         try:
+            if visitor.refusal:
+                self._refuse(visitor)
+                return
             record, fds = visitor.channel.receive()
         except (EOFError, OSError):
             self._lose(visitor)
@@ -145,8 +164,6 @@ class Zygote:
         match record:
             case AskFork():
                 self._fork(visitor, record, fds)
-            case EndZygote():
-                self.ending = True
             case KeepZygote():
                 self.idle, self.used = record.seconds, time.monotonic()
                 visitor.channel.try_send(self.state(facts=False))
@@ -154,6 +171,12 @@ class Zygote:
                 visitor.channel.try_send(self.state(facts=record.facts))
             case _:
                 assert_never(record)
+
+    def _refuse(self, visitor: _Visitor) -> None:
+        # Taken from the queue and not looked at, nor the descriptors beside it.
+        if os.read(visitor.channel.fileno(), 1):
+            visitor.channel.try_send(NotServed(visitor.refusal, self.state(facts=True)))
+        self._lose(visitor)
 
     def _lose(self, visitor: _Visitor) -> None:
         """Takes in that somebody is gone. A fork that was stopped hears it, too, once it goes on."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,7 +18,7 @@ from mlaunch.base.text import both_ends
 from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.huge_pages import settle
 from mlaunch.forkserver.zygote import Zygote
-from mlaunch.protocol import import_facts
+from mlaunch.protocol import import_facts, payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import NotReady
 from mlaunch.rank.setup import device
@@ -25,6 +26,7 @@ from mlaunch.rank.setup import device
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
 
+_STDIN = 0  # a file with the variables that the imports may read, and nothing after them
 _REASON = 8192  # bytes that a person is shown
 _USUAL = ("mlaunch.caller.launcher", "mlaunch.rank.script")  # what ranks of functions import, and those of scripts
 
@@ -73,7 +75,8 @@ def _import(
     try:
         offered, asked = imports.load(_USUAL)
         imports.finish(asked, collect=False)
-        preloads.load(preload)
+        with _with_variables(payload.read(_STDIN)):
+            preloads.load(preload)
     except (device.TooOldError, preloads.PreloadError) as error:
         word.try_send(NotReady(str(error)))
         return None
@@ -90,6 +93,17 @@ def _import(
     # Once for all forks; each of them would have a heap of its own to move.
     settle()
     return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
+
+
+@contextlib.contextmanager
+def _with_variables(rest: Mapping[str, str]) -> Iterator[None]:
+    """Hold while modules are imported that may read the variables of who starts this; none of them stays."""
+    os.environ.update(rest)
+    try:
+        yield
+    finally:
+        for name in rest:
+            os.environ.pop(name, None)
 
 
 def _tell(word: Channel[ZygoteHears, ZygoteSays], zygote: Zygote) -> bool:

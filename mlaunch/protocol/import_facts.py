@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlaunch._version import __version__
+from mlaunch.base import linux
+from mlaunch.base.confinement import confinement
 
 Facts = dict[str, str]  # by the words that a person is shown
 
@@ -25,11 +27,13 @@ _READ_AT_IMPORT = (
 )  # fmt: skip
 _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 _READ_AT_START = ("LANG", "LC_", "GLIBC_TUNABLES")  # by the interpreter and the C library
-# What /proc/PID/status says of a process's rights. They can only be given up.
-_RIGHTS = (
-    "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp",
-    "Seccomp_filters", "Cpus_allowed_list", "Mems_allowed_list",
-)  # fmt: skip
+# Where a scheduler has no cgroups, ranks of one job would be another's children, and end with it or be counted there.
+_JOBS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID"}
+# Set where all processes that can reach the runtime directory share one sandbox: no_new_privs and filters are equal
+# there, and the kernel does not say whether the rest of it is.
+SANDBOX = "MLAUNCH_WARM_SANDBOX"
+# Besides what counts, an interpreter finds libraries and the user's files by these.
+_USUAL = {"PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "VIRTUAL_ENV"}
 _SHOWN = 60  # characters of a value that differs
 
 
@@ -48,9 +52,26 @@ def replaced(environ: Mapping[str, str], by: Mapping[str, str]) -> dict[str, str
     return {name: value for name, value in environ.items() if name not in ours} | variables(by)
 
 
+def _variables_that_count(environ: Mapping[str, str]) -> dict[str, str]:
+    return variables(environ) | {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_START) or name in _JOBS or name == SANDBOX
+    }
+
+
+def environ_to_keep(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a process needs which outlives the shell that has them: no secret of that shell."""
+    return _variables_that_count(environ) | {name: environ[name] for name in sorted(_USUAL & environ.keys())}
+
+
+def shares_sandbox(environ: Mapping[str, str]) -> bool:
+    """True if whoever set these variables says that all who ask share one sandbox."""
+    return environ.get(SANDBOX, "0") not in {"", "0"}
+
+
 def of_this_process(environ: Mapping[str, str]) -> Facts:
     """Returns all that counts, for an import under ``environ``."""
-    read = variables(environ) | {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
     return {
         "interpreter": f"{os.path.realpath(sys.executable)} {_file(sys.executable)}",
         "Python": sys.version,
@@ -60,14 +81,11 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
         "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)} {_text('oom_score_adj')}",
         # Soft ones travel with the call; a hard limit that was lowered cannot be raised again.
         "hard limits": " ".join(str(resource.getrlimit(number)[1]) for number in _limits()),
-        # Its memory and CPU would count for another job.
-        "cgroup": _text("cgroup"),
-        "security label": _text("attr/current"),
         "personality": _text("personality"),
-        "root directory": _file("/"),
-        **_namespaces(),
-        **_rights(),
-        **{f"variable {name}": value for name, value in read.items()},
+        "session keyring": linux.session_keyring(),
+        # Rights can only be given up; memory and CPU would count for another cgroup, the login for another session.
+        **_confined(),
+        **{f"variable {name}": value for name, value in _variables_that_count(environ).items()},
     }
 
 
@@ -114,18 +132,10 @@ def _text(name: str) -> str:
     return ""
 
 
-def _namespaces() -> Facts:
-    found = {}
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir("/proc/self/ns")):
-            with contextlib.suppress(OSError):
-                found[f"namespace {name}"] = os.readlink(f"/proc/self/ns/{name}")
-    return found
-
-
-def _rights() -> Facts:
-    rows = (line.partition(":") for line in _text("status").splitlines())
-    return {f"status {name}": value.strip() for name, _, value in rows if name in _RIGHTS}
+def _confined() -> Facts:
+    with contextlib.suppress(OSError):  # no /proc, so no fork server that is kept shows whom it serves either
+        return confinement()
+    return {}
 
 
 def _shown(value: str | None) -> str:

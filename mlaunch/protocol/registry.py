@@ -153,6 +153,13 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[str]:
     """Gives a short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
+    with opened_fd(directory) as fd:
+        yield f"/proc/self/fd/{fd}"
+
+
+@contextlib.contextmanager
+def opened_fd(directory: Path) -> Iterator[int]:
+    """Give a descriptor of the directory; errors as ``opened``."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -161,6 +168,6 @@ def opened(directory: Path) -> Iterator[str]:
                 f"{directory} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
                 f"{stat.S_IMODE(status.st_mode):04o}; set XDG_RUNTIME_DIR to a directory of yours, or remove it"
             )
-        yield f"/proc/self/fd/{fd}"
+        yield fd
     finally:
         os.close(fd)

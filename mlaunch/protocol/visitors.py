@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import socket
-import struct
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base.peer_process import is_this_user, peer_process, rights_lacking_to_peer
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages.status_messages import StatusTold
 
@@ -22,9 +22,15 @@ WATCH = b"watch"  # the same, with where they are and what they use
 STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
 DEBUG = b"debug"  # keeps the connection: ranks may be debugged as long as it is there
 ATTACH = b"attach "  # with a rank's number, who talks on this connection from then on
+_ACTS = {STOP, END, DEBUG}  # what changes the launch, or runs code in it
 _WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, STOP, END, DEBUG}
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
+
+_NOT_FROM_THERE = (
+    "the launch does not do that for process {}: {}. So a sandbox or container cannot act outside of itself; run the "
+    "command where the launch was started"
+)
 
 
 class Reception:
@@ -71,12 +77,19 @@ class Reception:
         heard = [(visitor, _word_of(visitor)) for visitor in visitors]
         if self._listener is not None and self._listener.fileno() in ready:  # last: who comes may get a ready number
             self._welcome(self._listener)
-        for visitor, word in heard:
-            if not word:
-                visitor.close()
-            elif word in {STOP, END}:
-                self._take_stopper(visitor, word)
-        return [(visitor, word) for visitor, word in heard if word and word not in {STOP, END}]
+        return [(visitor, word) for visitor, word in heard if not self._settles(visitor, word)]
+
+    def _settles(self, visitor: socket.socket, word: bytes) -> bool:
+        """Do what needs nobody else: send a visitor away, or keep one who waits for the end; False for questions."""
+        if not word:
+            visitor.close()
+        elif (word in _ACTS or word.startswith(ATTACH)) and (lacking := rights_lacking_to_peer(visitor)):
+            answer(visitor, {"refused": _NOT_FROM_THERE.format(pid_of(visitor), lacking)})
+        elif word in {STOP, END}:
+            self._take_stopper(visitor, word)
+        else:
+            return False
+        return True
 
     def _take_stopper(self, visitor: socket.socket, word: bytes) -> None:
         # Kept open: that its connection closes is how whoever waits hears of the end, even if this process is killed.
@@ -101,6 +114,9 @@ class Reception:
         except OSError:  # no descriptor is free
             self._dismiss_oldest()
             return
+        if not is_this_user(visitor):  # the directory's mode may count for nothing: it was changed, or is not kept
+            visitor.close()
+            return
         if len(self._visitors) >= _MOST_VISITORS:
             self._dismiss_oldest()
         self._visitors[visitor.fileno()] = visitor
@@ -122,8 +138,7 @@ def _word_of(visitor: socket.socket) -> bytes:
 
 def pid_of(visitor: socket.socket) -> int:
     """Returns the process that has connected; 0 if it is of another namespace."""
-    pid, _, _ = struct.unpack("3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(pid)
+    return peer_process(visitor)[0]
 
 
 def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:

@@ -25,14 +25,20 @@ _LOOK = 0.05  # seconds between looks whether a lock is free
 def names(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     """Yields directory and key of each zygote that there may be."""
     for directory in registry.candidates(environ):
-        with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(directory)):
-                if name.endswith(_SUFFIX):
-                    yield directory, name.removesuffix(_SUFFIX)
+        found: list[str] = []
+        # Not listed before it is known whose it is: a stranger's in /tmp may have any number of names, or be a link.
+        with contextlib.suppress(OSError), registry.opened(directory) as place:
+            found = sorted(name for name in os.listdir(place) if name.endswith(_SUFFIX))
+        for name in found:
+            yield directory, name.removesuffix(_SUFFIX)
 
 
 def connect(directory: Path, key: str) -> socket.socket | None:
-    """Returns a socket that is connected to this zygote, of this user; None: there is none, or its queue is full."""
+    """Returns a socket that is connected to this zygote, of this user; None: there is none, or its queue is full.
+
+    The name of one that was killed is removed.
+    """
+    is_gone = False
     with contextlib.suppress(OSError), registry.opened(directory) as place:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -41,9 +47,13 @@ def connect(directory: Path, key: str) -> socket.socket | None:
             connection.setblocking(True)
             if is_this_user(connection):
                 return connection
+        except ConnectionRefusedError:
+            is_gone = True
         except OSError:
             pass
         connection.close()
+    if is_gone:
+        remove(directory, key)
     return None
 
 
@@ -54,13 +64,10 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[int]:
     BlockingIOError: another process has it, and had it for ``patience`` seconds.
     """
     end = time.monotonic() + patience
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with registry.opened_fd(directory) as fd:
         while not _lock(fd, last=time.monotonic() >= end):
             time.sleep(_LOOK)
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _lock(fd: int, *, last: bool) -> bool:
@@ -104,8 +111,8 @@ def remove(directory: Path, key: str, inode: int | None = None) -> None:
 
     ``inode``: of the socket that it must stand for.
     """
-    path = directory / f"{key}{_SUFFIX}"
-    with contextlib.suppress(OSError), locked(directory):
-        status = os.lstat(path)
+    name = f"{key}{_SUFFIX}"
+    with contextlib.suppress(OSError), locked(directory) as place:
+        status = os.lstat(name, dir_fd=place)
         if stat.S_ISSOCK(status.st_mode) and inode in {None, status.st_ino}:
-            os.unlink(path)
+            os.unlink(name, dir_fd=place)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -219,6 +220,27 @@ def test_callers_that_a_kept_server_does_not_serve(tmp_path: Path) -> None:
     done = run(tmp_path, write(tmp_path, SAY), MLAUNCH_DEBUG="1")
     assert f"{tmp_path}/typing_extensions would be imported in place of the library typing_extensions" in done.stderr
     assert kept()[0].served == 0
+
+
+def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
+    """Modules may read them while they are imported; no later process has them, and the token nobody."""
+    write(tmp_path, "import os; found = [os.environ.get(n) for n in ('HF_HOME', 'MLAUNCH_TOKEN')]", "lib/reads.py")
+    look = "import os, reads; print(reads.found, os.environ.get('HF_HOME'), open('/proc/self/environ').read())"
+    path = f"{ROOT}:{tmp_path}/lib"
+    try:
+        shell = {"HF_HOME": "/of/the/shell", "AWS_SECRET": "secret", "MLAUNCH_TOKEN": "token"}
+        command = [sys.executable, "-m", "mlaunch", "warm"]  # whose environment is what it was given
+        begun = run(ROOT, "--preload", "reads", command=command, PYTHONPATH=path, **shell)
+        assert begun.returncode == 0, begun.stderr
+        done = run(tmp_path, write(tmp_path, look), PYTHONPATH=path, MLAUNCH_DEBUG="1")
+        assert done.stdout.startswith("['/of/the/shell', None] None "), done.stderr
+        (state,) = kept()
+        assert state.served == 1
+        for text in (done.stdout, Path(f"/proc/{state.pid}/environ").read_text()):
+            assert f"PYTHONPATH={path}" in text
+            assert not re.search("AWS_SECRET|MLAUNCH_TOKEN|HF_HOME=", text)
+    finally:
+        zygote_upkeep.end_all(os.environ)
 
 
 def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:

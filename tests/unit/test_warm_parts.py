@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -17,6 +18,7 @@ from mlaunch.caller.server import warm
 from mlaunch.cli import main
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.protocol import import_facts, zygote_place
+from tests.sandboxes import nothing, said_in_sandbox
 
 
 def test_durations() -> None:
@@ -30,6 +32,7 @@ def test_facts_that_count_at_an_import() -> None:
     here = import_facts.of_this_process({"OMP_PROC_BIND": "1", "OMP_NUM_THREADS": "3", "HOME": "/x", "LC_ALL": "C"})
     assert {name for name in here if name.startswith("variable")} == {"variable OMP_PROC_BIND", "variable LC_ALL"}
     assert all(here[name] for name in ("cgroup", "namespace mnt", "status Uid"))
+    assert {"session keyring", "login", "login session", "root directory", "security label"} <= here.keys()
     other = here | {"variable OMP_PROC_BIND": "0", "cgroup": f"{here['cgroup']}/job"}
     del other["variable LC_ALL"]
     assert import_facts.key_of(here) == import_facts.key_of(dict(reversed(list(here.items()))))
@@ -53,6 +56,31 @@ def test_a_server_has_nothing_of_the_options_of_the_call_that_starts_it(monkeypa
     first = server.get({"HOME": "/y", "OWN": "1", "LC_ALL": "C", "OMP_DYNAMIC": "1"})
     assert asked == [{"HOME": "/x", "OMP_DYNAMIC": "1"}]
     assert server.get({"OMP_DYNAMIC": "1"}) is first
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID"])
+def test_what_is_kept_belongs_to_one_job(name: str) -> None:
+    """Where a scheduler has no cgroups, only its number for the job says whose ranks are whose children."""
+    keys = {import_facts.key_of(import_facts.of_this_process({name: job})) for job in ("1", "2")}
+    assert len(keys | {import_facts.key_of(import_facts.of_this_process({}))}) == 3
+
+
+def test_the_session_keyring_is_a_fact() -> None:
+    def joined() -> str:
+        keyctl, join = 250, 1
+        if os.uname().machine != "x86_64" or ctypes.CDLL(None).syscall(keyctl, join, None) < 0:
+            return ""
+        return linux.session_keyring()
+
+    here, there = linux.session_keyring(), said_in_sandbox(nothing, joined)
+    if not (here and there):
+        pytest.skip("needs keyrings")
+    assert here != there
+
+
+def test_what_is_kept_has_no_secret_of_its_shell() -> None:
+    environ = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "MLAUNCH_TOKEN": "x", "OMP_DYNAMIC": "1", "LANG": "C"}
+    assert import_facts.environ_to_keep(environ) == {"PATH": "/bin", "OMP_DYNAMIC": "1", "LANG": "C"}
 
 
 def test_paths() -> None:

@@ -138,8 +138,8 @@ class AttachedRanks:
         return True
 
     def _end(self) -> None:
-        running_launches.ask(END, self._launch_id, patient=True)
-        self._write("ended\n")
+        told = running_launches.ask(END, self._launch_id, patient=True)
+        self._write("".join(f"{answer['refused']}\n" for answer in told if "refused" in answer) or "ended\n")
 
     def _look(self) -> list[Mapping[str, Any]]:
         """Asks what all ranks do."""

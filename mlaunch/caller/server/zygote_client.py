@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd, close_all
 from mlaunch.base.misuse import misuse
-from mlaunch.base.peer_process import peer_process
+from mlaunch.base.peer_process import differences_to_peer, peer_process
 from mlaunch.caller import interrupts
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.server.attachments import in_memfds
@@ -26,7 +26,7 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
 from mlaunch.protocol import import_facts, settings, zygote_place
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked
+from mlaunch.protocol.messages.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked, NotServed
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ServerHears, ServerSays, ZygoteHears, ZygoteSays
@@ -74,7 +74,6 @@ def _ask_one_of(
             connection = zygote_place.connect(directory, key)
             if connection is not None:
                 return _ask(connection, environ, like)
-            zygote_place.remove(directory, key)  # it was killed
     if places and zygote_upkeep.is_curious():
         for line in zygote_upkeep.why_none(facts):
             zygote_upkeep.tell(line)
@@ -84,6 +83,12 @@ def _ask_one_of(
 def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
     pid, _ = peer_process(connection)
     zygote: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
+    # Before it gets the environment, and before its answer is unpickled: a process in a sandbox that shares this
+    # directory could have put its own socket there.
+    if differences := differences_to_peer(connection):
+        zygote.close()
+        zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {differences}")
+        return None
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     try:
@@ -145,7 +150,7 @@ def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object,
             return "it does not answer (was it stopped?) and was killed", []
     with contextlib.suppress(EOFError):
         record, fds = zygote.receive()
-        return record.reason if isinstance(record, NotForked) else record, fds
+        return record.reason if isinstance(record, NotForked | NotServed) else record, fds
     return "it ended", []
 
 

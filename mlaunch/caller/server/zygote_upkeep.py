@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
+from mlaunch.base.confinement import confinement, is_filtered
 from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError, describe_exit
-from mlaunch.base.peer_process import peer_process
+from mlaunch.base.peer_process import peer_process, pidfd_of_peer, rights_lacking_to_peer
+from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.start_server import with_huge_heap
 from mlaunch.protocol import import_facts, registry, token, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import NotReady
-from mlaunch.protocol.messages.zygote_messages import AskZygote, EndZygote, KeepZygote, ZygoteState
+from mlaunch.protocol.messages.zygote_messages import AskZygote, KeepZygote, NotServed, ZygoteState
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
@@ -82,13 +84,18 @@ def keep(environ: Mapping[str, str], key: str, seconds: float | None) -> ZygoteS
 def _converse(directory: Path, key: str, record: ZygoteHears) -> ZygoteState | None:
     connection = zygote_place.connect(directory, key)
     if connection is None:
-        zygote_place.remove(directory, key)  # it was killed
         return None
     channel: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
     with contextlib.closing(channel), contextlib.suppress(OSError, EOFError):
+        # Its answer is unpickled here, so it must not come out of a sandbox. That it serves others is all right.
+        if lacking := rights_lacking_to_peer(connection):
+            tell(f"the warm fork server (pid {peer_process(connection)[0]}) is not asked: {lacking}")
+            return None
         channel.send(record)
         if linux.wait_readable([channel.fileno()], _ANSWER_TIMEOUT):
             answer, _ = channel.receive()
+            if isinstance(answer, NotServed) and isinstance(record, AskZygote):
+                return answer.state
             return answer if isinstance(answer, ZygoteState) else None
     return None
 
@@ -99,20 +106,23 @@ def end_all(environ: Mapping[str, str]) -> list[int]:
     for directory, key in zygote_place.names(environ):
         connection = zygote_place.connect(directory, key)
         if connection is not None:
-            ended.append(_end(connection))
-        zygote_place.remove(directory, key)
+            with connection, contextlib.suppress(OSError):  # it has ended, or is of another namespace
+                ended.append(_end(connection))
     return ended
 
 
 def _end(connection: socket.socket) -> int:
-    """Ends the one at the other end, and waits until it has; returns its pid."""
+    """End the one at the other end, and wait until it has ended; return its pid. OSError: this process may not."""
     pid, _ = peer_process(connection)
-    channel: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
-    with contextlib.closing(channel), contextlib.suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        channel.try_send(EndZygote())
+    pidfd = pidfd_of_peer(connection)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         if linux.is_stopped(pid) or not linux.wait_readable([pidfd], _END_TIMEOUT):
-            kill(channel, pid)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            linux.wait_readable([pidfd], _END_TIMEOUT)
+    except ProcessLookupError:
+        pass
+    finally:
         os.close(pidfd)
     return pid
 
@@ -142,8 +152,14 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
 
     Raises:
         OSError: The runtime directory cannot be used.
-        LaunchError: Something cannot be imported.
+        LaunchError: Something cannot be imported, or none would serve anybody here.
     """
+    if would_serve_nobody(environ):
+        raise LaunchError(
+            f"this process has no_new_privs or a seccomp filter, as in a container or a sandbox, so a kept fork server "
+            f"would serve nobody: the kernel does not say whether two such processes are in the same one. If all that "
+            f"run here as this user are, set {import_facts.SANDBOX}=1 for all of them"
+        )
     directory = _directory(environ)
     with zygote_place.locked(directory, _START_TIMEOUT) as lock:
         found = keep(environ, key_of(environ), seconds)
@@ -154,6 +170,13 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
             if process.wait():
                 raise LaunchError(f"the fork server that was to be kept {describe_exit(process.returncode)}")
             return _hear(word)
+
+
+def would_serve_nobody(environ: Mapping[str, str]) -> bool:
+    """True if what this process started would refuse all that are confined as it is."""
+    with contextlib.suppress(OSError):
+        return is_filtered(confinement()) and not import_facts.shares_sandbox(environ)
+    return True
 
 
 def _directory(environ: Mapping[str, str]) -> Path:
@@ -179,17 +202,20 @@ def _start(
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload), awaited)
-    # A process that stays for hours need not have the secret, which its forks get from their callers.
-    kept = {name: value for name, value in environ.items() if name != token.VARIABLE}
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
-        env=with_huge_heap(kept),
-        cwd="/",  # it would keep a file system from being unmounted
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno(), lock],
-        start_new_session=True,  # away from the terminal, whose Ctrl-C and hang-up it survives
-    )
+    kept = import_facts.environ_to_keep(environ)
+    # What modules may read while they are imported, and only so long: not in /proc/PID/environ, where all forks of a
+    # process that stays for hours would have the secrets of the shell that started it.
+    rest = {name: value for name, value in environ.items() if name not in kept and name != token.VARIABLE}
+    with in_memfds([("environ", rest if preload else {})]) as (passed,):
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
+            env=with_huge_heap(kept),
+            cwd="/",  # it would keep a file system from being unmounted
+            stdin=passed,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno(), lock],
+            start_new_session=True,  # away from the terminal, whose Ctrl-C and hang-up it survives
+        )
     theirs.close()
     return process, ours
 
@@ -215,7 +241,7 @@ def leave_one(environ: Mapping[str, str], seconds: float, preload: Sequence[str]
 
 def _leave() -> None:
     pid, environ, seconds, preload = _left[0]
-    if pid != os.getpid():  # a fork that ends as its parent would
+    if pid != os.getpid() or would_serve_nobody(environ):  # a fork that ends as its parent would
         return
     with contextlib.suppress(OSError):
         directory = _directory(environ)

@@ -76,11 +76,11 @@ from mlaunch.protocol.messages.stop_messages import (
 from mlaunch.protocol.messages.zygote_messages import (
     AskFork,
     AskZygote,
-    EndZygote,
     Forked,
     ForkEnded,
     KeepZygote,
     NotForked,
+    NotServed,
     ZygoteState,
 )
 
@@ -117,5 +117,5 @@ DebuggerSays = PromptSays | PromptAsks | PromptLeft
 LinkHears = RankFailure | AskAll | RanksFrozen | Done
 LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | StopOrder
 # A caller, or a command, and the fork server that stays.
-ZygoteHears = AskFork | AskZygote | KeepZygote | EndZygote
-ZygoteSays = Forked | ForkEnded | NotForked | ZygoteState | NotReady
+ZygoteHears = AskFork | AskZygote | KeepZygote
+ZygoteSays = Forked | ForkEnded | NotForked | NotServed | ZygoteState | NotReady

@@ -2,8 +2,10 @@
 
 caller -> zygote    AskFork                (answered by Forked and, at the fork's end, ForkEnded; or by NotForked)
 command -> zygote   AskZygote, KeepZygote  (answered by ZygoteState)
-command -> zygote   EndZygote              (the end of the connection is the answer)
 zygote -> starter   ZygoteState; NotReady  (over a socket of the starter's own: whether the zygote can be had)
+
+Who is confined otherwise than the zygote gets NotServed, whatever he asks, since that is not read. A zygote ends
+by SIGTERM, so that the kernel says who may end it.
 """
 
 from __future__ import annotations
@@ -80,11 +82,6 @@ class KeepZygote:
 
 
 @frozen_record
-class EndZygote:
-    """Asks it to end. Its forks stay as long as their callers."""
-
-
-@frozen_record
 class ZygoteState:
     """Says how it stands.
 
@@ -105,3 +102,11 @@ class ZygoteState:
     served: int
     age: float
     facts: Mapping[str, str]
+
+
+@frozen_record
+class NotServed:
+    """Why nothing is read of what this process sends. ``state``: the zygote's, with its facts."""
+
+    reason: str
+    state: ZygoteState
