@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlaunch.base import linux
+from mlaunch.base import linux, own_files
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
 from mlaunch.protocol.messages.server_messages import ServeNext
@@ -115,7 +114,7 @@ class Child:
         _, status = os.waitpid(self.pid, 0)
         # Here, not in the agent: that may have been killed.
         if self.directory:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            own_files.remove_directory(self.directory)
         return status
 
     def wait_for_agent(self) -> None:

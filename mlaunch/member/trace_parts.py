@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mlaunch.base import own_files
 from mlaunch.protocol.messages.member_messages import TracePart
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -39,7 +39,7 @@ class TraceParts:
 
     def __exit__(self, *_: object) -> None:
         if self.spec.profile is not None:
-            shutil.rmtree(self.spec.profile.directory, ignore_errors=True)
+            own_files.remove_directory(self.spec.profile.directory)
 
 
 def pieces(spec: LaunchSpec) -> Iterator[TracePart]:

@@ -9,12 +9,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlaunch.base import own_files
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -41,7 +41,7 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
     try:
         yield dataclasses.replace(spec, command=dataclasses.replace(spec.command, error_dir=path))
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        own_files.remove_directory(path)
 
 
 def directory_of(spec: LaunchSpec) -> str:
@@ -52,7 +52,7 @@ def directory_of(spec: LaunchSpec) -> str:
 def remove_directory(spec: LaunchSpec) -> None:
     """Removes what an agent has left that was killed; called by its launcher."""
     if directory := directory_of(spec):
-        shutil.rmtree(directory, ignore_errors=True)
+        own_files.remove_directory(directory)
 
 
 def _own_directory(spec: LaunchSpec) -> str:
@@ -65,7 +65,8 @@ def copy_into(path: str, crash_fd: int) -> None:
     # survived.
     if not path or os.fstat(crash_fd).st_size:
         return
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    # What stands there is the rank's to say, and the agent waits for nobody: not for who writes to a FIFO.
+    with contextlib.suppress(OSError), open(own_files.open_file(path, os.O_RDONLY), "rb") as file:
         os.write(crash_fd, file.read(_READ))
 
 
@@ -99,7 +100,9 @@ def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
     if exitcode and isinstance(message, dict):
         record = {**record, "message": {**message, "errorCode": exitcode}}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record), encoding="utf-8")
+    fd = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with open(fd, "w", encoding="utf-8") as file:
+        json.dump(record, file)
 
 
 def pass_on(text: str, code: int, error: LaunchError | None = None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base.own_files import own_directory
 from mlaunch.protocol.spec import LaunchSpec, ProfileOrder
 from mlaunch.rank.for_users import progress
 
@@ -81,7 +83,10 @@ class StepProfile:
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
 
     def _write(self, recorded: profiler.profile) -> None:
-        recorded.export_chrome_trace(self._order.part_of(self._rank))
+        directory, name = os.path.split(self._order.part_of(self._rank))
+        # Not by its path: who may rename beside the trace could have put a directory of his in the way.
+        with own_directory(directory) as fd:
+            recorded.export_chrome_trace(f"/proc/self/fd/{fd}/{name}")
 
     def _try(self, act: Callable[[], None]) -> None:
         try:

@@ -41,6 +41,22 @@ def test_names_that_libraries_have_drawn_and_nobody_uses(tmp_path: Path) -> None
         assert names.left() == (sorted(str(tmp_path / name) for name in [*left, folder.name]), 16)
 
 
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    """Another user may have put one there that leads to a folder of this one's, or into one that is left."""
+    place, home = tmp_path / "shm", tmp_path / "home"
+    for folder in (place, home):
+        folder.mkdir()
+    names = SharedNames(str(place))
+    names._begun -= 1
+    (home / "data").write_bytes(b"much")
+    (place / "psm_01234567").symlink_to(home)
+    left = place / f"joblib_memmapping_folder_{dead()}_1"
+    left.mkdir()
+    (left / "data").symlink_to(home / "data")
+    (left / "folder").symlink_to(home)
+    assert names.left() == ([str(left)], 0)
+
+
 def test_a_file_in_a_folder_that_somebody_has_open(tmp_path: Path) -> None:
     names = SharedNames(str(tmp_path))
     names._begun -= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,8 +53,10 @@ class SharedNames:
         drawn = _DRAWN.fullmatch(name)
         if drawn is None:
             return False
-        status = os.stat(f"{self._place}/{name}")
-        if status.st_uid != os.getuid() or status.st_ctime < self._begun:
+        # Not of what a link leads to: another user may have put it there, and that be a home on a slow disk.
+        status = os.lstat(f"{self._place}/{name}")
+        kept = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+        if not kept or status.st_uid != os.getuid() or status.st_ctime < self._begun:
             return False
         return not any(_is_cared_for(kind, int(pid)) for kind, pid in drawn.groupdict().items() if pid)
 
@@ -64,8 +67,9 @@ def _is_cared_for(kind: str, maker: int) -> bool:
 
 
 def _size(path: str) -> int:
-    files = [Path(path), *Path(path).rglob("*")] if os.path.isdir(path) else [Path(path)]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]  # follows no link
+    found = [os.lstat(file) for file in (path, *inside)]
+    return sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
 
 
 def _used(paths: Iterable[str]) -> set[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 
+from mlaunch.base import own_files
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
@@ -37,7 +37,7 @@ class CallTrace:
 
     def __exit__(self, *_: object) -> None:
         if self.order is not None:
-            shutil.rmtree(self.order.directory, ignore_errors=True)
+            own_files.remove_directory(self.order.directory)
 
     def finish(self, ended: Ended, tell: Callable[[str], None]) -> None:
         """Writes the file, unless the call was interrupted; ``tell`` gets what is wrong with it."""
@@ -60,13 +60,15 @@ class CallTrace:
             tell(f"{self._named} lacks {name_ranks(missing)}, which did not come to step {order.first}")
 
     def _write(self, report: LaunchReport, parts: Mapping[int, str], tell: Callable[[str], None]) -> None:
-        whole, path = os.path.join(os.path.dirname(next(iter(parts.values()))), "whole"), self._path
-        lacks = merged_trace.write(whole, report, parts, compressed=path.endswith(".gz"))
-        first = report.ranks[0].rank
+        path, first = self._path, report.ranks[0].rank
         if first > 0:  # other machines of the launch have files of their own, and may share the file system
             path = _from_rank(path, first)
-        # As a whole: a reader never sees half of it, and the one of an earlier call stays until then.
-        os.replace(whole, path)
+        with own_files.own_directory(os.path.dirname(next(iter(parts.values())))) as fd:
+            there = {rank: f"/proc/self/fd/{fd}/{os.path.basename(part)}" for rank, part in parts.items()}
+            whole = f"/proc/self/fd/{fd}/whole"
+            lacks = merged_trace.write(whole, report, there, compressed=path.endswith(".gz"))
+            # As a whole: a reader never sees half of it, and the one of an earlier call stays until then.
+            os.replace(whole, path)
         for rank, why in lacks.items():
             tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
 
@@ -84,10 +86,11 @@ class PartsOfMachines:
             return
         path = f"{self._order.part_of(rank)}.gz"
         with contextlib.suppress(OSError):  # a part that is cut is told of
-            if rank not in self._begun:
-                open(path, "wb").close()
+            begun, flags = rank in self._begun, os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._begun.add(rank)
-            with open(path, "ab") as file:
+            with own_files.own_directory(os.path.dirname(path)) as there:
+                fd = own_files.open_file(os.path.basename(path), flags | (0 if begun else os.O_TRUNC), dir_fd=there)
+            with open(fd, "wb") as file:
                 file.write(data)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import hashlib
 import inspect
@@ -59,10 +60,13 @@ class TrialFile:
             raise
 
     def _opened(self) -> int:
+        # Through no link: in a directory of a group somebody else may have left one, to a file of this user's.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
         try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
+            return os.open(self._path, flags, 0o600)
         except OSError as error:
-            what = f"resume={self._path!r} cannot be opened for writing: {error.strerror}; nothing was run"
+            why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            what = f"resume={self._path!r} cannot be opened for writing: {why}; nothing was run"
             raise misuse(
                 OSError(error.errno, f"{what}. Allowed: a file of your own, in a directory that is there")
             ) from None
@@ -103,7 +107,9 @@ class TrialFile:
             raise self._wrong("another sweep has it; wait for its end, or give another file") from None
 
     def _read(self) -> dict[str, Mapping[str, Any]]:
-        with open(self._path, "rb") as file:
+        # Of what was looked at, and not by its name again, which may be another file's by now.
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(0)
             whole, end, torn = file.read().rpartition(b"\n")
         lines = whole.split(b"\n") if end else []
         if not lines and not _line(_KIND)[:-2].startswith(torn[: len(_line(_KIND)) - 2]):

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable
 from typing import BinaryIO
 
+from mlaunch.base.own_files import make_file
+
 NAMES = {1: "stdout.log", 2: "stderr.log"}
 
 
@@ -20,6 +22,7 @@ class LogFile:
 
     def __init__(self, directory: str, attempt: int, rank: int, stream: int, complain: Callable[[str], None]) -> None:
         self.path = os.path.join(directory_of(directory, attempt, rank), NAMES[stream])
+        self._place = directory, _parts(attempt, rank), NAMES[stream]
         self._complain = complain
         self._file: BinaryIO | None = None
         self._closed = False
@@ -28,7 +31,9 @@ class LogFile:
         left = memoryview(data)
         try:
             if not self._closed and self._file is None:
-                self._file = _opened(self.path)
+                # Without a buffer: what a rank printed before it died is in the file when people look. Not by its path:
+                # who may rename in log_dir could have put a link, or a directory of his, in the way.
+                self._file = open(make_file(*self._place), "wb", buffering=0)  # noqa: SIM115 - close() ends it
             while self._file is not None and left:
                 left = left[self._file.write(left) or 0 :]
         except OSError as error:
@@ -44,12 +49,6 @@ class LogFile:
     def _give_up(self, error: OSError) -> None:
         self._complain(f"{self.path} cannot be written ({error.strerror}): what this rank prints now is not kept there")
         self.close()
-
-
-def _opened(path: str) -> BinaryIO:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    # Without a buffer: what a rank printed before it died is in the file when people look.
-    return open(path, "wb", buffering=0)
 
 
 def new_directory(base: str | os.PathLike[str], name: str) -> str:
@@ -82,4 +81,8 @@ def _prefix(name: str) -> str:
 
 def directory_of(directory: str, attempt: int, rank: int) -> str:
     """Says where one rank's files are."""
-    return os.path.join(directory, f"attempt_{attempt}", str(rank))
+    return os.path.join(directory, *_parts(attempt, rank))
+
+
+def _parts(attempt: int, rank: int) -> tuple[str, str]:
+    return f"attempt_{attempt}", str(rank)

@@ -1,0 +1,162 @@
+"""Files that others may get in the way of: links, FIFOs, directories of other users."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlaunch.base import own_files
+from mlaunch.caller.launch.call_trace import CallTrace, PartsOfMachines
+from mlaunch.caller.many.trial_file import TrialFile
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.files import LogFile, new_directory
+from mlaunch.protocol import error_file
+from mlaunch.protocol.spec import ProfileOrder
+from mlaunch.rank.step_profile import StepProfile
+from tests.another_user import said_by_another_user
+
+
+def anothers_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of another user's, with a file in it."""
+    folder.chmod(0o777)
+    monkeypatch.chdir(folder)
+
+    def make() -> str:
+        os.mkdir("another")
+        with open("another/file", "w", encoding="utf-8"):
+            return "made"
+
+    assert said_by_another_user(make) == "made"
+    return folder / "another"
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("fifo", "link", "."):
+        with pytest.raises(OSError, match=r"no file|symbolic links"):
+            own_files.open_file(str(tmp_path / name), os.O_RDONLY)
+    os.close(own_files.open_file(str(tmp_path / "file"), os.O_RDONLY))
+
+
+def test_a_directory_is_this_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, link = tmp_path / "ours", tmp_path / "link"
+    ours.mkdir()
+    link.symlink_to(ours)
+    with own_files.own_directory(ours) as fd:
+        assert os.fstat(fd).st_ino == ours.stat().st_ino
+    theirs = anothers_directory(tmp_path, monkeypatch)
+    for path in (link, theirs):
+        with pytest.raises(OSError, match=r"another user|Not a directory"), own_files.own_directory(path):
+            pass
+        own_files.remove_directory(path)
+    assert [*theirs.iterdir()] == [theirs / "file"]
+    own_files.remove_directory(ours)
+    assert not ours.exists()
+
+
+def test_a_server_of_files_may_give_what_root_makes_to_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So whose a new file there is counts."""
+    theirs = anothers_directory(tmp_path, monkeypatch)
+    monkeypatch.setattr(own_files, "_owner_of_new_file", lambda _: theirs.stat().st_uid)
+    with own_files.own_directory(theirs):
+        pass
+
+
+@pytest.mark.parametrize("where", ["log", "log/attempt_0", "log/attempt_0/3", "log/attempt_0/3/stdout.log"])
+def test_a_link_in_the_way_of_a_log_is_not_followed(tmp_path: Path, where: str) -> None:
+    """Where somebody else may rename in ``log_dir=``."""
+    aim, said = tmp_path / "home", list[str]()
+    aim.mkdir()
+    (tmp_path / "log/attempt_0/3").mkdir(parents=True)
+    path = tmp_path / where
+    if path.exists():
+        path.rename(tmp_path / "aside")
+    path.symlink_to(aim if path.suffix == "" else aim / ".bash_profile")
+    log = LogFile(str(tmp_path / "log"), 0, 3, 1, said.append)
+    log.write(b"text")
+    log.close()
+    assert len(said) == 1
+    assert "stdout.log cannot be written (" in said[0]
+    assert [*aim.iterdir()] == []
+
+
+def test_a_log_is_not_written_into_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, said = anothers_directory(tmp_path, monkeypatch), list[str]()
+    LogFile(str(theirs), 0, 3, 1, said.append).close()
+    assert "stdout.log cannot be written (it belongs to another user (uid 65534))" in said[0]
+    assert [*theirs.iterdir()] == [theirs / "file"]
+    LogFile(new_directory(tmp_path, "f()"), 0, 3, 1, said.append).close()
+    assert len(said) == 1
+
+
+def test_a_file_of_a_sweep_is_the_one_that_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if somebody else puts another in its place meanwhile."""
+    path, file = tmp_path / "sweep", TrialFile(tmp_path / "sweep", "train()", len)
+    file.look_up([])
+    file.add("1", [5], None)
+    file.close()
+    looked_at = file._lock
+
+    def swapped() -> None:
+        looked_at()
+        path.rename(tmp_path / "ours")
+        path.write_bytes((tmp_path / "ours").read_bytes().replace(b"[5]", b"[6]"))
+
+    monkeypatch.setattr(file, "_lock", swapped)
+    assert file.look_up(["1"]) == [([5], None)]
+    file.close()
+
+
+def test_a_link_is_no_file_of_a_sweep(tmp_path: Path) -> None:
+    (tmp_path / "sweep").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="cannot be opened for writing: it is a link; nothing was run"):
+        TrialFile(tmp_path / "sweep", "train()", len).look_up([])
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.timeout(60)  # it would wait for ever
+def test_an_error_file_is_a_file(tmp_path: Path) -> None:
+    """A rank may have put anything there."""
+    crash, path = os.memfd_create("crash"), tmp_path / "error.json"
+    os.mkfifo(path)
+    error_file.copy_into(str(path), crash)
+    with pytest.raises(OSError, match="No such device or address"):
+        error_file.write(str(path), error_file.new_record("m", "t"), 1)
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    error_file.copy_into(str(path), crash)
+    assert os.fstat(crash).st_size == 0
+    path.unlink()
+    error_file.write(str(path), error_file.new_record("m", "t"), 1)
+    error_file.copy_into(str(path), crash)
+    assert os.fstat(crash).st_size > 0
+    os.close(crash)
+
+
+def test_a_trace_is_not_written_through_a_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither by ranks, nor of what other machines send, nor as a whole, where somebody may rename beside it."""
+    aim, recorded = tmp_path / "home", SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())
+    aim.mkdir()
+    trace: Any = CallTrace(Options(profile=tmp_path / "trace.json"))
+    order: ProfileOrder = trace.order
+    profile: Any = StepProfile(order, 0)
+    profile._write(recorded)
+    assert order.written_by(0)
+    os.rename(order.directory, tmp_path / "aside")
+    os.symlink(aim, order.directory)
+    profile._try(lambda: profile._write(recorded))
+    assert "mlaunch: rank 0 is not profiled: NotADirectoryError" in capfd.readouterr().err
+    PartsOfMachines(order).add(1, b"part")
+    report: Any = SimpleNamespace(ranks=[SimpleNamespace(rank=0)])
+    with pytest.raises(NotADirectoryError):
+        trace._write(report, {0: order.part_of(0)}, print)
+    trace.__exit__()
+    assert [*aim.iterdir()] == []
