@@ -16,7 +16,14 @@ from typing import Any
 
 import pytest
 
-_NAMES = {"executable", "Server", "in_a_process", "fork_server_of_a_rank", "stopping_the_next_interpreter"}
+_NAMES = {
+    "executable",
+    "Server",
+    "in_a_process",
+    "fork_server_of_a_rank",
+    "stopping_the_next_interpreter",
+    "start_adapter",
+}
 _KILLS_IT = {"warm_server", "kill"}  # in one function
 _SPAWN = "spawn"
 _VICTIM = "fork server"  # whom a test kills or stops

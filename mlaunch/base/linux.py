@@ -99,6 +99,14 @@ def open_standard_streams() -> None:
     os.close(fd)
 
 
+def leave_standard_streams() -> None:
+    """Let go of the streams of whoever started this process."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    os.close(null)
+
+
 def memory_is_short() -> bool:
     """Tells whether the machine has less than a tenth of its memory left; not where it does not say."""
     found = {}

@@ -55,7 +55,7 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
             word.close()
             # Only now that it listens: whoever waits for the lock finds a zygote, and starts no second one.
             os.close(lock_fd)
-            _silence()
+            linux.leave_standard_streams()
             zygote.run()
         code = 0
     except OSError as error:
@@ -113,11 +113,3 @@ def _tell(word: Channel[ZygoteHears, ZygoteSays], zygote: Zygote) -> bool:
     except OSError:
         return False
     return True
-
-
-def _silence() -> None:
-    """Lets go of the streams of whoever started this."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(null, standard)
-    os.close(null)

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
-from mlaunch.rank.debugging import ide
+from mlaunch.rank.debugging import ide, ide_adapter
+from mlaunch.rendezvous.address import LOOPBACK
+from tests.another_user import said_by_another_user
 from tests.processes import wait_until
 
 debugpy = pytest.importorskip("debugpy", reason="debugpy is not installed (extra: debug)")
@@ -89,6 +91,23 @@ def test_a_rank_waits_for_an_ide(capsys: pytest.CaptureFixture[str]) -> None:
         client.ask("continue", threadId=thread)
         assert call.result() == [1.0, 1.0]
         client.close()
+
+
+def test_an_adapter_serves_its_user_alone() -> None:
+    """IDEs at one port, at the other the rank, which knows the token."""
+    for_ides, for_rank, token = ide_adapter.start_adapter("rank 0 of f()")
+
+    def connect(port: int) -> str:
+        with socket.socket() as end:
+            end.settimeout(60)
+            end.connect((LOOPBACK, port))
+            return "served" if end.recv(1) else "turned away"
+
+    turned_away = {"turned away", "ConnectionResetError"}
+    assert said_by_another_user(lambda: connect(for_ides)) in turned_away
+    assert said_by_another_user(lambda: connect(for_rank)) in turned_away
+    assert (connect(for_ides), connect(for_rank)) == ("served", "served")
+    assert len(token) == 64
 
 
 def test_which_ranks_wait() -> None:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-_HOST = "127.0.0.1"
+from mlaunch.rank.debugging.ide_adapter import start_adapter
+from mlaunch.rendezvous.address import LOOPBACK
 
 
 class IdeSession:
@@ -24,15 +25,16 @@ class IdeSession:
 
         # debugpy would attach to each process that the rank starts, data loaders too.
         debugpy.configure(subProcess=False)
-        # A port that the system chooses: there are several ranks.
-        _, port = debugpy.listen((_HOST, 0))
-        print(f"{self._who()} waits for an IDE. Its entry in launch.json: {self._entry(port)}", flush=True)
+        # Not debugpy.listen(): its adapter answers every user of the machine, who would run code here.
+        for_ides, for_rank, token = start_adapter(self._who())
+        print(f"{self._who()} waits for an IDE. Its entry in launch.json: {self._entry(for_ides)}", flush=True)
+        debugpy.connect((LOOPBACK, for_rank), access_token=token)
         debugpy.wait_for_client()
         sys.breakpointhook = debugpy.breakpoint
         return function(*args, **kwargs)
 
     def _entry(self, port: int) -> str:
-        at = {"host": _HOST, "port": port}
+        at = {"host": LOOPBACK, "port": port}
         entry = {"name": self._who(), "type": "debugpy", "request": "attach", "connect": at, "justMyCode": False}
         return json.dumps(entry)
 
