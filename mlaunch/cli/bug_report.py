@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlaunch._version import __version__
 from mlaunch.base.text import both_ends
+from mlaunch.cli.secrets_in_text import is_secret, without_secrets
 
 _FIRST = """\
 Report of mlaunch doctor, to be pasted where you ask for help. Values of variables that may be secrets are left out, and
@@ -35,9 +36,6 @@ _OF_INTEREST = re.compile(
     r"|HIP|ROCR|ZE|ASCEND|MASTER|LD|LC|CONDA)_\w+"
     r"|PYTHON\w+|RANK|LOCAL_RANK|WORLD_SIZE|VIRTUAL_ENV|TMPDIR|XDG_RUNTIME_DIR|LANG|TERM|MPLBACKEND"
 )
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.IGNORECASE)
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # of an address
-_SHORTEST = 6  # characters of a secret that is looked for in texts
 _FAILURE = 65536  # bytes that are taken of what a call has printed
 
 
@@ -47,7 +45,7 @@ def write(findings: Iterator[str], environ: Mapping[str, str], failure: str | No
     Raises:
         OSError: The file that ``failure`` names cannot be read.
     """
-    told = _NO_FAILURE if failure is None else _read(failure)
+    told = _NO_FAILURE if failure is None else _read(failure, environ)
     parts = {
         "Versions": _versions(),
         "Machine": findings,
@@ -55,28 +53,17 @@ def write(findings: Iterator[str], environ: Mapping[str, str], failure: str | No
         "Variables": _variables(environ),
         "The last report": iter(told.splitlines()),
     }
-    yield _FIRST
+    text = [_FIRST]
     for title, lines in parts.items():
-        yield f"{title}\n{'-' * len(title)}"
-        for line in lines:
-            yield without_secrets(line, environ)
-        yield ""
+        text += [f"{title}\n{'-' * len(title)}", *lines, ""]
+    # As a whole: a key has several lines.
+    yield without_secrets("\n".join(text), environ)
 
 
-def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Returns a text without what the environment keeps secret, without logins in addresses, and without the home."""
-    for name, value in environ.items():
-        # Also within other texts: a token stands in command lines and tracebacks.
-        if _SECRET.search(name) and len(value) >= _SHORTEST:
-            text = text.replace(value, f"({name})")
-    home = environ.get("HOME", "")
-    if len(home) > 1:
-        text = re.sub(rf"{re.escape(home)}(?=/|\W|$)", "~", text)
-    return _LOGIN.sub("(login)@", text)
-
-
-def _read(path: str) -> str:
-    return both_ends(Path(path).read_text(encoding="utf-8", errors="replace"), _FAILURE)
+def _read(path: str, environ: Mapping[str, str]) -> str:
+    # Before it is cut: of what is cut in its middle, the half that is left would be found by nobody.
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    return both_ends(without_secrets(text, environ), _FAILURE)
 
 
 def _versions() -> Iterator[str]:
@@ -121,7 +108,7 @@ def _number(limit: int) -> str:
 
 def _variables(environ: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(environ):
-        if _SECRET.search(name):
+        if is_secret(name):
             if name.startswith("MLAUNCH_"):
                 yield f"{name} is set, and not shown"
         elif _OF_INTEREST.fullmatch(name):

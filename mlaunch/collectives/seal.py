@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hmac
 import weakref
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -23,11 +24,20 @@ SIZE = 32  # bytes that a blob begins with
 class _Count:
     """The exchanges of one group since the call began, which every member begins in the same order."""
 
-    group: bytes  # its name and its members
+    group: bytes  # its name, its members, and which of those with both it is in this call
     call: int
     exchanges: int = 0
 
 
+@dataclass
+class _Numbers:
+    """How many groups of a description there were in a call; the same in all members, which make them in one order."""
+
+    call: int = -1
+    of: Counter[bytes] = field(default_factory=Counter)
+
+
+_numbers = _Numbers()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Count] = weakref.WeakKeyDictionary()
 
 
@@ -41,10 +51,8 @@ class Seal:
         me, call = this_rank.this_rank, this_rank.call
         self._secret = (me.secret if me is not None else "").encode()
         count = _counts.get(group)
-        if count is None:
-            count = _counts[group] = _Count(_describe(group), call)
-        if count.call != call:  # one that was broken off may have left members with different counts
-            count.call, count.exchanges = call, 0
+        if count is None or count.call != call:  # one that was broken off may have left members with different counts
+            count = _counts[group] = _Count(_numbered(_describe(group), call), call)
         count.exchanges += 1
         # Group, call and number: what was sent before, or elsewhere, bears another code.
         self._place = b"mlaunch object\0%d\0%d\0%b\0" % (call, count.exchanges, count.group)
@@ -62,6 +70,14 @@ class Seal:
         code = hmac.new(self._secret, self._place + b"%d\0" % source, "sha256")
         code.update(view[SIZE:])
         return code.digest()
+
+
+def _numbered(group: bytes, call: int) -> bytes:
+    """Return a name that no group of this call has had: a default group that is made again has the name of the last."""
+    if _numbers.call != call:
+        _numbers.call, _numbers.of = call, Counter()
+    _numbers.of[group] += 1
+    return b"%b\0%d" % (group, _numbers.of[group])
 
 
 def _describe(group: dist.ProcessGroup) -> bytes:

@@ -11,10 +11,16 @@ longer than they are frozen at a time; from half of the whole time on they agree
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 ANSWER_TIMEOUT = 1.0  # seconds for all to tell their counts: those that have told them may wait as long
 PAUSE = 1.0  # seconds in which they go on before they are asked again
+_MOST_LOOKS = 1 << 53
+
+
+def is_look(said: object) -> TypeGuard[int]:
+    """True if what another machine says can be a number of looks."""
+    return type(said) is int and 0 <= said <= _MOST_LOOKS  # not isinstance(), by which JSON's true is one
 
 
 class Members(Protocol):

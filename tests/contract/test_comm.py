@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -552,6 +552,21 @@ def test_an_object_that_was_sent_before_is_refused() -> None:
     for other_group in (False, True):
         said = launcher(train, 2)(other_group)[1]
         assert "what came in the name of rank 0 is not what that rank sent" in said
+
+
+def test_a_seal_of_a_group_does_not_hold_in_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default group that is made again within a call has the name and the members of the last one."""
+
+    class Group:
+        """Stands for one of torch's."""
+
+    monkeypatch.setattr(seal, "_describe", lambda _: b"default")
+    first, second, elsewhere = cast("Any", Group()), cast("Any", Group()), cast("Any", Group())
+    blob = bytearray(seal.SIZE) + b"what rank 0 sends"
+    seal.Seal(first).put(blob, 0)
+    assert not seal.Seal(second).holds(blob, 0)
+    monkeypatch.setattr(seal, "_numbers", seal._Numbers())  # as in another rank
+    assert seal.Seal(elsewhere).holds(blob, 0)
 
 
 def test_objects_are_exchanged_after_a_call_that_was_broken_off() -> None:

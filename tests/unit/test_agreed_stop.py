@@ -287,6 +287,7 @@ class Wire:
 NONSENSE: list[dict[str, Any]] = [
     {"stop": 3, "patience": 1}, {"stop": "x" * 101, "patience": 1}, {"stop": "", "patience": 1}, {"frozen": 5},
     {"stop": "a\x1bb", "patience": 1}, {"stop": "TERM"}, {"stop": "TERM", "patience": -1}, {"patience": 1},
+    {"stop": "TERM", "patience": True}, {"stop": "TERM", "patience": 1e300}, {"stop": "TERM", "patience": 10**4000},
     {"stop": "TERM", "patience": float("nan")}, {"stop": "TERM", "patience": "1"}, {"stop": ["TERM"], "patience": 1},
 ]  # fmt: skip
 
@@ -303,7 +304,8 @@ def test_the_gate_agrees_with_machines_that_have_a_caller_each() -> None:
         assert [wire.said for wire in wires] == [[], [], []]
         stop.hear(1, stop_words.record_of(AskAll("TERM", 60.0, unsure=False)))
         assert [wire.said for wire in wires] == [[{"freeze": "TERM"}]] * 3
-        stop.hear(0, {"frozen": True})
+        for looks in (True, -5, 10**4000, 1e300, 7.0):
+            stop.hear(0, {"frozen": looks})
         stop.hear(0, stop_words.record_of(RanksFrozen(0, 7)))
         stop.hear(1, stop_words.record_of(RanksFrozen(0, 5)))
         assert len(wires[0].said) == 1
@@ -332,4 +334,6 @@ def test_orders_of_the_gate() -> None:
     assert stop_words.order_of({"thaw": 1}) == ThawRanks(0)
     assert stop_words.order_of({"stop_at": 8, "reason": "TERM"}) == StopRanks(0, 8, "TERM")
     assert stop_words.order_of({"unused": 1}) == NobodyLooks()
-    assert stop_words.order_of({"stop_at": "8"}) is stop_words.order_of({"beat": 1}) is None
+    for look in ("8", True, -5, 10**4000, 1e300, 8.0, None):
+        assert stop_words.order_of({"stop_at": look, "reason": "TERM"}) is None
+    assert stop_words.order_of({"beat": 1}) is None

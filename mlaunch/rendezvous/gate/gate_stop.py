@@ -8,13 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
-from mlaunch.protocol.agreed_stop import AgreedStop
+from mlaunch.protocol.agreed_stop import AgreedStop, is_look
 from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.control_protocol import Record
-from mlaunch.rendezvous.gate.membership import is_number
 
 _REASON = 100  # characters
-_LOOKS = 1 << 53
 _PATIENCE = 1e9  # seconds
 
 
@@ -41,11 +39,13 @@ class GateStop:
         """Takes in what a machine says of a stop, as far as that makes sense."""
         reason, patience, looks = record.get("stop"), record.get("patience"), record.get("frozen")
         sensible = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= _REASON
-        if sensible and isinstance(patience, int | float) and 0 <= patience <= _PATIENCE and self._agreed is None:
+        if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= _PATIENCE:
+            patience = None
+        if sensible and patience is not None and self._agreed is None:
             self._reason, self._unsure = str(reason), machine if record.get("unsure") is True else None
             self._agreed = AgreedStop(self, asyncio.get_running_loop().time)
             self._agreed.begin(float(patience))
-        elif self._agreed is not None and isinstance(looks, int) and is_number(looks, most=_LOOKS):
+        elif self._agreed is not None and is_look(looks):
             self._agreed.freeze.take(machine, looks)
         self.take_steps()
 

@@ -7,6 +7,7 @@ gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": look, "reason": reas
 from __future__ import annotations
 
 from mlaunch.base.text import printable
+from mlaunch.protocol.agreed_stop import is_look
 from mlaunch.protocol.messages.stop_messages import (
     AskAll,
     FreezeRanks,
@@ -30,13 +31,14 @@ def record_of(said: AskAll | RanksFrozen) -> Record:
 
 
 def order_of(record: Record) -> StopOrder | None:
-    """Reads what the gate wants of ranks; None if the record is about something else."""
+    """Reads what the gate wants of ranks; None if the record is about something else, or makes no sense."""
     if "unused" in record:
         return NobodyLooks()
     if "thaw" in record:
         return ThawRanks(_CALL)
     if "freeze" in record:
         return FreezeRanks(_CALL, printable(str(record["freeze"]), _REASON))
-    if isinstance(record.get("stop_at"), int):
-        return StopRanks(_CALL, record["stop_at"], printable(str(record.get("reason")), _REASON))
+    look = record.get("stop_at")
+    if is_look(look):
+        return StopRanks(_CALL, look, printable(str(record.get("reason")), _REASON))
     return None
