@@ -16,7 +16,7 @@ _GREETING = b"\x00\xce\xf7\x85\x3c" + b"\x0dping"  # of torch's clients: VALIDAT
 
 
 @contextlib.contextmanager
-def by_another_user(say: Callable[[], str]) -> Iterator[Callable[[], str]]:
+def by_another_user(say: Callable[[], str], user: int = _NOBODY) -> Iterator[Callable[[], str]]:
     """Has another user do something beside the block; gives what tells, once it is done, what that said."""
     if os.getuid() != 0:
         pytest.skip("needs root, to become another user")
@@ -25,8 +25,8 @@ def by_another_user(say: Callable[[], str]) -> Iterator[Callable[[], str]]:
     if pid == 0:
         try:
             os.setgroups([])
-            os.setgid(_NOBODY)
-            os.setuid(_NOBODY)
+            os.setgid(user)
+            os.setuid(user)
             os.write(writer, say().encode())
         except OSError as error:
             os.write(writer, type(error).__name__.encode())

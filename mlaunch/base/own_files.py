@@ -26,6 +26,14 @@ def open_file(path: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = 
     return fd
 
 
+def is_own_directory(path: str | os.PathLike[str]) -> bool:
+    """True if that is a directory of this user's, and no link to one."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(path)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return False
+
+
 @contextlib.contextmanager
 def own_directory(path: str | os.PathLike[str]) -> Iterator[int]:
     """Give a descriptor of a directory of this user's. OSError: there is none, a link is there, or another user's."""

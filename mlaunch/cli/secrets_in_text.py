@@ -42,7 +42,8 @@ def is_secret(name: str) -> bool:
 
 def without_secrets(text: str, environ: Mapping[str, str]) -> str:
     """Return a text without what the environment keeps secret, without logins and tokens, and without the home."""
-    found = {form: name for name, value in environ.items() if is_secret(name) for form in _forms(value)}
+    forms = ((form, name) for name, value in environ.items() if is_secret(name) for form in _forms(value))
+    found = {form: name for form, name in forms if form in text}
     if found:
         # Longest first, and in one pass: one may be the beginning of another, or stand in the name of another.
         either = "|".join(map(_pattern, sorted(found, key=len, reverse=True)))

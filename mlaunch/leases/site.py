@@ -18,14 +18,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlaunch.base.own_files import is_own_directory
+
 VARIABLE = "MLAUNCH_LEASE_DIR"
+_TMP, _RUNTIME = "/tmp", "/run/user"
 _LOCK = "lock"
 _BLOCK = 512  # bytes: what is shorter is filled up
 
 
 def place(environ: Mapping[str, str]) -> Path:
     """Says where the leases of this user are, whatever TMPDIR and XDG_RUNTIME_DIR say: those differ between jobs."""
-    return Path(environ.get(VARIABLE) or f"/tmp/mlaunch-{os.getuid()}-leases")
+    if environ.get(VARIABLE):
+        return Path(environ[VARIABLE])
+    fixed, own = Path(f"{_TMP}/mlaunch-{os.getuid()}-leases"), Path(f"{_RUNTIME}/{os.getuid()}")
+    # A login's own directory ends with the login, and launches go on; so only where somebody else was first in /tmp,
+    # which all launches of this user see.
+    taken = os.path.lexists(fixed) and not is_own_directory(fixed)
+    return own / "mlaunch-leases" if taken and is_own_directory(own) else fixed
 
 
 class LeaseSite:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mlaunch.base.own_files import is_own_directory
+
 _SUFFIX = ".sock"
 _UNFINISHED = ".new"
 _MOMENT = 60  # seconds
@@ -32,7 +34,11 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
 
 def home(environ: Mapping[str, str]) -> Path:
     """Says where a launch with ``environ`` puts its socket."""
-    return candidates(environ)[0 if environ.get("XDG_RUNTIME_DIR") else -1]
+    if environ.get("XDG_RUNTIME_DIR"):
+        return candidates(environ)[0]
+    # A login's own, where there is one: in /tmp somebody else may have made the directory first.
+    usual, fixed = candidates(environ)[-2:]
+    return usual if is_own_directory(usual.parent) else fixed
 
 
 def name_of(launch_id: str, rank_start: int) -> str:

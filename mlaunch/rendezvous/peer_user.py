@@ -14,6 +14,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from mlaunch.base.peer_process import stands_for_strangers
+
 _SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1  # linux/netlink.h, linux/sock_diag.h
 _HEAD = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _QUERY = struct.Struct("=BBBxI")  # family, protocol, extensions, states: struct inet_diag_req_v2
@@ -26,6 +28,7 @@ _ESTABLISHED = 1
 _TABLES = "/proc/net/tcp", "/proc/net/tcp6"  # a client of IPv6 may reach an address of IPv4
 
 Address = tuple[str, int]
+Owner = tuple[int, int]  # the user, and the number of the file
 
 
 class PeerUser:
@@ -33,6 +36,7 @@ class PeerUser:
 
     def __init__(self) -> None:
         self._user = os.geteuid()
+        self._has_own_number = not stands_for_strangers(self._user)
         self._asked = 0
         self._kernel: socket.socket | None = None
         with contextlib.suppress(OSError):  # a sandbox may have none; or descriptors are lacking
@@ -49,17 +53,19 @@ class PeerUser:
         """
         try:
             theirs, ours = end.getpeername(), end.getsockname()
-            user = self._ask(theirs, ours)
-            if user is None and _is_open(end):  # an end that is closed is not worth the milliseconds
-                user = _look_up(theirs, ours)
-            return user == self._user and _is_open(end)  # else another connection has these ports by now
+            owner = self._ask(theirs, ours)
+            if owner is None and _is_open(end):  # an end that is closed is not worth the milliseconds
+                owner = _look_up(theirs, ours)
+            if owner is None or owner[0] != self._user or not (self._has_own_number or _is_shown(owner[1])):
+                return False
+            return _is_open(end)  # else another connection has these ports by now
         except (FileNotFoundError, PermissionError):
             return self._kernel is None
         except OSError:
             return False
 
-    def _ask(self, theirs: Address, ours: Address) -> int | None:
-        """Asks the kernel for the user of an open socket; None: it knows of none, or answers no such question."""
+    def _ask(self, theirs: Address, ours: Address) -> Owner | None:
+        """Asks the kernel for the owner of an open socket; None: it knows of none, or answers no such question."""
         if self._kernel is None:
             return None
         self._asked += 1
@@ -77,7 +83,7 @@ class PeerUser:
         if (kind, number) != (_BY_FAMILY, self._asked):
             return None
         user, file = _OWNER_FORM.unpack_from(answer, _OWNER)
-        return user if answer[_STATE] == _ESTABLISHED and file else None
+        return (user, file) if answer[_STATE] == _ESTABLISHED and file else None
 
 
 def _packed(host: str) -> bytes:
@@ -88,12 +94,28 @@ def _is_open(end: socket.socket) -> bool:
     return end.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0] == _ESTABLISHED
 
 
-def _look_up(theirs: Address, ours: Address) -> int | None:
-    """Finds the user of an open socket in the kernel's tables. OSError: there are none."""
+def _is_shown(file: int) -> bool:
+    """True if a process has this socket whose files the kernel shows to this one: so it is no stranger's."""
+    # In a user namespace that knows not all users, where a stranger is shown under this one's number.
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if any(_target(f"/proc/{pid}/fd/{fd}") == f"socket:[{file}]" for fd in os.listdir(f"/proc/{pid}/fd")):
+                return True
+    return False
+
+
+def _target(path: str) -> str:
+    with contextlib.suppress(OSError):  # it was closed just now
+        return os.readlink(path)
+    return ""
+
+
+def _look_up(theirs: Address, ours: Address) -> Owner | None:
+    """Finds the owner of an open socket in the kernel's tables. OSError: there are none."""
     wanted = [[_shown(end, prefix) for end in (theirs, ours)] for prefix in (b"", b"\0" * 10 + b"\xff\xff")]
     for row in _rows():
         if row[1:3] in wanted:
-            return int(row[7]) if int(row[3], 16) == _ESTABLISHED and int(row[9]) else None
+            return (int(row[7]), int(row[9])) if int(row[3], 16) == _ESTABLISHED and int(row[9]) else None
     return None
 
 

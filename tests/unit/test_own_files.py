@@ -14,7 +14,8 @@ from mlaunch.caller.launch.call_trace import CallTrace, PartsOfMachines
 from mlaunch.caller.many.trial_file import TrialFile
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.files import LogFile, new_directory
-from mlaunch.protocol import error_file
+from mlaunch.leases import site
+from mlaunch.protocol import error_file, registry, zygote_place
 from mlaunch.protocol.spec import ProfileOrder
 from mlaunch.rank.step_profile import StepProfile
 from tests.another_user import said_by_another_user
@@ -68,6 +69,43 @@ def test_a_server_of_files_may_give_what_root_makes_to_somebody_else(
     monkeypatch.setattr(own_files, "_owner_of_new_file", lambda _: theirs.stat().st_uid)
     with own_files.own_directory(theirs):
         pass
+
+
+def test_a_directory_in_tmp_that_somebody_else_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases and launches are in the login's own then. Nothing is listed, opened or removed by way of the other's."""
+    uid = os.getuid()
+    temporary, runtime = tmp_path / "tmp", tmp_path / "run"
+    (runtime / str(uid) / "mlaunch").mkdir(parents=True, mode=0o700)
+    temporary.mkdir()
+    monkeypatch.setattr(site, "_TMP", str(temporary))
+    monkeypatch.setattr(site, "_RUNTIME", str(runtime))
+    assert site.place({}) == temporary / f"mlaunch-{uid}-leases"
+    anothers_directory(temporary, monkeypatch).rename(temporary / f"mlaunch-{uid}-leases")
+    assert site.place({}) == runtime / f"{uid}/mlaunch-leases"
+    assert site.place({site.VARIABLE: "/x"}) == Path("/x")
+    theirs, ours = temporary / f"mlaunch-{uid}", runtime / f"{uid}/mlaunch"
+    monkeypatch.setattr(registry, "candidates", lambda _: [ours, theirs])
+    assert registry.home({}) == ours
+    theirs.symlink_to(ours)  # as somebody else leaves it
+    with zygote_place.listen(ours, "key")[0]:
+        assert list(zygote_place.names({})) == [(ours, "key")]
+        zygote_place.remove(theirs, "key")
+        assert (ours / "key.warm").exists()
+        (runtime / str(uid)).rename(runtime / "ended")
+        assert registry.home({}) == theirs
+        assert list(zygote_place.names({})) == []
+
+
+def test_another_users_directory_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have any number of names."""
+    theirs = anothers_directory(tmp_path, monkeypatch)
+    (theirs / "key.warm").touch()
+    (theirs / "launch.sock").touch()
+    monkeypatch.setattr(registry, "candidates", lambda _: [theirs])
+    monkeypatch.setattr(os, "listdir", lambda _: pytest.fail("listed"))
+    assert list(zygote_place.names({})) == []
+    with pytest.raises(PermissionError, match="must belong to this user"):
+        list(registry.connections({"XDG_RUNTIME_DIR": "/x"}))
 
 
 @pytest.mark.parametrize("where", ["log", "log/attempt_0", "log/attempt_0/3", "log/attempt_0/3/stdout.log"])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from mlaunch.base.fds import close_all
 from mlaunch.rendezvous import peer_user
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.peer_user import PeerUser
 from tests.another_user import by_another_user
+from tests.sandboxes import Said, in_sandbox, own_users
 
 
 @pytest.fixture
@@ -69,3 +74,56 @@ def test_everybody_is_this_user_where_nothing_tells(
         end, _ = listener.accept()
         with end:
             assert users.is_ours(end)
+
+
+@pytest.mark.parametrize("who", ["ours", "a stranger"])
+def test_a_stranger_without_a_number_here_is_not_this_user(listener: socket.socket, who: str) -> None:
+    """As in a container that maps a part of the users: all others are shown under the number of its user nobody."""
+    port = listener.getsockname()[1]
+
+    def connect() -> str:
+        with socket.socket() as end:
+            end.connect((LOOPBACK, port))
+            end.recv(1)
+        return "over"
+
+    def accept() -> str:
+        if who == "ours" and os.fork() == 0:
+            connect()
+            os._exit(0)
+        end, _ = listener.accept()
+        with end:
+            return f"{os.geteuid()} {PeerUser().is_ours(end)}"
+
+    with in_users_of_its_own(accept) as said:
+        if who == "ours":
+            assert said() == "65534 True"
+        else:
+            with by_another_user(connect, 4321):
+                assert said() == "65534 False"
+
+
+@contextlib.contextmanager
+def in_users_of_its_own(say: Callable[[], str]) -> Iterator[Said]:
+    """A fork in a user namespace, as nobody there, whom no user outside has for a number."""
+    entered_in, entered = os.pipe()
+    mapped_in, mapped = os.pipe()
+
+    def become() -> None:
+        own_users()
+        os.write(entered, str(os.getpid()).encode())
+        os.read(mapped_in, 1)
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, as a program that is executed is
+
+    try:
+        with in_sandbox(become, say) as said:
+            pid = os.read(entered_in, 16).decode()
+            for name in ("gid_map", "uid_map"):
+                Path(f"/proc/{pid}/{name}").write_text("0 100000 65536")
+            os.write(mapped, b".")
+            yield said
+    finally:
+        close_all([entered_in, entered, mapped_in, mapped])
