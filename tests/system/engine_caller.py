@@ -25,6 +25,7 @@ import mlaunch
 from mlaunch import Ranks, engines, launcher
 from mlaunch.base.exceptions import report_of
 from mlaunch.engines import Cluster, slurm_allocation
+from mlaunch.protocol import token as tokens
 
 IMPATIENT: dict[str, Any] = {"heartbeat_timeout": 2, "grace_period": 0.5}
 SIZE = 2  # ranks on a machine that says nothing else
@@ -165,6 +166,25 @@ def preempted(engine: Any) -> Any:
 
     with contextlib.redirect_stdout(Straight("running", '{"runs": true}\n')):
         return launcher(work, engine=engine, stop_on="TERM", max_preemptions=1, grace_period=0.5)()
+
+
+def secret(engine: Any) -> Any:
+    """Where the launch's secret stands on its machines: command lines, variables, files of the batch system."""
+    drawn, folder = tokens.draw(), str(Path(os.environ.get("SLURM_CONF", "/nonexistent/x")).parent)
+
+    def look(start: str, rest: str) -> list[str]:
+        wanted, found = (start + rest).encode(), []
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        for path in [*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ"), *files]:
+            with contextlib.suppress(OSError):
+                found += [str(path)] if wanted in path.read_bytes() else []
+        return found
+
+    draw, tokens.draw = tokens.draw, lambda: drawn
+    try:
+        return launcher(look, engine=engine)(drawn[:20], drawn[20:])
+    finally:
+        tokens.draw = draw
 
 
 def queued(engine: Any) -> Any:
@@ -373,7 +393,7 @@ SCENARIOS: dict[str, Callable[[Any], Any]] = {
     for run in (
         values, many, printing, raising, killed, member_killed, interrupted, late, restarted, large, staying,
         sweeping, processes, unheard, scene, whole, queued, waiting, inside, nowhere, cut, preempted, repeated,
-        giant_argument, giant_value, memory,
+        giant_argument, giant_value, memory, secret,
     )
 }  # fmt: skip
 

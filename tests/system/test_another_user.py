@@ -108,6 +108,7 @@ def test_each_line_of_the_security_page_names_who_plays_it() -> None:
     )
     rows = {
         "Another user of the node": "another user of the node",
+        "Who has fewer of your rights": "who has fewer of your rights",
         "Who reaches the port, token": "who reaches the port",
         "Who reaches the port, no": "without a token",
         "Who listens there first,": "who listens there first",
@@ -115,7 +116,7 @@ def test_each_line_of_the_security_page_names_who_plays_it() -> None:
         "Who changes the wire": "who changes it",
     }
     table = page.partition("\nWho can do what\n")[2].partition("The tests play")[0]
-    first = [line[:28].strip() for line in table.splitlines() if re.match(r"(Who|Another) .*  \(", line)]
+    first = [line[:28].strip() for line in table.splitlines() if re.match(r"(Who|Another) .*\S  \S", line)]
     assert first == list(rows)
     assert all(words in page.partition("The tests play")[2] for words in rows.values())
     unchecked = page.partition("\nWhat is not\n")[2].partition("\nWho can do what\n")[0]
@@ -130,6 +131,16 @@ def test_the_store_of_a_script_is_closed_to_others(tmp_path: Path) -> None:
         pytest.skip("needs root, to become another user")
     done = run(tmp_path, "--nproc-per-node", "1", write(tmp_path, SCRIPT))
     assert done.stdout == "turned away served\n", done.stderr
+
+
+def test_each_claim_of_the_security_page_has_its_code_and_its_tests() -> None:
+    page = (ROOT / "SECURITY.rst").read_text()
+    rows = page.partition("\nEach claim\n")[2].split("\n   * - ")[2:]
+    assert len(rows) > 20
+    for row in rows:
+        claim, code, tests = row.split("\n     - ")
+        assert "``test_" in tests, claim
+        assert [path for path in re.findall("``(.*?)``", code) if not (ROOT / "mlaunch" / path).exists()] == [], claim
 
 
 def test_the_tests_that_the_security_page_names_are_there() -> None:

@@ -91,6 +91,12 @@ def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> No
     assert all(re.fullmatch(words, line) for line in others), found["report"]
 
 
+def test_a_secret_is_where_nobody_looks(rig: Rig, size: int) -> None:
+    """It comes on standard input: command lines are open to all, variables and files to a batch system."""
+    found = rig.ask("secret")
+    assert found.get("value") == [[]] * size, found
+
+
 def test_a_rank_that_is_killed(held: Rig) -> None:
     found = held.ask("killed held")
     assert found["error"] == "LaunchError"

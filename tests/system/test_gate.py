@@ -35,6 +35,7 @@ from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.messages.machine_messages import Beat, Done, Planned, Waiting
+from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
@@ -44,7 +45,7 @@ from mlaunch.rendezvous.gate import gate as gate_module
 from mlaunch.rendezvous.gate.gate import Gate
 from mlaunch.rendezvous.gate.membership import Join, failure_of_record, shortened
 from mlaunch.rendezvous.gate.roster import Roster
-from mlaunch.rendezvous.link import joining_words, link_process
+from mlaunch.rendezvous.link import joining_words, link_process, stop_words
 from mlaunch.rendezvous.link.link_process import LinkProcess
 from mlaunch.rendezvous.link.streams import RankStreams
 from mlaunch.rendezvous.multiplex import Pieces
@@ -654,6 +655,27 @@ async def link_to(serve: Any, agent: channel.Channel) -> AsyncIterator[LinkProce
         cluster = Rendezvous(*listener.getsockname(), None, join_timeout=600.0, heartbeat_timeout=60.0)
         yield LinkProcess(cluster, join(1, 1, 2), agent)
         server.close()
+
+
+def test_what_a_master_says_does_not_command_a_terminal() -> None:
+    """What a launch waits for, why it is refused, and why ranks are to stop."""
+    evil, shown = "a\x1b[2Jb", r"a\x1b[2Jb"
+
+    async def talk() -> None:
+        cluster = Rendezvous("127.0.0.1", 1, None, join_timeout=600.0, heartbeat_timeout=60.0)
+        machine = LinkProcess(cluster, join(1, 1, 2), theirs)
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"".join(map(control_protocol.encode, ({"waiting": evil}, {"refused": evil}))))
+        with pytest.raises(control_protocol.RefusedError) as refused:
+            await machine._wait_for_plan(reader)
+        assert (machine._wait.joined, str(refused.value)) == (shown, shown)
+
+    ours, theirs = channel.Channel.pair()
+    asyncio.run(talk())
+    ours.close()
+    theirs.close()
+    assert stop_words.order_of({"freeze": evil}) == FreezeRanks(0, shown)
+    assert stop_words.order_of({"stop_at": 3, "reason": evil}) == StopRanks(0, 3, shown)
 
 
 def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +71,25 @@ def test_a_server_of_files_may_give_what_root_makes_to_somebody_else(
     monkeypatch.setattr(own_files, "_owner_of_new_file", lambda _: theirs.stat().st_uid)
     with own_files.own_directory(theirs):
         pass
+
+
+@pytest.mark.parametrize("use", [registry.opened, site.opened])
+def test_launches_and_leases_are_in_no_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], AbstractContextManager[object]]
+) -> None:
+    """Nor by a link, though its mode is right."""
+    theirs, ours, link = anothers_directory(tmp_path, monkeypatch), tmp_path / "ours", tmp_path / "link"
+    ours.mkdir()
+    for path in (theirs, ours):
+        path.chmod(0o700)
+    link.symlink_to(ours)
+    with use(ours):
+        pass
+    with pytest.raises(PermissionError, match="it belongs to uid 65534 with mode 0700"), use(theirs):
+        pass
+    with pytest.raises(OSError, match="Not a directory|symbolic link"), use(link):
+        pass
+    assert [path.name for path in theirs.iterdir()] == ["file"]
 
 
 def test_a_directory_in_tmp_that_somebody_else_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

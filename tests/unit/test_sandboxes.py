@@ -18,7 +18,8 @@ from mlaunch.base.confinement import confinement, rights_lacking
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, rights_lacking_to_peer
-from mlaunch.caller.server import zygote_upkeep
+from mlaunch.caller import running_launches
+from mlaunch.caller.server import zygote_client, zygote_upkeep
 from mlaunch.cli import main, ps_and_stacks
 from mlaunch.forkserver.zygote import Zygote
 from mlaunch.protocol import import_facts, visitors, zygote_place
@@ -33,6 +34,7 @@ from tests.sandboxes import (
     landlock,
     no_new_privs,
     nothing,
+    own_mounts,
     said_in_sandbox,
     seccomp_filter,
 )
@@ -166,6 +168,45 @@ def test_a_caller_asks_no_kept_server_of_another_user(tmp_path: Path, monkeypatc
         assert said() == "listened"
     close_all([listening, telling, over])
     assert (tmp_path / "key.warm").exists()
+
+
+@pytest.mark.parametrize("confine", [own_mounts, no_new_privs])
+def test_a_command_gives_nothing_to_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, confine: Confine
+) -> None:
+    """That listens where a kept fork server, or a launch, would be; nor is its answer unpickled."""
+    (tmp_path / "mlaunch").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "mlaunch")
+    listening, telling = os.pipe()
+
+    def listen() -> str:
+        heard = b""
+        with contextlib.ExitStack() as stack:
+            ends = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(2)]
+            for end, name in zip(ends, ("key.warm", "key.sock"), strict=True):
+                end.bind(name)
+                end.listen()
+            os.write(telling, b".")
+            for end in (ends[0], ends[0], ends[1]):
+                visitor, _ = end.accept()
+                with visitor, contextlib.suppress(OSError):
+                    visitor.send(pickle.dumps(Evil()))
+                    heard += visitor.recv(100)
+        return f"heard {len(heard)} bytes"
+
+    with in_sandbox(confine, listen) as said:
+        assert linux.wait_readable([listening], LIMIT)
+        like: Any = None
+        connection = zygote_place.connect(Path.cwd(), "key")
+        assert connection is not None
+        assert zygote_client._ask(connection, {}, like) is None
+        assert zygote_upkeep.states(os.environ) == []
+        with pytest.raises(LookupError, match="the launch key is not debugged from here: of its process, "):
+            running_launches.connect("key")
+        assert said() == "heard 0 bytes"
+    close_all([listening, telling])
+    assert not Path("unpickled").exists()
 
 
 @contextlib.contextmanager
