@@ -35,7 +35,7 @@ def is_own_directory(path: str | os.PathLike[str]) -> bool:
 
 
 @contextlib.contextmanager
-def own_directory(path: str | os.PathLike[str]) -> Iterator[int]:
+def this_users_directory(path: str | os.PathLike[str]) -> Iterator[int]:
     """Give a descriptor of a directory of this user's. OSError: there is none, a link is there, or another user's."""
     fd = os.open(path, _THERE)
     try:
@@ -49,12 +49,14 @@ def own_directory(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def make_file(path: str | os.PathLike[str], parts: Sequence[str], name: str) -> int:
-    """Make a file for writing in a directory of this user's, in directories of it that are made where they lack.
+    """Make a file for writing in a directory of this user's, in directories of it. All are made where they lack.
 
     Raises:
         OSError: It cannot be made, is there already, or a link or another user's directory is on the way.
     """
-    with own_directory(path) as top:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    with this_users_directory(path) as top:
         fd = os.dup(top)
         try:
             for part in parts:
@@ -70,7 +72,7 @@ def make_file(path: str | os.PathLike[str], parts: Sequence[str], name: str) -> 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:
     """Remove a directory of this user's with all that is in it, as far as that can be; another user's stays."""
-    with contextlib.suppress(OSError), own_directory(path):
+    with contextlib.suppress(OSError), this_users_directory(path):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -30,14 +30,14 @@ class _Count:
 
 
 @dataclass
-class _Numbers:
+class _GroupNumbers:
     """How many groups of a description there were in a call; the same in all members, which make them in one order."""
 
     call: int = -1
     of: Counter[bytes] = field(default_factory=Counter)
 
 
-_numbers = _Numbers()
+_numbers = _GroupNumbers()
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Count] = weakref.WeakKeyDictionary()
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.own_files import own_directory
+from mlaunch.base.own_files import this_users_directory
 from mlaunch.protocol.spec import LaunchSpec, ProfileOrder
 from mlaunch.rank.for_users import progress
 
@@ -85,7 +85,7 @@ class StepProfile:
     def _write(self, recorded: profiler.profile) -> None:
         directory, name = os.path.split(self._order.part_of(self._rank))
         # Not by its path: who may rename beside the trace could have put a directory of his in the way.
-        with own_directory(directory) as fd:
+        with this_users_directory(directory) as fd:
             recorded.export_chrome_trace(f"/proc/self/fd/{fd}/{name}")
 
     def _try(self, act: Callable[[], None]) -> None:

@@ -565,7 +565,7 @@ def test_a_seal_of_a_group_does_not_hold_in_its_successor(monkeypatch: pytest.Mo
     blob = bytearray(seal.SIZE) + b"what rank 0 sends"
     seal.Seal(first).put(blob, 0)
     assert not seal.Seal(second).holds(blob, 0)
-    monkeypatch.setattr(seal, "_numbers", seal._Numbers())  # as in another rank
+    monkeypatch.setattr(seal, "_numbers", seal._GroupNumbers())  # as in another rank
     assert seal.Seal(elsewhere).holds(blob, 0)
 
 

@@ -51,11 +51,11 @@ def test_a_directory_is_this_users(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ours, link = tmp_path / "ours", tmp_path / "link"
     ours.mkdir()
     link.symlink_to(ours)
-    with own_files.own_directory(ours) as fd:
+    with own_files.this_users_directory(ours) as fd:
         assert os.fstat(fd).st_ino == ours.stat().st_ino
     theirs = anothers_directory(tmp_path, monkeypatch)
     for path in (link, theirs):
-        with pytest.raises(OSError, match=r"another user|Not a directory"), own_files.own_directory(path):
+        with pytest.raises(OSError, match=r"another user|Not a directory"), own_files.this_users_directory(path):
             pass
         own_files.remove_directory(path)
     assert [*theirs.iterdir()] == [theirs / "file"]
@@ -69,7 +69,7 @@ def test_a_server_of_files_may_give_what_root_makes_to_somebody_else(
     """So whose a new file there is counts."""
     theirs = anothers_directory(tmp_path, monkeypatch)
     monkeypatch.setattr(own_files, "_owner_of_new_file", lambda _: theirs.stat().st_uid)
-    with own_files.own_directory(theirs):
+    with own_files.this_users_directory(theirs):
         pass
 
 
@@ -87,7 +87,7 @@ def test_launches_and_leases_are_in_no_directory_of_another_user(
         pass
     with pytest.raises(PermissionError, match="it belongs to uid 65534 with mode 0700"), use(theirs):
         pass
-    with pytest.raises(OSError, match="Not a directory|symbolic link"), use(link):
+    with pytest.raises(OSError, match=r"Not a directory|symbolic link"), use(link):
         pass
     assert [path.name for path in theirs.iterdir()] == ["file"]
 
@@ -149,11 +149,13 @@ def test_a_link_in_the_way_of_a_log_is_not_followed(tmp_path: Path, where: str) 
 
 def test_a_log_is_not_written_into_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, said = anothers_directory(tmp_path, monkeypatch), list[str]()
-    LogFile(str(theirs), 0, 3, 1, said.append).close()
+    LogFile(str(theirs), 0, 3, 1, said.append).write(b"text")
     assert "stdout.log cannot be written (it belongs to another user (uid 65534))" in said[0]
     assert [*theirs.iterdir()] == [theirs / "file"]
-    LogFile(new_directory(tmp_path, "f()"), 0, 3, 1, said.append).close()
-    assert len(said) == 1
+    log = LogFile(new_directory(tmp_path, "f()"), 0, 3, 1, said.append)
+    log.write(b"text")
+    log.close()
+    assert (Path(log.path).read_text(), len(said)) == ("text", 1)
 
 
 def test_a_file_of_a_sweep_is_the_one_that_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,7 @@ def test_two_that_are_filtered_alike_may_be_in_two_sandboxes(
     assert said == f"{NotServed.__name__}: {why}; {ZygoteState.__name__}: "
 
 
-def test_who_is_in_a_landlock_domain_does_not_use_what_is_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_in_a_landlock_domain_uses_nothing_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the kernel does not show him, though both have no_new_privs and the user says that they share a sandbox."""
 
     def visit() -> str:

@@ -63,7 +63,7 @@ class CallTrace:
         path, first = self._path, report.ranks[0].rank
         if first > 0:  # other machines of the launch have files of their own, and may share the file system
             path = _from_rank(path, first)
-        with own_files.own_directory(os.path.dirname(next(iter(parts.values())))) as fd:
+        with own_files.this_users_directory(os.path.dirname(next(iter(parts.values())))) as fd:
             there = {rank: f"/proc/self/fd/{fd}/{os.path.basename(part)}" for rank, part in parts.items()}
             whole = f"/proc/self/fd/{fd}/whole"
             lacks = merged_trace.write(whole, report, there, compressed=path.endswith(".gz"))
@@ -88,7 +88,7 @@ class PartsOfMachines:
         with contextlib.suppress(OSError):  # a part that is cut is told of
             begun, flags = rank in self._begun, os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._begun.add(rank)
-            with own_files.own_directory(os.path.dirname(path)) as there:
+            with own_files.this_users_directory(os.path.dirname(path)) as there:
                 fd = own_files.open_file(os.path.basename(path), flags | (0 if begun else os.O_TRUNC), dir_fd=there)
             with open(fd, "wb") as file:
                 file.write(data)

@@ -37,7 +37,7 @@ def start_adapter(name: str) -> tuple[int, int, str]:
     token = secrets.token_hex()
     given = json.dumps({"path": sys.path, "token": token, "name": name})
     # Over a pipe: command lines are open to all users.
-    done = subprocess.run([sys.executable, "-c", _CODE], input=given, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", _CODE], input=given.encode(), stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise OSError(f"debugpy's adapter for {name} ended with status {done.returncode}")
     for_ides, for_rank = json.loads(done.stdout)
