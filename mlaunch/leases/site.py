@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaunch.base.own_files import is_own_directory
+from mlaunch.base.own_files import is_own_directory, open_file
 
 VARIABLE = "MLAUNCH_LEASE_DIR"
 _TMP, _RUNTIME = "/tmp", "/run/user"
@@ -64,7 +64,7 @@ class LeaseSite:
             _check_owner(path, os.fstat(self.fd))
             with contextlib.suppress(OSError):  # some file systems cannot
                 fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+            self._lock = open_file(_LOCK, os.O_RDWR | os.O_CREAT, dir_fd=self.fd)
         except BaseException:
             os.close(self.fd)
             raise
@@ -93,7 +93,7 @@ class LeaseSite:
             # A FIFO: its reader hears HUP when the last writer is gone, killed or not, and nobody polls.
             os.mkfifo(name, 0o600, dir_fd=self.fd)
         # For reading, too, or Linux would refuse to open a FIFO for writing that nobody reads.
-        fd = os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        fd = os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._say(name + ".json", said)
@@ -105,7 +105,7 @@ class LeaseSite:
     def watch(self, name: str) -> int | None:
         """Returns a descriptor that hangs up when who has this FIFO is gone; None: nobody has it. Under the lock."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         except FileNotFoundError:
             return None
         try:
@@ -128,7 +128,8 @@ class LeaseSite:
         """Writes over what stands there: to empty a file on ext4 first would take ten times as long as all the rest."""
         data = json.dumps(said).encode()
         data += b" " * (-len(data) % _BLOCK)
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        # Through no link: a sandbox of this user's that shares /tmp may have left one, to what it cannot write to.
+        fd = open_file(name, os.O_RDWR | os.O_CREAT, dir_fd=self.fd)
         try:
             os.pwrite(fd, data, 0)
             if os.fstat(fd).st_size > len(data):
@@ -142,7 +143,7 @@ class LeaseSite:
                 os.unlink(path, dir_fd=self.fd)
 
     def _open(self, path: str, flags: int) -> int:
-        return os.open(path, flags, 0o600, dir_fd=self.fd)
+        return open_file(path, flags, dir_fd=self.fd)
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:

@@ -132,7 +132,7 @@ def _remove_if_dead(path: str) -> None:
 def _remove_if_old(path: str) -> None:
     """Removes the socket of a launch that was killed before it could listen."""
     with contextlib.suppress(FileNotFoundError):
-        if time.time() - os.stat(path).st_mtime > _MOMENT:
+        if time.time() - os.lstat(path).st_mtime > _MOMENT:
             os.unlink(path)
 
 

@@ -92,6 +92,23 @@ def test_launches_and_leases_are_in_no_directory_of_another_user(
     assert [path.name for path in theirs.iterdir()] == ["file"]
 
 
+@pytest.mark.timeout(60)  # it would wait for ever
+@pytest.mark.parametrize("name", ["lock", "ticket.1", "ticket.1.json"])
+def test_a_lease_is_written_through_no_link(tmp_path: Path, name: str) -> None:
+    """That a sandbox of this user's has left, which shares the directory, and cannot write to what it leads to."""
+    aim, leases = tmp_path / "aim", tmp_path / "leases"
+    aim.write_text("kept")
+    leases.mkdir(mode=0o700)
+    (leases / name).symlink_to(aim)
+    with pytest.raises(OSError, match="symbolic link"), site.opened(leases) as opened, opened:
+        opened.take("ticket.1", {"who": "f()"})
+    (leases / name).unlink()
+    os.mkfifo(leases / "ticket.2.json")
+    with site.opened(leases) as opened, opened:
+        assert opened.said("ticket.2") == {}
+    assert aim.read_text() == "kept"
+
+
 def test_a_directory_in_tmp_that_somebody_else_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases and launches are in the login's own then. Nothing is listed, opened or removed by way of the other's."""
     uid = os.getuid()
