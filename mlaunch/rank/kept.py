@@ -118,7 +118,7 @@ class KeptRank(FunctionRank):
 
     def _join_again(self, call: int) -> None:
         """Makes the default process group anew, which a call before has destroyed. Collective."""
-        after = self._args.results.board.apart
+        after, hook = self._args.results.board.apart, sys.excepthook
         leave_groups()  # here it may still be, of no use
         try:
             there = self._spec, self._args.local_rank, self._args.rendezvous, self._bound
@@ -128,6 +128,7 @@ class KeptRank(FunctionRank):
                 f"an earlier call on these ranks has destroyed the default process group, and it could not be made "
                 f"anew: {error}; leave out destroy_process_group() in functions whose ranks stay"
             ) from error
+        sys.excepthook = hook  # torch puts one more around it each time, without end
         self._joined_after = after
         in_step.begin_call(call)
 

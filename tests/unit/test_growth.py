@@ -30,6 +30,7 @@ from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.torch_protocol import _MAGIC, Asked
 from mlaunch.rendezvous.multiplex import HEAD
 from tests.processes import said_in_fork
+from tests.soak import Samples
 
 TIMES, BEFORE = 1_000, 10
 ALLOWED = 50  # objects: caches that fill up, a list that has another size
@@ -188,3 +189,16 @@ def test_a_gate_whose_machines_have_ranks_that_come_and_go() -> None:
         assert asyncio.run(measure()) < 10 * ALLOWED
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("each", "grows"), [(0.0, False), (0.2, False), (2.3, True)])
+def test_the_soak_finds_a_line_in_what_is_measured(each: float, grows: bool) -> None:
+    """Over looks at an agent that keeps so many KiB of each, beside what fills once and what goes up and down."""
+    samples = Samples()
+    for second in range(100):
+        done = 20 * second
+        samples.number += 1
+        for whose, kib in (("agent", 9_000 + min(done, 300) + 40 * (second % 3) + each * done), ("caller", 100.0)):
+            samples.figures[whose, "KiB"].done.append(done)
+            samples.figures[whose, "KiB"].values.append(kib)
+    assert [whose for whose, *_, is_much in samples.grown() if is_much] == (["agent"] if grows else [])
