@@ -51,6 +51,23 @@ def wake_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGCONT)
 
 
+def die_with_peer(fd: int) -> None:
+    """Ask the kernel to SIGKILL this process when the other end of a socket is closed, or sends something.
+
+    For a process that is busy with what it could not be asked to leave, such as an import of a large library in C.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait_readable([fd], 0.0):  # it was closed before
+        os._exit(1)
+
+
+def outlive_peer(fd: int) -> None:
+    """End what ``die_with_peer`` has begun."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+
 def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose own parent dies, so that daemons cannot escape."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -51,6 +51,7 @@ _SOON_ENOUGH = 3  # launches without such a pause
 def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
     """Serves in a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
     linux.open_standard_streams()
+    linux.die_with_peer(control_fd)
     serve(Channel.adopt(control_fd), caller, preload=preload)
 
 
@@ -134,19 +135,25 @@ class _ForkServer:
         self.children.outlive_caller()
 
     def _prepare(self) -> bool:
+        """Import, and say the first word; False if that fails."""
+        asked: int | None = None
+        first: Ready | NotReady
+        # An import looks at nothing, and takes seconds where a disk or a machine is slow.
+        linux.die_with_peer(self.control.fileno())
         try:
             if self.offered is not None:
                 imports.add(self.preload)
-                self.control.try_send(self.offered)
-                return True
-            offered, asked = imports.load(self.preload)
-            self.control.try_send(offered)
+                first = self.offered
+            else:
+                first, asked = imports.load(self.preload)
         except (Exception, SystemExit) as error:
             told = isinstance(error, (device.TooOldError, preloads.PreloadError))
-            self.control.try_send(NotReady(str(error) if told else both_ends(traceback.format_exc(), _REASON)))
-            return False
-        imports.finish(asked, collect=self.call is None)
-        return True
+            first = NotReady(str(error) if told else both_ends(traceback.format_exc(), _REASON))
+        linux.outlive_peer(self.control.fileno())  # before the word, after which the caller may send
+        self.control.try_send(first)
+        if asked is not None:
+            imports.finish(asked, collect=self.call is None)
+        return isinstance(first, Ready)
 
     def _timeout(self) -> float | None:
         """Seconds until it is a pause; None while there is nothing to do in one, or nothing was launched yet."""

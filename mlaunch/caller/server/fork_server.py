@@ -61,6 +61,8 @@ class ForkServer:
         self._ready: Ready | None = None
         self._waiting = False
         self._killed = False
+        self._asked = False  # for anything
+        self._retired = False
         self._launches: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
         _open_channels.add(control)
 
@@ -202,6 +204,7 @@ class ForkServer:
 
         ``following``: its end of the channel; ``like``: how else it is to be; ``soon``: see PrepareNext.
         """
+        self._asked = True
         specs = [] if like is None else [("spec", like)]
         with standard_streams() as streams, in_memfds(specs) as memfds, self._lock:
             self._control.send(PrepareNext(soon), [following.fileno(), *memfds, *(streams if memfds else [])])
@@ -214,6 +217,7 @@ class ForkServer:
         self, record: ServerHears, values: Sequence[tuple[str, object]], extra: Sequence[int] = ()
     ) -> Channel[Any, Any]:  # the other end answers: a launch's agent, or a count of devices
         ours: Channel[Any, Any]
+        self._asked = True
         ours, theirs = Channel.pair()
         _open_channels.add(ours)
         self._launches.add(ours)
@@ -228,14 +232,20 @@ class ForkServer:
         return ours
 
     def retire(self) -> None:
-        """Lets running launches end, then the server; does not wait. One that is stopped and has none is killed."""
+        """Let running launches end, then the server; do not wait. One that is stopped and has none is killed.
+
+        To be repeated for one that has not said its first word yet: another thread may wait for that.
+        """
         if linux.is_stopped(self.pid) and not any(launch.fileno() >= 0 for launch in self._launches):
             self.kill()
-        if self._control.intact():
+        if not self._retired and self._control.intact() and not self.waits_for:
+            self._retired = True
             self._control.try_send(Retire())
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
+        """End the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
+        if not self._asked:  # nothing of it has to be tidied up, whatever it is doing
+            self.kill()
         for launch in list(self._launches):
             if launch.intact():
                 launch.try_send(Cancel())

@@ -55,6 +55,8 @@ class WarmServer:
             return self._server
 
     def _close_retired(self) -> None:
+        for server in self._retired:
+            server.retire()  # which could not be said while it imported
         for server in [server for server in self._retired if server.ended()]:
             server.close()
             self._retired.remove(server)
