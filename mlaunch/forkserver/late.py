@@ -6,7 +6,8 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from mlaunch.base import linux
@@ -18,6 +19,7 @@ from mlaunch.forkserver.preloads import held
 from mlaunch.protocol import late_imports
 
 _LIMIT = 120  # seconds; torch._dynamo takes one, and ten times that on a busy machine
+_HOLD = 3.0  # seconds; their callers wait for an agent only a little longer than a deadline
 _NICE = 5  # a launch that comes meanwhile is more urgent
 
 
@@ -28,10 +30,36 @@ class LateImports:
         self._off = os.environ.get("MLAUNCH_PREPARE") == "0"
         self._given_up: set[str] = set()
         self._on_trial: Sequence[str] = ()
+        self._begun = 0.0
+        self._told = -1 if self._off else late_imports.listen()
+
+    def fds(self) -> list[int]:
+        """Return what can be read once a rank has imported something of torch's or of ours."""
+        return [] if self._off else [self._told]
+
+    def hears(self, ready: Collection[int]) -> bool:
+        """True if a rank has; ``ready``: what can be read."""
+        if self._told not in ready:
+            return False
+        late_imports.hear()
+        return True
+
+    def holds(self) -> float:
+        """Return for how many seconds launches had better wait, as their ranks would import what is on trial; 0: no.
+
+        Their deadline has not begun. What is tried may hang, so there is a limit.
+        """
+        if not {*late_imports.NAMES} & {*self._on_trial}:
+            return 0.0
+        return max(0.0, self._begun + _HOLD - time.monotonic())
 
     def wanted(self) -> bool:
         """Whether there is something to try."""
         return not self._off and not self._on_trial and bool(self._missing())
+
+    def wanted_now(self) -> bool:
+        """Whether torch's or ours are to be tried: they take a second of each rank."""
+        return self.wanted() and self._missing()[0] in late_imports.NAMES
 
     def _missing(self) -> list[str]:
         """Returns what is to be tried next: torch's and our own first, since the rest may fail."""
@@ -46,7 +74,7 @@ class LateImports:
 
     def begin(self, owned: OwnedFds) -> Child | None:
         """Forks what tries to import what is missing now, without ``owned``; None if the system refuses."""
-        self._on_trial = self._missing()
+        self._on_trial, self._begun = self._missing(), time.monotonic()
         parent = os.getpid()
         try:
             pid = os.fork()

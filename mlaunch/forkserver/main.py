@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -120,19 +120,24 @@ class _ForkServer:
         while self.children or not self.retiring:
             if self.retiring:
                 self.children.dismiss()
-            sources = [caller, self.control.fileno(), *self.children.sources()]
-            ready = set(linux.wait_readable(sources, self._timeout()))
-            if not ready:
-                self._use_pause(caller)
-            for child in self.children.ended(ready):
-                self._finish(child, caller)
-            for _ in self.children.hear_free(ready):
-                self._count_launch(caller)
+            ready = set(linux.wait_readable(self._sources(caller), self._timeout()))
+            self._turn(ready, caller)
             if caller in ready:
                 break
             if self.control.fileno() in ready and not self._obey(caller):
                 break
         self.children.outlive_caller()
+
+    def _turn(self, ready: Collection[int], caller: int) -> None:
+        """Do what children have given to do, or what a pause is good for."""
+        if not ready:
+            self._use_pause(caller)
+        if self.late.hears(ready):
+            self._try_late(caller)
+        for child in self.children.ended(ready):
+            self._finish(child, caller)
+        for _ in self.children.hear_free(ready):
+            self._count_launch(caller)
 
     def _prepare(self) -> bool:
         """Import, and say the first word; False if that fails."""
@@ -155,12 +160,18 @@ class _ForkServer:
             imports.finish(asked, collect=self.call is None)
         return isinstance(first, Ready)
 
+    def _sources(self, caller: int) -> list[int]:
+        control = [] if self.late.holds() else [self.control.fileno()]
+        return [caller, *control, *self.late.fds(), *self.children.sources()]
+
     def _timeout(self) -> float | None:
         """Seconds until it is a pause; None while there is nothing to do in one, or nothing was launched yet."""
         idle = (self.launched > 0 or self.next.wanted) and not self.children.busy and not self.retiring
         wanted = not self.settled or self.next.wanted or self.late.wanted()
         soon = self.next.wanted and self.next.soon and not self.retiring
-        return _IDLE if self.children.resting or soon or (idle and wanted and self.call is None) else None
+        pause = _IDLE if self.children.resting or soon or (idle and wanted and self.call is None) else None
+        holds = self.late.holds()
+        return min(pause or holds, holds) if holds else pause
 
     def _use_pause(self, caller: int) -> None:
         self.children.dismiss()
@@ -171,10 +182,7 @@ class _ForkServer:
     def _improve(self, caller: int) -> bool:
         """Makes later launches faster, in some way that is still open; False if there is none."""
         # A fork tries first: a driver that wakes here, or a thread, would make all later forks useless.
-        if self.late.wanted():
-            child = self.late.begin(self._owned(caller))
-            if child is not None:
-                self.children.add(child)
+        if self._try_late(caller):
             return True
         # A fork copies page table entries, 40,000 for torch's heap: on huge pages it takes 1 ms instead of 3.5.
         if not self.settled:
@@ -183,6 +191,15 @@ class _ForkServer:
             self.children.dismiss()  # the next agent has what we have by now
             return True
         return False
+
+    def _try_late(self, caller: int) -> bool:
+        """Try what ranks had to import, if there is something, beside the launches that run."""
+        if not self.late.wanted() or self.call is not None or self.retiring:
+            return False
+        child = self.late.begin(self._owned(caller))
+        if child is not None:
+            self.children.add(child)
+        return True
 
     def _obey(self, caller: int) -> bool:
         """Does what the caller asks; False if it is gone."""
@@ -248,6 +265,8 @@ class _ForkServer:
 
     def _count_launch(self, caller: int) -> None:
         self.launched += 1
+        if self.late.wanted_now():  # noted by a rank that did not come to the end of its import
+            self._try_late(caller)
         if self.launched >= _SOON_ENOUGH and self.call is None and not self.retiring:
             self._improve(caller)
 

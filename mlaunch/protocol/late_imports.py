@@ -7,6 +7,7 @@ imported before it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -24,6 +25,7 @@ _OURS = (
     "mlaunch.caller.many.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
 NAMES = (*_TORCHS, *_OURS)
+_INDEX = {name: index for index, name in enumerate(NAMES)}
 _SIZE = 4096  # bytes of names
 # What does something as it is imported, for people at a prompt.
 _NEVER = {"antigravity", "this", "readline", "rlcompleter", "idlelib", "turtledemo", "turtle", "tkinter", "test"}
@@ -38,14 +40,46 @@ class _Own:
     """``before``: the number of modules that this process has from its fork server, or has noted."""
 
     before = 0
+    told = -1  # an eventfd
 
 
 _own = _Own()
 
 
+def listen() -> int:
+    """Return a descriptor that can be read once a fork of this process has imported what is in ``NAMES``."""
+    if _own.told < 0:
+        _own.told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    return _own.told
+
+
+def hear() -> None:
+    """Read from that descriptor."""
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(_own.told)
+
+
+def tell() -> None:
+    """Let the process that listens know."""
+    with contextlib.suppress(OSError):
+        # Code that closes all descriptors is common, and what has the number since is a file of the user's.
+        if os.readlink(f"/proc/self/fd/{_own.told}") == "anon_inode:[eventfd]":
+            os.eventfd_write(_own.told, 1)
+
+
 def begin() -> None:
     """Takes what is imported by now for the fork server's."""
     _own.before = len(sys.modules)
+
+
+def note_begun(name: str, path: str, *, leads: bool) -> bool:
+    """Note a module as its import begins, which the call may not survive; True if it is in ``NAMES``."""
+    if name in _INDEX:
+        _noted[_INDEX[name]] = 1
+        return True
+    if leads and path.startswith(_LIBRARY) and _is_standard(name):
+        _note_standard([name])
+    return False
 
 
 def note(*, leads: bool) -> None:

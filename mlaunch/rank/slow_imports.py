@@ -15,6 +15,7 @@ import types
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 
 _PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
@@ -44,7 +45,19 @@ def prepare() -> None:
     original = loader.exec_module
 
     def exec_module(self: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
-        if _watch.board is None or _watch.inside or not self.path.startswith(_PACKAGES):
+        if _watch.board is None:
+            original(self, module)
+            return
+        # Before it is imported: a call that raises, ends or meets its deadline meanwhile teaches as much.
+        late = late_imports.note_begun(module.__name__, self.path, leads=_watch.local_rank == 0)
+        try:
+            watched(self, module)
+        finally:
+            if late:
+                late_imports.tell()
+
+    def watched(self: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
+        if _watch.inside or not self.path.startswith(_PACKAGES):
             original(self, module)
             return
         # What a package imports is part of its time, whichever package that is.
@@ -58,7 +71,8 @@ def prepare() -> None:
             _watch.seconds[module.__name__.partition(".")[0]] += time.monotonic() - begun
 
     # Python takes its own frames of imports from tracebacks, as long as no others stand between them.
-    exec_module.__code__ = exec_module.__code__.replace(co_filename=original.__code__.co_filename)
+    for ours in (exec_module, watched):
+        ours.__code__ = ours.__code__.replace(co_filename=original.__code__.co_filename)
     loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
 
 

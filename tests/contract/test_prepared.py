@@ -335,3 +335,34 @@ def test_a_trial_takes_what_was_prepared_while_another_ran_and_all_its_processes
     for run in runs:
         assert run.report is not None
         assert run.report.ranks[0].seconds("wait") < run.report.seconds  # type: ignore[operator]
+
+
+UNLUCKY = """
+import mlaunch, os, sys
+from mlaunch import launcher
+END = {
+    "colorsys": lambda: 1 / 0,
+    "mailbox": lambda: os._exit(1),
+    "xmlrpc.server": lambda: os.kill(os.getpid(), 9),
+}
+
+@launcher(n_gpus=1, device_type="cpu", output="none")
+def train(module, ends):
+    there = module in sys.modules
+    if ends:
+        __import__(module)
+        END[module]()
+    return there
+
+for module in END:
+    try:
+        train(module, True)
+    except (ZeroDivisionError, mlaunch.LaunchError):
+        pass
+    print(module, any(train(module, False)[0] for _ in range(50)))
+"""
+
+
+def test_what_a_call_has_imported_is_learnt_though_it_failed(run_script: Any) -> None:
+    """It raised, exited, or was killed, as at its deadline."""
+    assert run_script(UNLUCKY).stdout.splitlines() == ["colorsys True", "mailbox True", "xmlrpc.server True"]

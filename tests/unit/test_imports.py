@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlaunch.caller.launch import hints
+from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 from mlaunch.rank import slow_imports
 
@@ -68,3 +69,23 @@ def test_an_import_that_fails_shows_no_frames_of_ours(board: Board, tmp_path: Pa
     files = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert files == ["test_imports.py", "broken.py"]
     assert board.importing(1) == ""
+
+
+@pytest.mark.usefixtures("board")
+def test_a_late_import_is_noted_as_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call may raise, end, or meet its deadline before it returns; it is told of when it is through."""
+    told: list[str] = []
+    monkeypatch.setattr(late_imports, "_INDEX", {"big": 0})
+    monkeypatch.setattr(late_imports, "tell", lambda: told.append("told"))
+    spy = SimpleNamespace(look=lambda: told.append(f"noted {late_imports._noted[0]}"))
+    monkeypatch.setitem(sys.modules, "spy", spy)  # type: ignore[arg-type]
+    (tmp_path / "packages" / "big" / "__init__.py").write_text("import spy; spy.look(); 1 / 0")
+    (tmp_path / "mine.py").write_text("import big")  # from wherever it is imported
+    before = late_imports._noted[0]
+    late_imports._noted[0] = 0
+    try:
+        with pytest.raises(ZeroDivisionError):
+            __import__("mine")
+        assert told == ["noted 1", "told"]
+    finally:
+        late_imports._noted[0] = before

@@ -14,7 +14,9 @@ import pytest
 
 import mlaunch
 from mlaunch import launcher
+from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
+from mlaunch.forkserver import late as late_module
 from mlaunch.forkserver.late import LateImports
 from mlaunch.protocol import late_imports
 
@@ -28,10 +30,14 @@ MODULES = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_noted() -> None:
+def nothing_noted() -> Iterator[None]:
     """Launches of earlier tests may have noted something in the memory that this process shares with their ranks."""
     late_imports._noted[:] = bytes(len(late_imports._noted))
     late_imports._standard[:] = bytes(len(late_imports._standard))
+    yield
+    if late_imports._own.told >= 0:
+        os.close(late_imports._own.told)
+    late_imports._own.told = -1
 
 
 @pytest.fixture(params=MODULES)
@@ -92,6 +98,47 @@ def test_an_import_fails_after_a_trial_that_did_not(noted: str) -> None:
     os.close(trial.pidfd)
     assert not late.wanted()
     assert noted not in sys.modules
+
+
+@pytest.mark.usefixtures("noted")
+@pytest.mark.parametrize("noted", ["harmless"], indirect=True)
+def test_launches_wait_for_a_while_for_what_their_ranks_would_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = LateImports()
+    assert late.wanted_now()
+    assert late.holds() == 0.0
+    trial = late.begin(OwnedFds())
+    assert trial is not None
+    assert late.holds() > 0.0
+    monkeypatch.setattr(late_module, "_HOLD", 0.0)  # a trial that hangs
+    assert late.holds() == 0.0
+    os.waitpid(trial.pid, 0)
+    late.end(1)
+    os.close(trial.pidfd)
+    assert not late.wanted_now()
+
+
+def test_who_listens_hears_of_an_import_though_descriptors_were_closed() -> None:
+    """In a rank that has closed them, and opened files since, nothing is written."""
+    heard = late_imports.listen()
+    pid = os.fork()
+    if pid == 0:
+        late_imports.tell()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert linux.wait_readable([heard], 60.0)
+    late_imports.hear()
+    assert not linux.wait_readable([heard], 0.0)
+    os.close(heard)
+    late_imports.tell()
+    memory = os.memfd_create("a user's")
+    try:
+        os.dup2(memory, heard)
+        late_imports.tell()
+        assert os.fstat(memory).st_size == 0
+    finally:
+        for fd in {heard, memory}:
+            os.close(fd)
+        late_imports._own.told = -1
 
 
 def test_ours_are_where_public_names_live() -> None:
