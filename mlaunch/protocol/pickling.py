@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import pickle
 import sys
@@ -159,6 +160,8 @@ class _ByValuePickler(cloudpickle.Pickler):
             return NotImplemented
         if issubclass(kind, types.ModuleType):
             return self._module(obj)
+        if issubclass(kind, functools.cached_property):
+            return reducers.reduce_property(obj)
         if not reducers.is_own(kind):
             return super().reducer_override(obj)
         reduced = obj.__reduce_ex__(5)  # as pickle does

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dataclasses
 import dis
 import functools
 import inspect
@@ -19,7 +20,6 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import cloudpickle.cloudpickle
@@ -29,6 +29,7 @@ from mlaunch.protocol.importable import is_importable
 # The body of a class looks names up by these, which find a global, too; cloudpickle looks for globals alone.
 _LOADS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
 _OF_BODIES = {"__name__", "__qualname__", "__module__"}  # which each body reads, or sets
+Reduced = str | tuple[Any, ...]
 _MAKE_CLASS = getattr(cloudpickle.cloudpickle, "_make_skeleton_class", None)
 _MAKE_ENUM = getattr(cloudpickle.cloudpickle, "_make_skeleton_enum", None)
 _track = getattr(cloudpickle.cloudpickle, "_lookup_class_or_track", lambda _, made: made)
@@ -41,8 +42,13 @@ _CODE = (
     *("co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno"),
     *("co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars"),
 )  # as its constructor takes them
+# Marks of dataclasses, which are compared by identity: else each field of a class that was sent has a default.
+_MARKS: dict[type, Callable[[Any], Reduced]] = {
+    type(vars(dataclasses)[name]): functools.partial(lambda name, _: name, name)
+    for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
+    if name in vars(dataclasses)
+}
 _of_code = operator.attrgetter(*(name for name in _CODE if hasattr(types.CodeType, name)))  # Python 3.10 lacks two
-Reduced = str | tuple[Any, ...]
 
 
 def of_function(function: types.FunctionType) -> Reduced | None:
@@ -154,23 +160,32 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _reduce_property(found: Any) -> Reduced:
-    """Reduces cached_property, which has a lock before Python 3.12 (cloudpickle#438)."""
-    return _property_again, (), (found.func, found.attrname), None, None, _fill_property
+def reduce_property(found: Any) -> Reduced:
+    """Reduces cached_property, and what is made of it, which has a lock before Python 3.12 (cloudpickle#438)."""
+    return _property_again, (type(found),), {name: value for name, value in vars(found).items() if name != "lock"}
 
 
-def _property_again() -> Any:
-    return functools.cached_property(len)
-
-
-def _fill_property(made: Any, state: tuple[Any, str]) -> None:
-    made.func, made.attrname = state
-    made.__doc__, made.__module__ = made.func.__doc__, getattr(made.func, "__module__", None)
+def _property_again(kind: Any) -> Any:
+    made = kind.__new__(kind)
+    if sys.version_info < (3, 12):
+        made.lock = threading.RLock()
+    return made
 
 
 def _reduce_weak_cache(cache: Any) -> Reduced:
     """Reduces a dictionary with weak references; in the rank it keeps what something else there holds, as here."""
     return type(cache), (), None, None, iter(list(cache.items()))
+
+
+def _reduce_view(view: memoryview) -> Reduced:
+    """Reduces a memoryview, of which cloudpickle makes bytes."""
+    data = view.tobytes()
+    return _view_again, (data if view.readonly else bytearray(data), view.format, view.shape)
+
+
+def _view_again(data: bytes | bytearray, form: str, shape: tuple[int, ...]) -> memoryview:
+    flat = memoryview(data)
+    return flat.cast(form, shape) if data else flat.cast(form)  # type: ignore[call-overload, no-any-return]
 
 
 def _reduce_parameter(parameter: Any) -> Reduced:
@@ -224,7 +239,8 @@ def table() -> dict[type, Callable[[Any], Reduced]]:
     found: dict[type, Callable[[Any], Reduced]] = {_CACHED: _reduce_cached, typing.ParamSpec: _reduce_parameter}
     found[io.TextIOWrapper] = _reduce_text_file
     found[types.CodeType] = _reduce_code
-    found[functools.cached_property] = _reduce_property
+    found[memoryview] = _reduce_view
+    found |= _MARKS
     found |= {kind: _reduce_weak_cache for kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)}
     if hasattr(typing, "TypeVarTuple"):
         found[typing.TypeVarTuple] = _reduce_parameter
@@ -367,7 +383,7 @@ def _fill_class(made: Any, content: dict[str, Any]) -> None:
 # class gave its members.
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _EnumMember:
     """What a member of an enum is made of: its value, and the arguments for the type that it also is."""
 
