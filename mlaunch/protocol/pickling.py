@@ -141,10 +141,11 @@ class _ByValuePickler(cloudpickle.Pickler):
 
     def _function_getnewargs(self, func: Any) -> Any:
         """Returns what a function is made of; functions that share a variable get one cell, which they fill."""
-        *others, closure = super()._function_getnewargs(func)  # type: ignore[misc]
-        cells = zip(func.__closure__ or (), closure or (), strict=True)
-        shared = tuple(self.cells.setdefault(id(cell), empty) for cell, empty in cells)
-        return *others, shared if closure else closure
+        found = super()._function_getnewargs(func)  # type: ignore[misc]
+        if not found[-1]:
+            return found
+        cells = zip(func.__closure__, found[-1], strict=True)
+        return *found[:-1], tuple(self.cells.setdefault(id(cell), empty) for cell, empty in cells)
 
     def reducer_override(self, obj: Any) -> Any:
         if _is_definition(obj):

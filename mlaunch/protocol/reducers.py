@@ -42,7 +42,8 @@ _CODE = (
     *("co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno"),
     *("co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars"),
 )  # as its constructor takes them
-# Marks of dataclasses, which are compared by identity: else each field of a class that was sent has a default.
+# Marks of dataclasses, which are compared by identity: else each field of a class that was sent has a default
+# (cloudpickle#424).
 _MARKS: dict[type, Callable[[Any], Reduced]] = {
     type(vars(dataclasses)[name]): functools.partial(lambda name, _: name, name)
     for name in ("MISSING", "KW_ONLY", "_HAS_DEFAULT_FACTORY")
@@ -287,8 +288,8 @@ def of_class(kind: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     hooks = [parent for parent in kind.__mro__[1:] if "__init_subclass__" in vars(parent)]
     silent = [parent for parent in hooks if _goes_by_value(parent)]
     imported = next(parent for parent in hooks if parent not in silent)
-    _refuse_keywords(kind, functools.partial(maker.__new__, maker, name, (), {}), f"metaclass {maker.__qualname__}")
-    _refuse_keywords(kind, imported.__init_subclass__, f"{imported.__qualname__}.__init_subclass__")
+    _refuse_keywords(kind, maker.__new__, 4, f"metaclass {maker.__qualname__}")
+    _refuse_keywords(kind, imported.__init_subclass__, 1, f"{imported.__qualname__}.__init_subclass__")
     # typing's own metaclasses want what the class statement had: TypedDict, not dict.
     bases = kind.__bases__ if maker is type else bases
     plan = _ClassPlan(metaclass, maker, name, bases, namespace | _body(kind), silent, tracker)
@@ -299,13 +300,16 @@ def _goes_by_value(kind: type) -> bool:
     return not cloudpickle.cloudpickle._should_pickle_by_reference(kind)  # type: ignore[attr-defined]
 
 
-def _refuse_keywords(kind: type, hook: Any, what: str) -> None:
-    try:
-        parameters = inspect.signature(hook).parameters.values()
-    except ValueError:  # of C's
+def _refuse_keywords(kind: type, hook: Any, given: int, what: str) -> None:
+    """Raises TypeError if a hook wants more than the ``given`` arguments that each class statement gives it."""
+    function = getattr(hook, "__func__", hook)
+    if type(function) is not types.FunctionType:
         return
-    optional = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    wanted = [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+    # By hand: inspect.signature takes a millisecond, and this is asked for each class of a call.
+    code, optional = function.__code__, len(function.__defaults__ or ())
+    names = code.co_varnames[given : code.co_argcount - optional]
+    names += code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    wanted = [name for name in names if name not in (function.__kwdefaults__ or {})]
     if wanted:
         raise TypeError(
             f"class {kind.__qualname__} was defined with {', '.join(wanted)}= for {what}, which a class does not keep: "
