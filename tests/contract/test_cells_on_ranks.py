@@ -141,6 +141,9 @@ def test_the_magics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     shown = "\n".join(failed._render_traceback_())  # type: ignore[attr-defined]
     assert re.search(r"Cell In\[\d+\], line 4, in <module>\n +raise ValueError\('no'\)", shown), shown
     assert isinstance(run("%%ranks\nx = 1\ndef f(:").error_in_exec, SyntaxError)
+    run("%%ranks\nx = 2")
+    assert "n_gpus=0: allowed" in str(run("%ranks --restart 0").error_in_exec)
+    assert repr(run("%%ranks\nx").result) == "2"  # what is wrong costs nothing that ranks hold
     run("%ranks --restart")
     assert isinstance(run("%%ranks\nx").error_in_exec, NameError)
     run("%ranks --close")

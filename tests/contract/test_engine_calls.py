@@ -44,8 +44,8 @@ from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished, RanksStarting
-from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, MachineDone, Seen, Start
+from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RanksStarting
+from mlaunch.protocol.messages.member_messages import MARK, FromAgent, Look, MachineDone, Seen, ServerEnded, Start
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
 from tests import builds
@@ -329,6 +329,31 @@ def test_the_host_is_named_from_which_nothing_more_came() -> None:
     told, _ = merged.channel.receive()
     assert (told.host, told.what, told.hints) == ("m0", said.what, ("nothing more came from host m1",))
     assert merged.join(LIMIT)
+    for one in (merged.channel, *members, *machines):
+        one.close()
+
+
+def test_others_that_join_are_told_to_leave_when_a_machines_fork_server_has_ended() -> None:
+    """They would wait for that machine until join_timeout."""
+    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
+    pairs = [socket.socketpair() for _ in range(2)]
+    machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
+    members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
+    for machine in machines:
+        machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
+        machine.rank_start = machine.number
+    merged = MergedAgent(
+        machines, 2, lambda _: pytest.fail("none has ended"), Patience(LIMIT, None), Lookout(spec, machines)
+    )
+    merged.start()
+    members[0].send(ServerEnded("was killed by SIGKILL"))
+    linux.wait_readable([members[1].fileno()], LIMIT)
+    assert [type(record) for record, _ in members[1].receive()] == [Cancel]
+    for member_of in members:
+        member_of.send(MachineDone())
+    assert merged.join(LIMIT)
+    told, _ = merged.channel.receive()
+    assert (told.host, told.subject, told.what) == ("m0", "the fork server", "was killed by SIGKILL")
     for one in (merged.channel, *members, *machines):
         one.close()
 

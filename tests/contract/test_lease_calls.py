@@ -110,3 +110,51 @@ def test_devices_that_are_not_there_are_refused_before_anything_waits() -> None:
     with pytest.raises(ValueError, match="ranks on CPUs have no device numbers"):
         launcher(os.getpid, device_type="cpu", devices=[0, 1], n_gpus=1)()
     assert standing(place(os.environ)) == ([], [])
+
+
+def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Path) -> None:
+    """The process goes on. Meanwhile whoever holds a lease keeps systemd-tmpfiles from removing the directory."""
+    caller, here = threading.Thread(target=lambda: _fails(tmp_path)), threading.get_ident()
+    caller.start()
+    wait_until(lambda: bool(list(tmp_path.glob("*.pid"))))
+    agent = int(next(tmp_path.glob("*.pid")).stem)
+
+    def press() -> None:
+        wait_until(lambda: bool(standing(place(os.environ))[1]))
+        signal.pthread_kill(here, signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        launcher(os.getpid, n_gpus=1, concurrent=1)()
+    presser.join()
+    held_now, waiting = standing(place(os.environ))
+    assert ([one["who"] for one in held_now], waiting) == (["forever()"], [])
+    assert not can_be_removed()
+    os.kill(agent, signal.SIGKILL)
+    caller.join()
+    wait_gone([agent])
+    wait_until(can_be_removed)
+
+
+def can_be_removed() -> bool:
+    """As systemd-tmpfiles finds out whether somebody uses the directory of leases."""
+    directory = os.open(place(os.environ), os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(directory)
+    return True
+
+
+def test_a_leased_call_that_comes_to_no_launch_holds_nothing(tmp_path: Path) -> None:
+    """Its argument cannot be pickled, or its plan fails, when it has its devices already."""
+    with pytest.raises(TypeError, match="argument 0 of len"):
+        launcher(len, n_gpus=1, concurrent=1)(threading.Lock())  # type: ignore[arg-type]
+    assert held() == []
+    with pytest.raises(ValueError, match=r"profile_ranks=\[1\]"):
+        launcher(os.getpid, n_gpus=1, concurrent=1, profile=tmp_path / "trace", profile_ranks=[1])()
+    assert held() == []
+    assert standing(place(os.environ)) == ([], [])

@@ -123,8 +123,10 @@ def test_output_shows_what_its_option_says(capsys: Capture, output: str, shown: 
 
 
 def test_raw_output_is_the_ranks_own(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = run_script("from mlaunch import launcher\nlauncher(lambda: print('bare'), 1, output='raw')()")
-    assert (done.stdout, done.stderr) == ("bare\n", "")
+    """And comes after what the caller has printed before, which a pipe's buffer still holds."""
+    ours = "from mlaunch import launcher\nprint('before')\nlauncher(lambda: print('bare'), 1, output='raw')()"
+    done = run_script(ours)
+    assert (done.stdout, done.stderr) == ("before\nbare\n", "")
 
 
 def test_strange_bytes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -21,11 +21,13 @@ import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.base import linux
+from mlaunch.caller.running_launches import ask
 from mlaunch.caller.server import prepared_launch as caller_prepared
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.visitors import STATUS
 from tests import builds
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
@@ -96,6 +98,20 @@ def test_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, first: Any, is_the
     assert (taken is not None) is is_there
     if taken is not None:
         taken.close()
+
+
+def test_the_age_of_a_call_counts_from_the_call(tmp_path: Path) -> None:
+    """Not from when its launch was prepared."""
+    launcher(total, 2)()
+    ranks = pids_of(prepared())
+    begun = time.monotonic()
+    run = launcher(hold, 2).submit(tmp_path, "it")
+    assert sorted(holding(tmp_path, "it")) == sorted(ranks)
+    [launch] = [one for one in ask(STATUS) if pids_of(one) == ranks]
+    assert launch["age"] <= time.monotonic() - begun
+    for mark in tmp_path.iterdir():
+        mark.unlink()
+    assert run.result(LIMIT) == ["it", "it"]
 
 
 def in_other_surroundings(what: str, patch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -306,6 +306,31 @@ def test_ranks_stay_after_a_call_that_was_stopped(tmp_path: Path) -> None:
     assert asked == [True, True]
 
 
+def test_mlaunch_stop_is_over_with_the_call_though_its_ranks_stay(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "there")
+
+    def work() -> str:
+        if dist.get_rank() == 0:
+            (tmp_path / "there").write_text("x")
+        return next(reason for _ in range(10 * LIMIT) if (reason := mlaunch.stopping()))
+
+    def stop() -> None:
+        (tmp_path / "there").read_text()
+        while main(["stop"]):  # it listens some moments after its start
+            os.sched_yield()
+
+    with Ranks(n_gpus=2) as ranks, ThreadPoolExecutor(1) as pool:
+        pids = ranks.run(os.getpid)
+        command = pool.submit(stop)
+        assert ranks.run(work) == ["asked"] * 2
+        try:
+            command.result(60)
+        finally:
+            stayed = ranks.run(os.getpid)
+            ranks.close()  # else the command would wait for that
+    assert stayed == pids
+
+
 @pytest.mark.parametrize("now", [False, True])
 def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a launch that looks, without the option."""

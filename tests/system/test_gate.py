@@ -811,6 +811,37 @@ def test_a_launch_that_failed_does_not_miss_its_master() -> None:
     assert heard[1] == RankFailure(None, 0, "was killed by SIGKILL")
 
 
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_machine_that_has_failed_itself_does_not_miss_its_master(here: int) -> None:
+    """Its own agent has told why; the gate may go with it."""
+
+    async def run() -> list[object]:
+        ours, theirs = channel.Channel.pair()
+        loop, gate = asyncio.get_running_loop(), Gate("launch", TOKEN, 60.0)
+        async with serving(gate) as address:
+            cluster = Rendezvous(*address, TOKEN, join_timeout=60.0, heartbeat_timeout=60.0)
+            link = asyncio.ensure_future(LinkProcess(cluster, join(here, 1, 2), theirs).run(None))
+            await until(lambda: gate._members)
+            [(reader, writer)] = await members(address[1], join(1 - here, 1, 2))
+            await next_of(reader, "plan")
+            ours.try_send(RankFailure(here, 1, "raised ValueError"))
+            await until(lambda: gate._failure)
+            sorted(gate._members, key=lambda member: member.join.place)[here].writer.close()
+            await asyncio.wait_for(link, 60)
+            writer.close()
+            await until(lambda: gate._ended and not gate._tasks)
+        loop.remove_reader(theirs.fileno())
+        theirs.close()
+        heard: list[object] = []
+        with contextlib.suppress(EOFError):
+            while True:
+                heard.append(ours.receive()[0])
+        ours.close()
+        return [record for record in heard if not isinstance(record, Beat)]
+
+    assert [type(record) for record in asyncio.run(run())] == [Planned]
+
+
 def test_a_way_to_the_store_that_ends_alone_is_a_failure() -> None:
     """The machine's ranks could reach nobody, and would wait for their timeout."""
 

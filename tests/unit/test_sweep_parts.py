@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from typing import Any, cast
+
 from mlaunch.caller.many import run_future, trial_arguments
+from mlaunch.caller.many.course import Need, Steps
+from mlaunch.caller.many.loop import loop
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
+from tests.processes import wait_until
 from tests.unit.test_output import Place
 
 
@@ -40,8 +48,9 @@ def test_launches_that_share_a_place_leave_it_together() -> None:
     stranger.draw(["line"], 2.0)
     assert (place.shown[-1], other.shown) == ("second\n2 in all", [])
     second.close(["last"])
-    stranger.draw(["line"], 3.0)
-    stranger.close([])
+    later = Display(other, 9.0)
+    later.draw(["line"], 3.0)
+    later.close([])
     assert (place.left, other.shown) == (["2 in all"], ["line"])
 
 
@@ -79,3 +88,26 @@ def test_local_variables_of_an_error_are_dropped_whatever_the_error_is() -> None
         assert trace is not None
         assert trace.tb_next is not None
         assert "held" not in trace.tb_next.tb_frame.f_locals
+
+
+def test_a_fork_drives_its_own_submitted_calls() -> None:
+    """While a thread that it does not have drives those of its parent."""
+    told, going = list[object](), threading.Event()
+
+    def steps() -> Steps:
+        while not going.is_set():
+            yield Need()
+        return cast(Any, "over")
+
+    loop.add(steps(), told.append)
+    if (child := os.fork()) == 0:
+        signal.alarm(60)
+        going.set()
+        ended = threading.Event()
+        loop.add(steps(), lambda _: ended.set())
+        os._exit(0 if ended.wait(30) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    going.set()
+    loop.notify()
+    wait_until(lambda: bool(told))
+    assert told == ["over"]

@@ -5,19 +5,24 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.durations import duration
 from mlaunch.base.peer_process import is_this_user, peer_process
-from mlaunch.caller.server import warm
+from mlaunch.caller.server import warm, zygote_upkeep
 from mlaunch.cli import main
 from mlaunch.forkserver.loaded_files import LoadedFiles
+from mlaunch.forkserver.zygote import Zygote, _Visitor
 from mlaunch.protocol import import_facts, zygote_place
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.zygote_messages import ForkEnded
 from tests.sandboxes import nothing, said_in_sandbox
 
 
@@ -171,3 +176,32 @@ def test_a_directory_that_is_no_place(
     assert main(["warm"]) == 1
     told = capfd.readouterr().err
     assert told.startswith(f"mlaunch: no fork server can be kept: {tmp_path}/mlaunch: Not a directory; set XDG_RUNTIME")
+
+
+def test_a_kept_server_stays_for_its_time_after_a_launch_that_took_longer(tmp_path: Path) -> None:
+    zygote = Zygote(cast(Any, None), (), 60.0, {}, tmp_path, "key")
+    ours, theirs = Channel.pair()
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    visitor = _Visitor(ours, pid, os.pidfd_open(pid))
+    zygote.visitors.append(visitor)
+    zygote.used -= 3600  # it has been forked an hour ago
+    assert zygote._left() == 60.0
+    linux.wait_readable([visitor.pidfd], 60.0)
+    zygote._reap(visitor)
+    assert zygote._left() > 0
+    assert theirs.receive()[0] == ForkEnded(0)
+    theirs.close()
+
+
+def test_a_kept_server_is_started_without_the_secret_of_who_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays for hours; its forks get theirs from their callers."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(subprocess, "Popen", lambda *_args, **options: asked.update(options))
+    environ = {"MLAUNCH_TOKEN": "hush", "OTHER": "kept"}
+    _, word = zygote_upkeep._start(environ, 60.0, (), tmp_path, 0, awaited=False)
+    word.close()
+    assert "hush" not in asked["env"].values()
+    assert asked["env"]["OTHER"] == "kept"
