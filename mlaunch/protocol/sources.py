@@ -9,6 +9,8 @@ import linecache
 from types import CodeType
 
 Source = tuple[str, str]  # name of the file that there is not, and text
+_MOST = 1_000  # texts that are kept: of older cells a traceback has no lines
+_known: dict[str, None] = {}  # names, the latest last
 
 
 def of_code(code: CodeType, told: set[str]) -> Source | None:
@@ -25,3 +27,14 @@ def take(source: Source) -> None:
     """Makes it known in this process."""
     file, text = source
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    know(file)
+
+
+def know(file: str) -> None:
+    """Notes that a source was made known, and forgets the oldest: ranks that stay run cells for days."""
+    _known.pop(file, None)
+    _known[file] = None
+    if len(_known) > _MOST:
+        oldest = next(iter(_known))
+        del _known[oldest]
+        linecache.cache.pop(oldest, None)

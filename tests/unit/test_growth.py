@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import linecache
 import os
 import socket
 import struct
+import tracemalloc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,9 @@ import pytest
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.supervision.stack_requests import StackRequests
+from mlaunch.caller.many.reported import ReportLog
 from mlaunch.forkserver import imports
-from mlaunch.protocol import registry
+from mlaunch.protocol import registry, sources
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.kept_messages import EndCall
@@ -202,3 +206,34 @@ def test_the_soak_finds_a_line_in_what_is_measured(each: float, grows: bool) -> 
             samples.figures[whose, "KiB"].done.append(done)
             samples.figures[whose, "KiB"].values.append(kib)
     assert [whose for whose, *_, is_much in samples.grown() if is_much] == (["agent"] if grows else [])
+
+
+def test_reports_of_a_run_that_is_over_take_a_tenth() -> None:
+    log, values = ReportLog(), [0.5, 7, "half", None, True, 1 << 70, float("inf")]
+    written = [(0, [step, {"loss": step / 3}]) for step in range(10_000 - len(values) - 1)]
+    written += [(1, [step, {"odd": value, "loss": 1.0}]) for step, value in enumerate(values)]
+    log._kept.extend((rank, json.dumps(report).encode()) for rank, report in [*written, (3, [1, {}])])
+    log._kept[5] = (0, b"no report")
+    before, latest = log.read(), log.latest()
+    assert len(before) == 10_000 - 1
+    tracemalloc.start()
+    try:
+        log.finish()
+        log.finish()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
+    assert (log.read(), log.latest()) == (before, latest)
+    assert [type(report["odd"]) for report in log.read() if report.rank == 1] == [type(value) for value in values]
+
+
+def test_sources_of_the_latest_cells_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linecache, "cache", {})
+    monkeypatch.setattr(sources, "_known", {})
+    for number in range(sources._MOST):
+        sources.take((f"<cell {number}>", f"x = {number}"))
+    sources.take(("<cell 0>", "x = 0"))  # it ran again
+    sources.take(("<cell new>", "x = 1"))
+    assert linecache.getline("<cell 0>", 1) == "x = 0"
+    assert (len(linecache.cache), linecache.getline("<cell 1>", 1)) == (sources._MOST, "")

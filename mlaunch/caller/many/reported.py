@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mlaunch.base.log import log
 from mlaunch.protocol.board import Board
@@ -29,13 +31,50 @@ class Reported:
         return self.values[name]
 
 
+class _Columns:
+    """Reports of a run that is over, in a tenth of the memory: a sweep keeps those of all its runs.
+
+    Reports with the same names are rows of one table; ``kinds`` says of each in which it is.
+    """
+
+    def __init__(self, reports: Sequence[Reported]) -> None:
+        tables: dict[tuple[str, ...], list[Reported]] = {}
+        for report in reports:
+            tables.setdefault(tuple(report.values), []).append(report)
+        numbers = {names: number for number, names in enumerate(tables)}
+        self._kinds = _column([numbers[tuple(report.values)] for report in reports])
+        self._ranks = _column([report.rank for report in reports])
+        self._steps = _column([report.step for report in reports])
+        self._tables = [
+            (names, [_column([row.values[name] for row in rows]) for name in names]) for names, rows in tables.items()
+        ]
+        self.last = reports[-1] if reports else None  # which a sweep's table asks for again and again
+
+    def read(self) -> list[Reported]:
+        rows = [zip(*columns, strict=True) for _, columns in self._tables]
+        return [
+            Reported(rank, step, dict(zip(self._tables[kind][0], next(rows[kind], ()), strict=True)))
+            for kind, rank, step in zip(self._kinds, self._ranks, self._steps, strict=True)
+        ]
+
+
+def _column(values: Sequence[Any]) -> Sequence[Any]:
+    """Returns the same values, in as few bytes as they take where they are all numbers of one kind."""
+    types = {type(value) for value in values}
+    for code in "d" if types <= {float} else "BHq" if types <= {int} else "":
+        with contextlib.suppress(OverflowError):
+            return array(code, values)
+    return values
+
+
 class ReportLog:
     """The reports of one launch, of all its attempts. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        # As ranks wrote them, with the rank: a sweep keeps those of all its runs, and most are never read.
+        # As ranks wrote them, with the rank: most are never read.
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
+        self._over: _Columns | None = None  # in its place, once nothing more comes
         self._untold: list[Reported] = []
         self._told: list[Callable[[Reported], object]] = []
         self._board: Board | None = None
@@ -59,6 +98,8 @@ class ReportLog:
         """Drops callbacks: nothing more comes."""
         with self._lock:
             self._told, self._untold, self._seen = [], [], []
+            self._over = self._over or _Columns(list(self._parsed()))
+            self._kept.clear()
 
     def tell(self, callback: Callable[[Reported], object]) -> None:
         """Calls back for each report to come."""
@@ -86,15 +127,18 @@ class ReportLog:
         """Returns what there is, in the order of its coming."""
         with self._lock:
             self._look()
-            kept = list(self._kept)
-        return [report for rank, data in kept for report in _parsed(rank, [data])]
+            return self._over.read() if self._over is not None else list(self._parsed())
 
     def latest(self) -> Reported | None:
         """Returns the one that came last."""
         with self._lock:
             self._look()
-            kept = reversed(self._kept)
-            return next((report for rank, data in kept for report in _parsed(rank, [data])), None)
+            if self._over is not None:
+                return self._over.last
+            return next((report for rank, data in reversed(self._kept) for report in _parsed(rank, [data])), None)
+
+    def _parsed(self) -> Iterator[Reported]:
+        return (report for rank, data in self._kept for report in _parsed(rank, [data]))
 
     def _look(self) -> None:
         for local_rank, seen in enumerate(self._seen if self._board is not None else ()):
@@ -112,7 +156,7 @@ def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:
     for data in found:
         with contextlib.suppress(ValueError, TypeError):  # user code can write there, too
             step, values = json.loads(data)
-            yield Reported(rank, step, values)
+            yield Reported(rank, step, dict(values))
 
 
 def _call(callback: Callable[[Reported], object], report: Reported) -> None:

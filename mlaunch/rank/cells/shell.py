@@ -20,6 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from mlaunch.protocol import sources
 from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
 
 
@@ -91,6 +92,7 @@ class CellShell(InteractiveShell):
                 raise _below_ipython(error, file)
             return CellAnswer(self.last, tuple(self.displays))
         finally:
+            sources.know(file)
             # IPython keeps the latest result for %debug and the like, with a user's model in its frames.
             self.last, self.displays, self.last_execution_result = None, [], None
             del done, error  # with what the frames of the error hold
