@@ -26,6 +26,13 @@ import cloudpickle.cloudpickle
 
 from mlaunch.protocol.importable import is_importable
 
+_OLDEST = (3, 0)  # that of setup.cfg, which pip alone reads
+if tuple(int(part) for part in cloudpickle.__version__.split(".")[:2]) < _OLDEST:
+    raise ImportError(
+        f"cloudpickle {cloudpickle.__version__} is too old for mlaunch, which needs {'.'.join(map(str, _OLDEST))} or "
+        f"later: pip install -U cloudpickle"
+    )
+
 # The body of a class looks names up by these, which find a global, too; cloudpickle looks for globals alone.
 _LOADS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
 _OF_BODIES = {"__name__", "__qualname__", "__module__"}  # which each body reads, or sets

@@ -183,8 +183,17 @@ def test_waiting_at_a_store_that_cannot_be_cloned() -> None:
 def test_a_torch_that_is_too_old_is_refused_in_one_sentence(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "torch.py").write_text('__version__ = "2.5.1+cu121"\n')
     done = run_script("from mlaunch import launcher\nlauncher(lambda: None, 1)()\n", fresh=True)
-    sentence = "torch 2.5.1+cu121 is too old for mlaunch, which needs 2.6 or later; update it"
+    sentence = "torch 2.5.1+cu121 is too old for mlaunch, which needs 2.6 or later: pip install -U torch"
     assert done.stderr.splitlines()[-1] == f"mlaunch.errors.LaunchError: {sentence}"
+
+
+def test_a_cloudpickle_that_is_too_old_is_refused_in_one_sentence(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "cloudpickle").mkdir()
+    (tmp_path / "cloudpickle" / "__init__.py").write_text('__version__ = "2.2.1"\n')
+    (tmp_path / "cloudpickle" / "cloudpickle.py").write_text("")
+    done = run_script("from mlaunch import launcher\nlauncher(lambda: None, 1)()\n", fresh=True)
+    sentence = "cloudpickle 2.2.1 is too old for mlaunch, which needs 3.0 or later: pip install -U cloudpickle"
+    assert done.stderr.splitlines()[-1].endswith(f"Error: {sentence}")
 
 
 @pytest.mark.parametrize(("release", "refused"), [("2.5.1", True), ("2.6.0+debian", False), ("3.0.0a0", False)])

@@ -160,7 +160,9 @@ def check_version() -> None:
         import torch
 
         wanted = ".".join(map(str, _OLDEST))
-        raise TooOldError(f"torch {torch.__version__} is too old for mlaunch, which needs {wanted} or later; update it")
+        raise TooOldError(
+            f"torch {torch.__version__} is too old for mlaunch, which needs {wanted} or later: pip install -U torch"
+        )
 
 
 class TooOldError(RuntimeError):
