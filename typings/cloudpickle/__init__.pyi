@@ -2,6 +2,8 @@ import pickle
 from collections.abc import Callable
 from typing import IO, Any
 
+__version__: str
+
 class Pickler(pickle.Pickler):
     dispatch_table: Any
     def __init__(
