@@ -20,7 +20,7 @@ from mlaunch.caller.server import warm, zygote_upkeep
 from mlaunch.cli import main
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.zygote import Zygote, _Visitor
-from mlaunch.protocol import import_facts, zygote_place
+from mlaunch.protocol import import_facts, payload, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.zygote_messages import ForkEnded
 from tests.sandboxes import nothing, said_in_sandbox
@@ -183,7 +183,7 @@ def test_a_kept_server_stays_for_its_time_after_a_launch_that_took_longer(tmp_pa
     ours, theirs = Channel.pair()
     if (pid := os.fork()) == 0:
         os._exit(0)
-    visitor = _Visitor(ours, pid, os.pidfd_open(pid))
+    visitor = _Visitor(ours, "", pid, os.pidfd_open(pid))
     zygote.visitors.append(visitor)
     zygote.used -= 3600  # it has been forked an hour ago
     assert zygote._left() == 60.0
@@ -199,9 +199,13 @@ def test_a_kept_server_is_started_without_the_secret_of_who_starts_it(
 ) -> None:
     """It stays for hours; its forks get theirs from their callers."""
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(subprocess, "Popen", lambda *_args, **options: asked.update(options))
+
+    def start(*_args: Any, **options: Any) -> None:
+        asked.update(env=options["env"], passed=payload.read(options["stdin"]))
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     environ = {"MLAUNCH_TOKEN": "hush", "OTHER": "kept"}
-    _, word = zygote_upkeep._start(environ, 60.0, (), tmp_path, 0, awaited=False)
+    _, word = zygote_upkeep._start(environ, 60.0, ("a_module",), tmp_path, 0, awaited=False)
     word.close()
     assert "hush" not in asked["env"].values()
-    assert asked["env"]["OTHER"] == "kept"
+    assert asked["passed"] == {"OTHER": "kept"}  # for what its modules read as they are imported
