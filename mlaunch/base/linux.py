@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import functools
 import os
 import select
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 _REMOVED = 0x40 | 0x200 | 0x400 | 0x800  # IN_MOVED_FROM, IN_DELETE, IN_DELETE_SELF, IN_MOVE_SELF
@@ -122,6 +124,27 @@ def leave_standard_streams() -> None:
     for standard in range(3):
         os.dup2(null, standard)
     os.close(null)
+
+
+_NEEDED: dict[str, Callable[[], int]] = {
+    "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+    "memfd_create": lambda: os.memfd_create("mlaunch-check", os.MFD_CLOEXEC),
+}
+
+
+@functools.cache
+def check_kernel() -> None:
+    """Raise OSError, which says so, if this process may not make the youngest system calls that each launch makes."""
+    for name, call in _NEEDED.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            if error.errno in {errno.ENOSYS, errno.EPERM, errno.EACCES}:
+                raise OSError(
+                    error.errno,
+                    f"{name}, which mlaunch needs, is refused here ({error.strerror}): by a kernel before Linux 5.3, "
+                    f"or by a filter of system calls (seccomp) of this container, which has to allow it",
+                ) from None
 
 
 def memory_is_short() -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
-from mlaunch.base import rlimits
+from mlaunch.base import linux, rlimits
 from mlaunch.base.text import in_bytes
 from mlaunch.cli import bug_report
 from mlaunch.protocol import registry
@@ -75,6 +75,7 @@ def _told(findings: list[Finding]) -> Iterator[str]:
 def examine() -> Iterator[Finding]:
     """Yields one finding after the other, the quick ones first."""
     yield Finding("mlaunch", OK, f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield _kernel()
     yield _cpus()
     yield _memory()
     yield _shared_memory()
@@ -82,6 +83,14 @@ def examine() -> Iterator[Finding]:
     yield _runtime_directory()
     yield _network()
     yield from _launches()
+
+
+def _kernel() -> Finding:
+    try:
+        linux.check_kernel()
+    except OSError as error:
+        return Finding("kernel", PROBLEM, str(error))
+    return Finding("kernel", OK, f"Linux {platform.release()} allows the system calls that launches make")
 
 
 def _cpus() -> Finding:

@@ -7,13 +7,14 @@ import faulthandler
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, comm, launcher
 from mlaunch.agent.supervision.evidence import Evidence
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import name_ranks
+from mlaunch.caller.launch.hints import hints_of
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
@@ -338,14 +341,67 @@ def test_both_versions_of_cgroups(tmp_path: Path, line: str, counter: str, text:
     events.parent.mkdir(parents=True)
     events.write_text(text.format(3))
     evidence = Evidence(own, tmp_path)
-    assert evidence.hints(-signal.SIGKILL, 3 * 2**30) == ("its peak memory was 3.0 GiB",)
+    assert evidence.hints(-signal.SIGKILL, used(3 * 2**20), {}) == ("its peak memory was 3.0 GiB",)
     events.write_text(text.format(5))
-    first, _ = evidence.hints(-signal.SIGKILL, 0)
+    first, _ = evidence.hints(-signal.SIGKILL, used(0), {})
     assert first == (
         f"the oom_kill counter of the cgroup ({events}) rose by 2 while this rank ran: "
         f"it was probably killed for lack of memory"
     )
-    assert evidence.hints(1, 0) == ()
+    assert evidence.hints(1, used(0), {}) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "counter"), [("0::/job/step", "job/step/pids.events"), ("8:pids:/job", "pids/job/pids.events")]
+)
+def test_a_pids_limit_that_was_met_is_told(tmp_path: Path, line: str, counter: str) -> None:
+    own, events = tmp_path / "cgroup", tmp_path / counter
+    own.write_text(f"1:name=systemd:/\n{line}\n")
+    events.parent.mkdir(parents=True)
+    events.write_text("max 3\n")
+    evidence = Evidence(own, tmp_path)
+    assert evidence.hints(-signal.SIGABRT, used(0), {}) == ()
+    events.write_text("max 5\n")
+    (told,) = evidence.hints(-signal.SIGABRT, used(0), {})
+    assert told == (
+        f"the pids limit of the cgroup ({events}) was met 2 times while this rank ran: it could probably start no more "
+        f"threads"
+    )
+    collective = 'File "/x/torch/distributed/distributed_c10d.py", line 2 in all_reduce\n'
+    aborted = RankFailure(1, 5, "was killed by SIGABRT", exitcode=-signal.SIGABRT, traceback=collective)
+    assert "another shape or dtype" in hints_of(aborted)[0]
+    assert hints_of(dataclasses.replace(aborted, hints=(told,))) == []  # what was looked at, and no guess beside it
+
+
+@pytest.mark.parametrize("within", ["new_group", "_new_group_with_tag", "init_process_group"])
+def test_an_abort_while_a_group_is_made_is_no_collective(within: str) -> None:
+    trace = f'File "/x/torch/distributed/distributed_c10d.py", line 2 in {within}\n  File "train.py", line 8 in train\n'
+    (told,) = hints_of(RankFailure(1, 5, "was killed by SIGABRT", exitcode=-signal.SIGABRT, traceback=trace))
+    assert "by a pids limit" in told
+    assert "shape" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hard", "killed", "told"),
+    [
+        (1, "SIGKILL", "it had used 1 s of CPU, and the kernel kills it at its hard limit of 1 s (ulimit -t)"),
+        (90, "SIGXCPU", "it had used 1 s of CPU, its soft limit (ulimit -t)"),
+    ],
+)
+def test_a_limit_of_cpu_time_is_told(hard: int, killed: str, told: str) -> None:
+    def train() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (1, hard))
+        while True:
+            pass
+
+    with pytest.raises(LaunchError, match=f"rank 0 of .* was killed by {killed}") as caught:
+        launcher(train, 1)()
+    assert caught.value.failures[0].hints == (told,)
+
+
+def used(memory: int) -> Any:
+    return SimpleNamespace(ru_maxrss=memory, ru_utime=0.5, ru_stime=0.1)
 
 
 def test_ranks_in_few_words() -> None:

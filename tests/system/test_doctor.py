@@ -22,6 +22,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split()[1] for line in told.splitlines()]
     assert names == [
         "mlaunch",
+        "kernel",
         "cpus",
         "memory",
         "/dev/shm",

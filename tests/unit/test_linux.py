@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from mlaunch.base import cores, linux
+from mlaunch.caller.server.start_server import start_interpreter
+from mlaunch.cli import doctor
 
 
 @pytest.fixture
@@ -41,6 +44,25 @@ def test_a_stopped_child_is_told_from_one_that_runs(child: int) -> None:
     assert linux.is_stopped(child)
     assert linux.is_stopped(child)  # a look takes nothing away
     assert not linux.is_stopped(1)
+
+
+@pytest.mark.parametrize("name", ["pidfd_open", "memfd_create"])
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_a_system_call_that_is_refused_is_named(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    linux.check_kernel.cache_clear()
+    linux.check_kernel()
+    linux.check_kernel.cache_clear()
+    monkeypatch.setattr(os, name, refuse)
+    said = rf"{name}, which mlaunch needs, is refused here .*: by a kernel before Linux 5\.3, or by a filter"
+    for ask in (linux.check_kernel, lambda: start_interpreter(os.environ)):
+        with pytest.raises(OSError, match=said):
+            ask()
+    finding = doctor._kernel()
+    assert finding.state == "problem"
+    assert name in finding.text
 
 
 def test_a_child_that_leads_no_group_yet_is_signalled_by_itself(child: int) -> None:

@@ -15,7 +15,7 @@ from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.stop_request import StopRequest
 from mlaunch.agent.supervision.adopted import Adopted
-from mlaunch.agent.supervision.evidence import Evidence
+from mlaunch.agent.supervision.evidence import Evidence, limits_of
 from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
 from mlaunch.base.exceptions import RankFailure
@@ -193,10 +193,11 @@ class Supervisor:
     def _reap(self, rank: RankProcess) -> None:
         # Its group goes while the dead leader still holds the number, so that no other group can be hit.
         self._signal_group(rank.pid, self._stopping.heard(signal.SIGTERM))
+        limits = limits_of(rank.pid)
         _, status, usage = os.wait4(rank.pid, 0)
         self._drain()  # an answer sent just before death counts
         exitcode, peak_memory = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
-        hints = () if rank.stopped else self._evidence.hints(exitcode, peak_memory)
+        hints = () if rank.stopped else self._evidence.hints(exitcode, usage, limits)
         record = rank.describe_end(exitcode, self._results.board[rank.local_rank], self._clock(), peak_memory, hints)
         error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])

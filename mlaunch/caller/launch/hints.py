@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 from mlaunch.base.exceptions import RankFailure
@@ -21,13 +22,27 @@ _ABORTED = (
     "it was in a collective: gloo ends a process so whose tensor has another shape or dtype than another rank's. "
     "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment (env=) torch compares them, and names both sides"
 )
+_STARTING = (
+    'it was about to start the threads of a process group: what C++ ends so ("terminate called") is mostly that no '
+    "more can be started, by a pids limit (pids.max of a container's cgroup) or by ulimit -u"
+)
+_NO_THREADS = (
+    "no more threads or processes can be started here: raise the pids limit (pids.max of a container's cgroup), or "
+    "ulimit -u"
+)
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+_MAKES_GROUPS = re.compile(
+    r'distributed_c10d\.py", line \d+ in (\w*process_group\w*|new_group|_new_group\w*|split_group)\n'
+)
 _HINTS = {
     _NO_MODULE: "ranks look for modules on the sys.path that the caller has when they start, with the caller's "
     "interpreter: put the module's directory on sys.path before, or install the module into this environment (on other "
     "machines, there)",
     "trying to initialize the default process group twice": "ranks are in a process group before the function begins: "
     "leave init_process_group out of it; a backend or timeout of your own is an option of launcher",
+    "raised RuntimeError: can't start new thread": _NO_THREADS,
+    "raised RuntimeError: Resource temporarily unavailable": _NO_THREADS,  # of C++, by pybind
+    "raised BlockingIOError: [Errno 11] Resource temporarily unavailable": _NO_THREADS,
     "ms for send operation to complete": _TIMEOUT,
     "ms for recv operation to complete": _TIMEOUT,
     "Watchdog caught collective operation timeout": _TIMEOUT,
@@ -40,8 +55,8 @@ _HINTS = {
 
 def hints_of(failure: RankFailure) -> list[str]:
     """Says what to do about the failure, a line each; nothing if nothing is known."""
-    if failure.exitcode == -signal.SIGABRT and _COLLECTIVES in failure.traceback:
-        return [_ABORTED]
+    if failure.exitcode == -signal.SIGABRT and _COLLECTIVES in failure.traceback and not failure.hints:
+        return [_STARTING if _MAKES_GROUPS.search(failure.traceback) else _ABORTED]
     known = _NO_MODULE if _OF_THE_CALL in failure.traceback else ""
     return [hint for words, hint in _HINTS.items() if words in failure.what and words != known]
 

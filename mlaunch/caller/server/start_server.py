@@ -46,6 +46,7 @@ class Interpreter:
 
 def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
     """Starts a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
+    linux.check_kernel()
     like = like or Interpreter()
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
@@ -92,6 +93,7 @@ def start_fork(call: Call) -> ForkServer:
     from mlaunch.base import memory_maps
     from mlaunch.rank.setup import process
 
+    linux.check_kernel()
     _check_forkable()
     # A fork that has libgomp's pool without its threads hangs in its first parallel operation.
     memory_maps.give_back_openmp_threads()
