@@ -95,7 +95,9 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
         public = listen_as_master(cluster.master_ip, cluster.port)
     except OSError as error:
         where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
-        why = f"{error.strerror or error}{_advice(spec) if error.errno == errno.EADDRINUSE else ''}"
+        if spec.command is not None:
+            where = f"--master-addr {cluster.master_ip}, --master-port {cluster.port}"
+        why = f"{error.strerror or error}{_advice(spec, error.errno)}"
         launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
         raise NoLaunchError from error
     with public:
@@ -103,10 +105,14 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
         return StoreProcess(gate, close_in_child=held)
 
 
-def _advice(spec: LaunchSpec) -> str:
-    """Says what to give if it is the launch's own first machine that has the address."""
-    number = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.num_nodes - 1}"
-    return f". If several machines of this launch run on one host, each must be given its own {number}"
+def _advice(spec: LaunchSpec, number: int | None) -> str:
+    """Says what to give if the master is another machine, or one of this launch's own on this host."""
+    own = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.num_nodes - 1}"
+    if number == errno.EADDRINUSE:
+        return f". If several machines of this launch run on one host, each must be given its own {own}"
+    if number == errno.EADDRNOTAVAIL:
+        return f". If the address is another machine's, that is the first: this one must be given its own {own}"
+    return ""
 
 
 def _introduction(spec: LaunchSpec) -> Join:

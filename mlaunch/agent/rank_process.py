@@ -30,6 +30,7 @@ class RankProcess:
         None  # on which its control thread answers, whatever the rank does
     )
     error_file: str = ""  # in which it may note why it fails
+    of_python: bool = True  # it becomes no other program
     stacks: str = ""
     answer_fd: int = -1  # the memfd for its answers; -1: it has none
     spent_fd: int = -1  # the one before, which may be mapped
@@ -93,6 +94,7 @@ class RankProcess:
             at=now if self.ends_at is None else self.ends_at,
             hints=hints,
             peak_memory=peak_memory,
+            of_python=self.of_python,
         )
 
     def close(self) -> None:

@@ -109,10 +109,10 @@ def report_of(error: BaseException) -> LaunchError | None:
     return report if isinstance(report, LaunchError) else None
 
 
-def describe_exit(exitcode: int) -> str:
+def describe_exit(exitcode: int, *, of_python: bool = True) -> str:
     """Returns an exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
     if exitcode >= 0:
-        return f"exited with code {exitcode} (sys.exit or os._exit)"
+        return f"exited with code {exitcode}{' (sys.exit or os._exit)' if of_python else ''}"
     try:
         return f"was killed by {signal.Signals(-exitcode).name}"
     except ValueError:

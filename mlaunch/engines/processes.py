@@ -54,7 +54,7 @@ class Processes:
         if pid := self.stopped(machine):
             return f"{name} (pid {pid}) is stopped; kill -CONT {pid} continues it"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"{name} {describe_exit(process.wait(_FATE_TIMEOUT))}".replace(" (sys.exit or os._exit)", "")
+            return f"{name} {describe_exit(process.wait(_FATE_TIMEOUT), of_python=False)}"
         return ""
 
     def end(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import name_some_ranks
-from mlaunch.protocol.messages.launch_messages import AnswerKind, RankAnswered, RankGone, RemoteError
+from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RankGone, RemoteError
 
 
 def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
@@ -34,7 +35,7 @@ def _raised(remote: RemoteError) -> str:
 
 def from_exit(gone: RankGone, device: str = "", crash: str = "", host: str = "") -> RankFailure:
     """Describes a rank that died. ``crash``: the Python stacks that it left. ``host``: its own; "": this one."""
-    what = describe_exit(gone.exitcode)
+    what = describe_exit(gone.exitcode, of_python=gone.of_python)
     return RankFailure(
         rank=gone.rank,
         pid=gone.pid,
@@ -53,10 +54,12 @@ def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
     return RankFailure(None, pid, describe_exit(exitcode), exitcode=exitcode, at=at)
 
 
-def from_cancel(by_launcher: bool, by_choice: bool, ranks: Sequence[int] = ()) -> RankFailure:
+def from_cancel(by_launcher: bool, cancel: Cancel | None, ranks: Sequence[int] = ()) -> RankFailure:
     """Describes that the launcher cancels, or that it or the fork server is gone. ``ranks``: its own, if others are."""
-    if by_choice:
-        return _of_host("the call", "was interrupted", ranks, final=True)
+    if cancel is not None:
+        ended = cancel.by not in {0, signal.SIGINT}
+        what = f"was ended by {signal.Signals(cancel.by).name}" if ended else "was interrupted"
+        return _of_host("the call", what, ranks, final=True)
     return _of_host("the calling process" if by_launcher else "the fork server", "is gone", ranks, final=False)
 
 

@@ -57,7 +57,7 @@ class Client:
         if store is None:
             if port == 0:
                 raise ValueError("port=0: a client must know the port on which the server listens")
-            store = _connect(master_ip, port, timeout)
+            store = _connect(master_ip.strip("[]"), port, timeout)
         self._store: Any = dist.PrefixStore(_SPACE, store)  # whose annotations lack bytes and ``append``
         self._timeout = timeout
         self._seen: dict[str, int] = {}  # by place: the highest version

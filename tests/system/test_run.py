@@ -95,7 +95,9 @@ def test_a_function(tmp_path: Path) -> None:
 def test_a_program(tmp_path: Path) -> None:
     done = run(tmp_path, *PAIR, "--no-python", "sh", "-c", 'echo "$RANK of $WORLD_SIZE: $0"', "x")
     assert (done.returncode, told(done.stdout)) == (0, ["0 of 2: x", "1 of 2: x"]), done.stderr
-    assert run(tmp_path, "--no-python", "sh", "-c", "exit 7").returncode == 7
+    done = run(tmp_path, "--no-python", "sh", "-c", "exit 7")
+    assert done.returncode == 7
+    assert done.stderr.splitlines()[0] == "mlaunch: rank 0 of sh exited with code 7"
     ignored = int(run(tmp_path, "--no-python", "grep", "SigIgn", "/proc/self/status").stdout.split()[-1], 16)
     assert not [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1]
 

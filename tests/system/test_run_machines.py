@@ -117,9 +117,28 @@ def test_two_machines_on_one_host_are_told_to_say_which_they_are(tmp_path: Path)
         done = run(tmp_path, "--nnodes", "2", "--master-port", port, write(tmp_path, ""))
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert f"cannot be the master at master_ip='127.0.0.1', port={port}: Address already in use" in said
+    assert f"cannot be the master at --master-addr 127.0.0.1, --master-port {port}: Address already in use" in said
     advice = ". If several machines of this launch run on one host, each must be given its own --node-rank, from 0 to 1"
     assert said.endswith(advice)
+
+
+def test_a_machine_that_does_not_say_which_it_is(tmp_path: Path) -> None:
+    done = run(tmp_path, "--nnodes", "2", "--master-addr", "192.0.2.1", write(tmp_path, ""))
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "the master at --master-addr 192.0.2.1, --master-port 29500: Cannot assign requested address" in said
+    assert said.endswith("that is the first: this one must be given its own --node-rank, from 0 to 1")
+
+
+def test_a_signal_that_ends_one_machine_is_named_on_the_other(tmp_path: Path) -> None:
+    script = write(tmp_path, "import signal\nprint('runs', flush=True)\nsignal.pause()")
+    first, second = machines(tmp_path, script)
+    assert second.stdout is not None
+    assert second.stdout.readline() == "runs\n"
+    second.terminate()
+    (_, _, told), (status, _, _) = ends([first, second])
+    assert status == 143
+    assert f"the call on host {socket.gethostname()} (ranks 2-3) of train.py was ended by SIGTERM" in told
 
 
 def test_machines_that_do_not_come(tmp_path: Path) -> None:

@@ -415,3 +415,11 @@ def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyP
         with pytest.raises(ValueError, match=rf"^{name} is not valid UTF-8, so other machines could not") as caught:
             launcher(lambda: None, **machines, **options)()
         assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["[::1]", "::1"])
+def test_brackets_of_an_address_are_those_of_urls(given: str) -> None:
+    ready, options = Ready("2.13.0", None, ("gloo",)), Options(n_gpus=1, world_size=2, port=29500, master_ip=given)
+    spec = plan(options, ThisMachine(ready, lambda _environ: 0), "train()", {}, Attempt(0, None))
+    assert spec.cluster is not None
+    assert spec.cluster.master_ip == "::1"

@@ -225,7 +225,8 @@ class Supervisor:
         if record is None:
             self._listening.discard(fd)
         ours = [rank.rank for rank in self._by_local_rank] if self._peers.fds() else []  # others do not know them
-        self._shared.remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), record is not None, ours))
+        cancel = record if isinstance(record, Cancel) else None if record is None else Cancel()
+        self._shared.remember(lambda: failures.from_cancel(fd == self._launcher.fileno(), cancel, ours))
         if not isinstance(record, Cancel):
             self._stopping.without_asking(force=False)
         else:

@@ -135,7 +135,7 @@ class LaunchHandle:
                 with interrupts.allowed():
                     events = self.relay.wait(self.timeout())
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
-            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else signal.SIGTERM)
+            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else 0)
             if self.outcome.stacks:
                 add_note(interrupt, f"{self.spec.name} was interrupted; {'; '.join(self.outcome.doing())}")
             self.outcome.interrupted_by(interrupt)
@@ -184,14 +184,14 @@ class LaunchHandle:
         except BaseException as interrupt:
             self.outcome.interrupted_by(interrupt)
 
-    def _cancel(self, number: int) -> None:
-        """Ends the launch; interrupted again, whether by Ctrl-C or a handler that raises, without more grace."""
+    def _cancel(self, by: int) -> None:
+        """Ends the launch, for that signal if one came; if interrupted again, without more grace."""
         force = over = False
         self.ending = True
         while not over:
             try:
                 self._limits.begin_cancel(force=force)
-                self.agent.try_send(Cancel(force, number))
+                self.agent.try_send(Cancel(force, by or signal.SIGTERM, by))
                 self._hear_out()
                 over = True
             except BaseException:

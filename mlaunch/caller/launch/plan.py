@@ -115,7 +115,8 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezv
         log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None
     times = options.join_timeout, options.heartbeat_timeout
-    return Rendezvous(options.master_ip, options.port, key, *times, store_limit=None if key else limit_of(environ))
+    host = options.master_ip.strip("[]")  # of an IPv6 address, as in URLs
+    return Rendezvous(host, options.port, key, *times, store_limit=None if key else limit_of(environ))
 
 
 def _context(environ: Mapping[str, str]) -> Context:

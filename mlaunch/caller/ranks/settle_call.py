@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 
-from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.exceptions import RanksLost, report_of
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -34,7 +34,8 @@ def settle_lost(
     if ended.error is None:
         return Ended(report, [], RanksLost(f"{outcome.spec.name} was ended: {why}"))
     if note is not None:
-        note(ended.error, why, doing=outcome.doing())
+        told = str(report_of(ended.error) or "")
+        note(ended.error, why, doing=[line for line in outcome.doing() if line not in told])
     return ended
 
 

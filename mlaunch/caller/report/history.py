@@ -185,4 +185,4 @@ def _end(outcome: Outcome, rank: int, gone: RankGone | None) -> str:
         return "returned" if rank in outcome.values else "was stopped" if rank in outcome.stopped else "unknown"
     if gone.stopped:
         return "was stopped"
-    return "returned" if not gone.failed else describe_exit(gone.exitcode)
+    return "returned" if not gone.failed else describe_exit(gone.exitcode, of_python=gone.of_python)

@@ -197,7 +197,7 @@ class MachinesLaunch:
     def _master_ip(self, head: Offer) -> str:
         """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
         if self.options.master_ip != "localhost":
-            return self.options.master_ip
+            return self.options.master_ip.strip("[]")
         networks = {machine.given.identity for machine in self.placed.machines}
         return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
 

@@ -51,10 +51,14 @@ class AgentStarted:
 
 @frozen_record
 class Cancel:
-    """Asks the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period."""
+    """Asks the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period.
+
+    ``by``: the signal that has ended the caller; 0: none, or not known.
+    """
 
     force: bool = False
     number: int = signal.SIGTERM
+    by: int = 0
 
 
 class Phase(enum.Enum):
@@ -182,6 +186,7 @@ class RankGone:
     at: float
     hints: tuple[str, ...] = ()
     peak_memory: int = 0  # bytes
+    of_python: bool = True  # it was no other program
 
     @property
     def failed(self) -> bool:
