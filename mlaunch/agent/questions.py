@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ControlHears, ControlSays
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
+_MOST = 16  # questions that one rank owes answers to: a channel that nobody reads is full at some 200
 
 
 class Questions:
@@ -23,6 +24,7 @@ class Questions:
     def __init__(self, channels: Mapping[int, Channel[ControlSays, ControlHears]]) -> None:
         self._channels = dict(channels)
         self._open: dict[int, dict[int, tuple[int, Take]]] = {rank: {} for rank in channels}  # by number
+        self._owed = dict.fromkeys(channels, 0)  # by rank: answers that have not come, dropped or not
         self._number = 0
 
     def fds(self) -> list[int]:
@@ -41,11 +43,13 @@ class Questions:
     def ask(self, rank: int, about: About, take: Take) -> int:
         """Asks a rank; returns the number of the question. ``take`` is called with the answer, if one comes."""
         self._number += 1
-        memfd = memory_file("told")
-        self._open[rank][self._number] = memfd, take
         # Sent, and not waited for: a rank whose C code holds the interpreter lock answers when that returns, or
-        # never.
-        self._channels[rank].try_send(Question(self._number, about), [memfd])
+        # never. Who looks once a second would fill the channel of such a rank, and the agent would wait for it.
+        memfd = memory_file("told") if self._owed[rank] < _MOST else -1
+        self._open[rank][self._number] = memfd, take
+        if memfd >= 0:
+            self._owed[rank] += 1
+            self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number
 
     def tell(self, rank: int, record: ThawLooks | StopAtLook | HoldLimits | Attach, fds: Sequence[int] = ()) -> None:
@@ -57,7 +61,7 @@ class Questions:
         """Waits no more for the answer to a question: it will be ignored."""
         for numbers in self._open.values():
             if number in numbers:
-                os.close(numbers.pop(number)[0])
+                _close(numbers.pop(number)[0])
 
     def read(self, ready: Collection[int]) -> None:
         """Takes in answers."""
@@ -71,6 +75,7 @@ class Questions:
         except (EOFError, OSError):  # the rank is gone
             self.forget(rank)
             return
+        self._owed[rank] -= 1
         found = self._open[rank].pop(record.number, None)
         if found is not None:
             memfd, take = found
@@ -84,4 +89,9 @@ class Questions:
         """Asks this rank no more, which is gone."""
         self._channels.pop(rank, None)
         for memfd, _ in self._open.pop(rank, {}).values():
-            os.close(memfd)
+            _close(memfd)
+
+
+def _close(memfd: int) -> None:
+    if memfd >= 0:
+        os.close(memfd)

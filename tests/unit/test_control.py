@@ -70,3 +70,27 @@ def test_entered_operations_are_asked_anew_each_time() -> None:
     assert (entered.told, entered.looks) == ({0: (("0 cpu", (0, 1), 2),)}, {0: 4})
     for end in (ours, theirs):
         end.close()
+
+
+def test_a_rank_that_answers_nothing_is_asked_for_days() -> None:
+    """One that was stopped, or whose C code holds the interpreter lock: 92 looks filled its channel, and its agent
+    waited there, deaf to the deadline and to its caller."""
+    ours, theirs = Channel.pair()
+    questions = Questions({0: ours})
+    entered, open_files = EnteredRequests(questions), len(os.listdir("/proc/self/fd"))
+    for _ in range(1_000):
+        entered.ask(place=True)
+        assert entered.pending
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 3
+    while linux.wait_readable([theirs.fileno()], 0.0):  # it goes on, and answers what it finds
+        question, [memfd] = theirs.receive()
+        payload.write(memfd, "late")
+        os.close(memfd)
+        theirs.send(Told(question.number))
+        questions.read([ours.fileno()])
+    assert not entered.told
+    entered.ask()
+    assert linux.wait_readable([theirs.fileno()], LIMIT)
+    questions.forget(0)
+    for end in (ours, theirs):
+        end.close()
