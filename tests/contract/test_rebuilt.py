@@ -313,7 +313,8 @@ def other_cloudpickle(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     """A directory with the newest, or the oldest allowed, cloudpickle, as pip finds it."""
     wanted = "cloudpickle" if request.param == "newest" else f"cloudpickle=={OLDEST}"
     place = tmp_path_factory.mktemp(request.param)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(place), wanted]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries=1", "--timeout=30", "--no-deps", "--upgrade"]
+    pip += ["--target", str(place), wanted]
     got = subprocess.run(pip, check=False, capture_output=True, text=True, timeout=300)
     if got.returncode:
         pytest.skip(f"pip could not get {wanted}: {(got.stderr.strip() or 'no word').splitlines()[-1]}")
