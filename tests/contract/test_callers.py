@@ -21,6 +21,7 @@ import torch
 from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.rank.setup import device, group
 from tests.conftest import ROOT
 from tests.users import users_environ
 
@@ -319,7 +320,9 @@ def test_parameters_may_have_any_name() -> None:
     given = {name: number for number, name in enumerate(inspect.signature(weigh).parameters)}
     call = launcher(weigh, 1)
     wanted = [0, 1, 2, 3, 4, 5]
-    assert call(**given) == call.options(inline=True)(**given) == call.submit(**given).result(60) == [wanted]
+    assert call(**given) == call.submit(**given).result(60) == [wanted]
+    if device.version() >= group.DESTRUCTIBLE:  # an older torch keeps descriptors of a group that is left
+        assert call.options(inline=True)(**given) == [wanted]
     assert [run.result(60) for run in call.grid(**{name: [value] for name, value in given.items()})] == [[wanted]]
     with Ranks(n_gpus=1) as ranks:
         assert ranks.run(weigh, **given) == ranks.submit(weigh, **given).result(60) == [wanted]

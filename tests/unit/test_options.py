@@ -117,7 +117,8 @@ def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: 
 # Each option is stated once
 
 
-TYPES = {field.name: get_type_hints(Options)[field.name] for field in fields(Options)}
+HINTS = get_type_hints(Options, localns={"KW_ONLY": object})  # of Python 3.10's own, it says that it is no type
+TYPES = {field.name: HINTS[field.name] for field in fields(Options)}
 
 
 def overloads_of_new() -> list[ast.FunctionDef]:
