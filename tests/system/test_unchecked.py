@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -22,6 +23,7 @@ from mlaunch.protocol.machines.first_process import MARK, Where
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK
 from tests.another_user import greet, said_by_another_user
+from tests.system.test_wire import Wire
 from tests.system.wire_of_command import Evil
 
 TEE = 'file=$1; shift; "$@" | tee "$file"'
@@ -120,3 +122,16 @@ def test_a_reader_of_what_a_command_starts_learns_its_secrets(tmp_path: Path) ->
     secrets = {Where.of_line(line.removeprefix(MARK)).secret for line in said}
     assert len(secrets) == 2
     assert "" not in secrets
+
+
+def test_a_reader_of_the_wire_reads_values() -> None:
+    def set_value(port: int, secret: str) -> None:
+        Client(LOOPBACK, port, secret=secret).user_set("key", "a plain value")
+
+    async def pass_value() -> bytes:
+        with Server() as server:
+            async with Wire().to(server.py_server_port) as wire:
+                await asyncio.to_thread(set_value, wire.port, server.secret)
+        return bytes(wire.said[0])
+
+    assert b"a plain value" in asyncio.run(pass_value())
