@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import struct
+from collections.abc import Mapping
 
 from mlaunch.base.confinement import Confinement, confinement, read, rights_lacking
 
@@ -41,13 +42,16 @@ def peer_confinement(connection: socket.socket) -> Confinement:
         os.close(pidfd)
 
 
-def differences_to_peer(connection: socket.socket) -> str:
-    """Return in words what that process is confined to otherwise than this one; "": they are alike."""
+def differences_to_peer(connection: socket.socket, ours: Mapping[str, str]) -> str:
+    """Return in words what that process is confined to otherwise than this one; "": they are alike.
+
+    ``ours``: what this one is confined to, and maybe more.
+    """
     try:
-        theirs, ours = peer_confinement(connection), confinement()
+        theirs = peer_confinement(connection)
     except OSError as error:
         return f"process {peer_process(connection)[0]} is not shown to process {os.getpid()} ({error.strerror})"
-    found = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    found = sorted(name for name, value in theirs.items() if ours.get(name) != value)
     return f"these differ: {', '.join(found)}" if found else ""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement, is_filtered
+from mlaunch.base.confinement import is_filtered
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, is_this_user
 from mlaunch.forkserver.loaded_files import LoadedFiles
@@ -145,10 +145,10 @@ class Zygote:
 
     def _why_not(self, connection: socket.socket) -> str:
         """Return why who has connected is not served; "": he is."""
-        if differences := differences_to_peer(connection):
+        if differences := differences_to_peer(connection, self.facts):
             return differences
         # Of two that have these, one may be in a Landlock domain, or have another filter: no file in /proc says so.
-        if is_filtered(confinement()) and not import_facts.shares_sandbox(os.environ):
+        if is_filtered(self.facts) and not import_facts.shares_sandbox(os.environ):
             return f"it has no_new_privs or a seccomp filter, and {import_facts.SANDBOX}=1 is not set"
         return ""
 

@@ -56,7 +56,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[Zygote]:
     directory.chmod(0o700)
     monkeypatch.chdir(directory)
     offered: Any = None
-    zygote = Zygote(offered, (), 60.0, {"fact": "value"}, directory, "key")
+    zygote = Zygote(offered, (), 60.0, import_facts.of_this_process({}), directory, "key")
     zygote.open()
     try:
         yield zygote
@@ -125,7 +125,7 @@ def test_who_is_in_a_landlock_domain_uses_nothing_outside(tmp_path: Path, monkey
     def visit() -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
             end.connect("key.warm")
-            return f"{differences_to_peer(end)}; {rights_lacking_to_peer(end)}"
+            return f"{differences_to_peer(end, confinement())}; {rights_lacking_to_peer(end)}"
 
     with kept(monkeypatch, tmp_path):
         assert said_in_sandbox(nothing, visit) == "; "
@@ -198,7 +198,7 @@ def test_a_command_gives_nothing_to_a_sandbox(
         like: Any = None
         connection = zygote_place.connect(Path.cwd(), "key")
         assert connection is not None
-        assert zygote_client._ask(connection, {}, like) is None
+        assert zygote_client._ask(connection, confinement(), {}, like) is None
         assert zygote_upkeep.states(os.environ) == []
         with pytest.raises(LookupError, match="the launch key is not debugged from here: of its process, "):
             running_launches.connect("key")

@@ -73,19 +73,21 @@ def _ask_one_of(
         if found == key:
             connection = zygote_place.connect(directory, key)
             if connection is not None:
-                return _ask(connection, environ, like)
+                return _ask(connection, facts, environ, like)
     if places and zygote_upkeep.is_curious():
         for line in zygote_upkeep.why_none(facts):
             zygote_upkeep.tell(line)
     return None
 
 
-def _ask(connection: socket.socket, environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
+def _ask(
+    connection: socket.socket, facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
+) -> ForkServer | None:
     pid, _ = peer_process(connection)
     zygote: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
     # Before it gets the environment, and before its answer is unpickled: a process in a sandbox that shares this
     # directory could have put its own socket there.
-    if differences := differences_to_peer(connection):
+    if differences := differences_to_peer(connection, facts):
         zygote.close()
         zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {differences}")
         return None
