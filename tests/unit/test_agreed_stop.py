@@ -229,6 +229,8 @@ def test_machines_agree_as_ranks_do() -> None:
     sent.clear()
     stop.take(first, RanksFrozen(0, 3))
     stop.take(second, RanksFrozen(1, 8))  # of another call
+    for looks in (True, -5, 10**4000, 1e300):
+        stop.take(second, RanksFrozen(0, cast("int", looks)))
     assert stop.serve() is None
     stop.take(second, RanksFrozen(0, 5))
     assert stop.serve() is None
@@ -242,6 +244,9 @@ def test_a_signal_on_a_machine_asks_the_ranks_of_all() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before)
     assert [here.take(), here.take()] == ["USR1", ""]
+    stop, [first, _, _], sent = machines_stop(Visited(stops=True))
+    stop.take(first, AskToStop(0, "\x1b[2J"))
+    assert sent.pop() == (1, FreezeRanks(0, r"\x1b[2J"))
     stop, [first, _, _], sent = machines_stop(Visited(stops=True))
     stop.take(first, AskToStop(0, "USR1"))
     assert sent == [(0, FreezeRanks(0, "USR1")), (1, FreezeRanks(0, "USR1"))]

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
+from mlaunch.base.text import printable
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.protocol.agreed_stop import AgreedStop
+from mlaunch.protocol.agreed_stop import AgreedStop, is_look
 from mlaunch.protocol.messages.stop_messages import (
     AskToStop,
     FreezeRanks,
@@ -20,6 +21,8 @@ from mlaunch.protocol.messages.stop_messages import (
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
+
+_REASON = 100  # bytes
 
 
 class MachinesStop:
@@ -69,8 +72,8 @@ class MachinesStop:
     def take(self, machine: Machine, record: RanksFrozen | AskToStop) -> None:
         """Takes in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop."""
         if isinstance(record, AskToStop):
-            self.ask(record.reason, self._call)
-        elif self._agreed is not None and record.call == self._call:
+            self.ask(printable(record.reason, _REASON), self._call)
+        elif self._agreed is not None and record.call == self._call and is_look(record.looks):
             self._agreed.freeze.take(machine.number, record.looks)
 
     @property
