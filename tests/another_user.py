@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 
@@ -41,6 +42,7 @@ def by_another_user(say: Callable[[], str], user: int = _NOBODY) -> Iterator[Cal
         yield said
     finally:
         os.close(reader)
+        os.kill(pid, signal.SIGKILL)  # one that waits for ever, where a test has failed
         os.waitpid(pid, 0)
 
 
