@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
 
 _MOST_LAUNCHES = 200  # of one agent, which has 16 KB more after each
+AGENT_TIMEOUT = 60.0  # seconds beyond its grace period, in which it ends its ranks and what they left
 _STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
 
 
@@ -117,12 +119,13 @@ class Child:
             own_files.remove_directory(self.directory)
         return status
 
-    def wait_for_agent(self) -> None:
-        """Waits until an agent has ended, which its grace period bounds; wakes one that somebody has stopped."""
+    def wait_for_agent(self, until: float) -> None:
+        """Wait until an agent has ended, and wake one that somebody has stopped; after ``until`` it is killed."""
         number = signal.SIGCONT  # it ends its launch, and tidies up
         while not linux.wait_readable([self.pidfd], _STOPPED_TIMEOUT):
-            if self._is_stopped():
-                os.kill(self.pid, number)
+            late = time.monotonic() > until
+            if late or self._is_stopped():
+                os.kill(self.pid, signal.SIGKILL if late else number)
                 number = signal.SIGKILL
         self.reap()
 
@@ -132,6 +135,7 @@ class Children:
 
     def __init__(self) -> None:
         self._by_pidfd: dict[int, Child] = {}
+        self.longest_grace = 0.0  # seconds, of the launches
 
     def __bool__(self) -> bool:
         return bool(self._by_pidfd)
@@ -189,5 +193,6 @@ class Children:
         """Waits for the agents of a caller that is gone; their channels tell all of them, once we hold them no more."""
         for child in self:
             child.hang_up()
+        until = time.monotonic() + self.longest_grace + AGENT_TIMEOUT
         for agent in [child for child in self if child.is_agent]:
-            agent.wait_for_agent()
+            agent.wait_for_agent(until)

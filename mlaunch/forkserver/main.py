@@ -229,6 +229,7 @@ class _ForkServer:
     def _start(self, fds: list[int], caller: int, order: StartLaunch) -> None:
         own, following, leases = StartFds.of(fds, order.leases)
         self.next.forget()
+        self.children.longest_grace = max(self.children.longest_grace, order.grace_period)
         launch = Launch(own, self.call, more=order.more, directory=order.directory, leases=tuple(leases))
         self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
         close_all([*([] if own.call is None else [own.call]), *leases])

@@ -141,7 +141,9 @@ class LaunchSpec:
     stop_grace: float = 300.0  # seconds in which they stop when they are asked to
     stall: float | None = None  # seconds without progress after which its caller says so; None: never
     stall_ends: bool = False  # and ends it
-    debug: str = ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait
+    debug: str = (
+        ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait; JSON: ide.py
+    )
     profile: ProfileOrder | None = None
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 

@@ -13,14 +13,14 @@ from mlaunch.rank.setup import group
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
     from mlaunch.rank.debugging.debugger import Debugger
-    from mlaunch.rank.debugging.ide import IdeSession
+    from mlaunch.rank.debugging.ide import FollowedSession, IdeSession
 
 _USUAL = {"", "pdb.set_trace"}  # of PYTHONBREAKPOINT
 
 
 def install(
     word: str, channel: Channel[DebuggerHears, DebuggerSays] | None, rank: int, who: Callable[[], str]
-) -> Debugger | IdeSession | None:
+) -> Debugger | IdeSession | FollowedSession | None:
     """Installs the hook; returns what runs the function, if somebody debugs.
 
     ``word``: the launch's for its debugger. ``channel``: to the caller, which debugs. ``who`` says "rank 1 of train()".
@@ -38,6 +38,8 @@ def install(
 
         # Before the ranks join: the limit of a collective in which others wait already cannot be changed.
         group.lift_limits()
+        if ide.is_followed(word):
+            return ide.FollowedSession(word, who)
         return ide.IdeSession(who) if ide.is_awaited(word, rank) else None
     return None
 

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
+from mlaunch.base.child_debugging import not_debugged
 from mlaunch.rendezvous import secret
 from mlaunch.rendezvous.address import LOOPBACK, listen
 
@@ -48,14 +49,15 @@ class Server:
             self.address, self.py_server_port = listener.getsockname()[:2]
             fd = listener.fileno()
             # A process of its own: one that hosts the store's thread must never fork, and a user's process may.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
-                stdin=subprocess.PIPE,  # its end tells the server that we are gone
-                pass_fds=[fd],
-                # Ctrl-C in a terminal goes to the whole foreground group; when the server ends is its owner's
-                # decision.
-                start_new_session=True,
-            )
+            with not_debugged():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
+                    stdin=subprocess.PIPE,  # its end tells the server that we are gone
+                    pass_fds=[fd],
+                    # Ctrl-C in a terminal goes to the whole foreground group; when the server ends is its owner's
+                    # decision.
+                    start_new_session=True,
+                )
         self.secret = secret.draw()
         name = secret.variable(self.py_server_port)
         os.environ[name] = self.secret

@@ -21,6 +21,7 @@ from mlaunch.caller.launch import start
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.forkserver import children as children_module
 from mlaunch.forkserver.children import _MOST_LAUNCHES as MOST
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.channel import Channel
@@ -284,6 +285,19 @@ def test_an_agent_that_is_stopped_as_it_leaves_is_ended(order: str) -> None:
             stop(process.pid)
             child.end_stopped()
         assert process.wait(LIMIT) == -signal.SIGKILL
+
+
+def test_an_agent_that_does_not_end_with_its_caller_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a debugger inside of os.fork; within its grace period, and a time of its own, nobody is."""
+    monkeypatch.setattr(children_module, "AGENT_TIMEOUT", 0.0)
+    monkeypatch.setattr(children_module, "_STOPPED_TIMEOUT", 0.0)
+    process = subprocess.Popen(["sleep", "1000"])
+    agents = Children()
+    agents.add(Child(process.pid, os.pidfd_open(process.pid), None, is_agent=True))
+    agents.outlive_caller()
+    process.wait()
+    assert not processes.alive(process.pid)
+    os.close(*agents.fds())
 
 
 @pytest.mark.parametrize(("launches", "rest"), [([1], 1), ([MOST], 0), ([1, 1], 1), ([MOST, 1], 1)])

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import launcher
+from mlaunch import Server, launcher
 from mlaunch.rank.debugging import ide, ide_adapter
 from mlaunch.rendezvous.address import LOOPBACK
 from tests.another_user import said_by_another_user
+from tests.conftest import ROOT
 from tests.processes import wait_until
+from tests.users import users_environ
 
 debugpy = pytest.importorskip("debugpy", reason="debugpy is not installed (extra: debug)")
 
@@ -47,12 +53,22 @@ class Client:
                 assert message.get("success", True), message
                 return message.get("body")
 
-    def attach(self) -> None:
+    def attach(self, **arguments: Any) -> None:
         self.ask("initialize", adapterID="python", pathFormat="path")
         self.hear("response", "initialize")
-        self.ask("attach", justMyCode=False)
+        self.ask("attach", justMyCode=False, **arguments)
         self.hear("event", "initialized")
         self.ask("configurationDone")
+
+    def read_on(self) -> None:
+        """Takes whatever is said, to its end."""
+        with contextlib.suppress(OSError):
+            while self._stream.readline():
+                pass
+
+    def shut_down(self) -> None:
+        with contextlib.suppress(OSError):  # the other end has closed it
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._stream.close()
@@ -128,3 +144,68 @@ def test_without_debugpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ModuleNotFoundError, match=r"debug='debugpy' for print\(\) needs debugpy \(extra: debug\)"):
         launcher(print, 2, device_type="cpu", debug="debugpy")()
+
+
+FOLLOWED = """
+import os
+from mlaunch import launcher
+print(*launcher(os.getpid, n_gpus=2, device_type="cpu", output="raw")(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_ide_that_follows_children_is_shown_ranks_alone(tmp_path: Path) -> None:
+    """Fork server and agents run without its debugger, and wait for it nowhere."""
+    (tmp_path / "train.py").write_text(FOLLOWED)
+    with Server() as server:  # a port that is free once the server has ended
+        port = server.py_server_port
+    debugged = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client", "train.py"]
+    environ = {**users_environ(), "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "said").open("w") as said:  # no pipe: debugpy's own server has it, too, until its clients leave
+        caller = subprocess.Popen(debugged, cwd=tmp_path, env=environ, stdout=said)
+    ide_itself, ranks = connected(port), []
+    ide_itself.attach(subProcess=True)
+    shown = []
+    for _ in range(2):
+        body = ide_itself.hear("event", "debugpyAttach")
+        shown.append(body["subProcessId"])
+        ranks.append(Client(body["connect"]["host"], body["connect"]["port"]))
+        ranks[-1].attach(subProcessId=body["subProcessId"])
+    with ThreadPoolExecutor(3) as pool:
+        for client in (ide_itself, *ranks):
+            pool.submit(client.read_on)
+        assert caller.wait(120) == 0
+        for client in (ide_itself, *ranks):
+            client.shut_down()
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert sorted(map(int, lines[-1].split())) == sorted(shown)
+    for rank, pid in enumerate(map(int, lines[-1].split())):
+        assert f"rank {rank} of getpid() is process {pid}, which the IDE calls Subprocess {pid}" in lines
+    for client in (ide_itself, *ranks):
+        client.close()
+
+
+def connected(port: int) -> Client:
+    """A client of an IDE's server that is about to listen."""
+    found: list[Client] = []
+
+    def try_it() -> bool:
+        with contextlib.suppress(ConnectionError):
+            found.append(Client("127.0.0.1", port))
+        return bool(found)
+
+    wait_until(try_it)
+    return found[0]
+
+
+def test_an_ide_that_was_closed_keeps_no_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    with Server() as server:
+        port = server.py_server_port
+    at = {"host": "127.0.0.1", "port": port, "server_token": None, "client_token": None, "parent": 1, "path": "/"}
+
+    def run() -> int:
+        session = ide.FollowedSession(json.dumps(at), lambda: "rank 0 of train()")
+        return int(session.run(int, "7"))
+
+    assert launcher(run, 1, device_type="cpu")() == [7]
+    assert "rank 0 of train() runs without the IDE that debugs its caller" in capfd.readouterr().err

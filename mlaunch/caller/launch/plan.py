@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.process import current_process
 
-from mlaunch.base import linux, rlimits, signals
+from mlaunch.base import child_debugging, linux, rlimits, signals
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
@@ -73,7 +73,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         stop_on=signals.numbers_of_option(options.stop_on),
         stop_grace=options.stop_grace,
         stall=stall if cluster is None else None,
-        debug=debug_word(options.debug, world_size),
+        debug=debug_word(options.debug, world_size) or child_debugging.address(),
         stall_ends=stall_ends,
         rank0_only=options.results == "rank0",
         profile=attempt.profile,

@@ -194,7 +194,7 @@ class ForkServer:
         ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
         see StartLaunch. ``leases``: descriptors that its processes are to hold.
         """
-        order = StartLaunch(more, error_file.directory_of(spec), len(leases))
+        order = StartLaunch(more, error_file.directory_of(spec), len(leases), spec.grace_period)
         with standard_streams() as streams:
             beside = [*streams, *([] if following is None else [following.fileno()]), *leases]
             return self._ask(order, [("spec", spec), ("call", call)], beside)

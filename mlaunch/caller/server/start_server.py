@@ -18,6 +18,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
+from mlaunch.base.child_debugging import not_debugged
 from mlaunch.base.fds import KeptFd
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
@@ -52,14 +53,15 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), os.getpid(), tuple(like.preload))
-    process = subprocess.Popen(
-        [like.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *like.path],
-        env=with_huge_heap(environ),
-        stdin=like.stdin,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer
-    )
+    with not_debugged():
+        process = subprocess.Popen(
+            [like.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *like.path],
+            env=with_huge_heap(environ),
+            stdin=like.stdin,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer
+        )
     theirs.close()
     _interpreters.add(process)
 

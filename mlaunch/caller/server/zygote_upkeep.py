@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
+from mlaunch.base.child_debugging import not_debugged
 from mlaunch.base.confinement import confinement, is_filtered
 from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError, describe_exit
@@ -206,7 +207,7 @@ def _start(
     # What modules may read while they are imported, and only so long: not in /proc/PID/environ, where all forks of a
     # process that stays for hours would have the secrets of the shell that started it.
     rest = {name: value for name, value in environ.items() if name not in kept and name != token.VARIABLE}
-    with in_memfds([("environ", rest if preload else {})]) as (passed,):
+    with in_memfds([("environ", rest if preload else {})]) as (passed,), not_debugged():
         process = subprocess.Popen(
             [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
             env=with_huge_heap(kept),
