@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -146,14 +147,15 @@ def ranks_of(runs: Sweep, folder: Path) -> list[int]:
     return pids
 
 
+INTERRUPTED = "the trials of hold() were interrupted; 0 of 3 had returned, and their values stay"
+
+
 @pytest.mark.parametrize(
     ("waits", "told"),
     [
         (lambda runs: runs[2].result(120), []),
-        (
-            lambda runs: runs.results(120),
-            ["the trials of hold() were interrupted; 0 of 3 had returned, and their values stay"],
-        ),
+        (lambda runs: runs.results(120), [INTERRUPTED]),
+        (lambda runs: next(runs.as_completed(120)), [INTERRUPTED]),
     ],
 )
 def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object], told: list[str]) -> None:
@@ -170,6 +172,8 @@ def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object],
         waits(runs)
     sender.join()
     assert getattr(interrupted.value, "__notes__", []) == told
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.value.__traceback__)]
+    assert len([file for file in files if file != __file__]) <= 1  # as of a call
     assert len(pids) == 2
     assert not any(map(alive, pids))
     assert [run.state for run in runs] == ["cancelled"] * 3

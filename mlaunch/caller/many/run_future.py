@@ -19,7 +19,7 @@ from mlaunch.caller.many.reported import Reported, ReportLog
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
-from mlaunch.caller.report.user_frames import without_ours
+from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import STACKS, ask
 
@@ -87,9 +87,11 @@ class Run(Future[list[Any]]):
     def __reduce__(self) -> NoReturn:
         raise TypeError("only the process that made this future can wait for it: pass its result()")
 
+    @raises_from_caller
     def result(self, timeout: float | None = None) -> list[Any]:
         return super().result(self._drive_in_callback(timeout))
 
+    @raises_from_caller
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return super().exception(self._drive_in_callback(timeout))
 
@@ -103,6 +105,7 @@ class Run(Future[list[Any]]):
         """Tells whether ranks were started for it and it is not over."""
         return self._course.runs and not self.done()
 
+    @raises_from_caller
     def cancel(self) -> bool:
         """Ends the run, and returns when its processes are gone; a run that waits starts none. Can be interrupted.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
 from mlaunch.base.log import log
+from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.many import sweep_table, trial_arguments
@@ -26,7 +27,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.user_frames import hide_ours
+from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.protocol.calls import Call
 
 
@@ -69,6 +70,15 @@ class Sweep(Sequence[Run]):
             Exception: The first failure, once all others have been ended; not with ``return_exceptions=True``.
             TimeoutError: Not all have ended in time; they go on.
         """
+        __tracebackhide__ = True
+        try:
+            yield from self._as_completed(timeout)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise without_ours(error) from error.__cause__
+
+    def _as_completed(self, timeout: float | None) -> Iterator[Run]:
         until, left = _moment(timeout), set(self._trials)
         while left:
             self._wait(lambda: not left.isdisjoint(self._ended), until)
@@ -78,6 +88,7 @@ class Sweep(Sequence[Run]):
             left.discard(trial)
             yield trial
 
+    @raises_from_caller
     def results(self, timeout: float | None = None) -> list[Any]:
         """Waits for all, and returns the list of values of each; raises as ``as_completed``.
 
@@ -89,6 +100,7 @@ class Sweep(Sequence[Run]):
             self._raise_failure(until)
         return [_outcome(trial) if self._plan.goes_on else trial.result() for trial in self._trials]
 
+    @raises_from_caller
     def cancel(self) -> None:
         """Ends all that run, starts none that wait, and returns when their processes are gone."""
         # All are asked first, so that their grace periods pass at the same time.
@@ -210,7 +222,6 @@ class Sweep(Sequence[Run]):
             done = sum(trial.state == "returned" for trial in self._trials)
             ended = f"the trials of {self._plan.name}() were interrupted"
             add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay")
-            hide_ours(interrupt)
             raise
         if not found:
             raise TimeoutError(f"{len(self._trials) - len(self._ended)} of {len(self._trials)} trials have not ended")

@@ -17,6 +17,7 @@ from mlaunch.caller.many.submit import drive, named
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol.calls import Call
 
 _PRINTED = 4096  # bytes of each rank's output that are kept with a trial: a sweep may have thousands
@@ -99,6 +100,7 @@ class Trial(Run):
         self.ask_to_cancel()
         return super().cancel()
 
+    @raises_from_caller
     def result(self, timeout: float | None = None) -> list[Any]:
         try:
             return super().result(timeout)

@@ -20,6 +20,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks.session_words import lost
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol import calls, explain, payload, pickling_for
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.payload import Payload
@@ -69,9 +70,11 @@ class RanksFuture(Future[Any]):
     def __reduce__(self) -> NoReturn:
         raise TypeError("only the process that made this future can wait for it: pass its result()")
 
+    @raises_from_caller
     def result(self, timeout: float | None = None) -> Any:
         return super().result(self._drive_in_callback(timeout))
 
+    @raises_from_caller
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return super().exception(self._drive_in_callback(timeout))
 

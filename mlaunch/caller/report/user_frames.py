@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.frames import is_ours
+from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller.report import notebook
 
 E = TypeVar("E", bound=BaseException)
+R = TypeVar("R")
+P = ParamSpec("P")
 
 _HOOK = "_render_traceback_"  # what IPython asks an exception for, and the only thing that hides its last frame
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
@@ -21,6 +26,22 @@ _READ_ON = "What every rank was doing stands above, where it says LaunchError."
 def without_ours(error: E) -> E:
     """Returns the error, to be raised as if from the line that called: without frames so far, or of ours later on."""
     return hide_ours(error.with_traceback(None))
+
+
+def raises_from_caller(function: Callable[P, R]) -> Callable[P, R]:
+    """Has what the function raises for its caller's sake, or as it is interrupted, come from the line that called."""
+
+    @functools.wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise without_ours(error) from error.__cause__
+
+    return door
 
 
 def hide_ours(error: E) -> E:
