@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import multiprocessing.reduction
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -174,21 +175,28 @@ class launcher(Submitting[P, R]):
         return option_text.representation(self._name, self, self._options)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Reduces it to its name, also in ``__main__``: processes of a pool have that; mlaunch's own come by value."""
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for name in self._name.split("."):
-            found = getattr(found, name, None)
-        if found is self:
-            return str(self._name)
-        if isinstance(found, launcher) and found._function is self._function:  # a method, or with other options
-            return _copy, (found, self._options, self._bound)
-        return self.reduce_by_value()
+        from mlaunch.protocol import reducers
 
-    def reduce_by_value(self) -> tuple[Any, ...]:
-        """Returns how it is pickled for a process that does not have the module of the function."""
+        # In __main__ not by name: this is asked by cloudpickle and all that have a copy of it, whose processes have
+        # another one. Multiprocessing's have the same, and _reduce_for_a_pool.
+        if reducers.is_known(getattr(self, "__module__", None) or ""):
+            return _reduce_for_a_pool(self)
         return _make, (self._function, self._options, self._bound)
 
 
+def _reduce_for_a_pool(found: launcher[P, R]) -> str | tuple[Any, ...]:
+    """Reduces it to its name, if it has one; methods, and copies with other options, to what has their name."""
+    named: Any = sys.modules.get(getattr(found, "__module__", ""))
+    for name in found._name.split("."):
+        named = getattr(named, name, None)
+    if named is found:
+        return str(found._name)
+    if isinstance(named, launcher) and named._function is found._function:
+        return _copy, (named, found._options, found._bound)
+    return _make, (found._function, found._options, found._bound)
+
+
+multiprocessing.reduction.ForkingPickler.register(launcher, _reduce_for_a_pool)
 launcher.__doc__ = option_text.with_options(launcher.__doc__)
 launcher.__signature__ = option_text.SignatureOfClass(option_text.signature_of_launcher())
 vars(launcher)["options"].__signature__ = option_text.signature_of_changes()

@@ -143,15 +143,13 @@ def of_name(found: object, reduced: Reduced) -> Reduced:
     module = getattr(found, "__module__", None)
     if not isinstance(reduced, str) or not isinstance(module, str):
         return reduced
-    if _is_known(module) and "<locals>" not in reduced:
+    if is_known(module) and "<locals>" not in reduced:
         return reduced
-    if hasattr(found, "reduce_by_value"):  # mlaunch's own
-        return cast(Reduced, found.reduce_by_value())
     state = getattr(found, "__getstate__", lambda: getattr(found, "__dict__", None))()  # Python 3.10 lacks object's
     return (cast(Any, copyreg).__newobj__, (type(found),), state)  # as for an object without a __reduce__
 
 
-def _is_known(module: str) -> bool:
+def is_known(module: str) -> bool:
     """Tells whether ranks can import it, and are to."""
     by_value = cloudpickle.cloudpickle.list_registry_pickle_by_value()
     return module not in {"__main__", "__mp_main__"} and module not in by_value and is_importable(module)
@@ -159,7 +157,7 @@ def _is_known(module: str) -> bool:
 
 def _reduce_cached(function: Any) -> Reduced:
     """Reduces functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
-    if _is_known(function.__module__) and "<locals>" not in function.__qualname__:
+    if is_known(function.__module__) and "<locals>" not in function.__qualname__:
         return str(function.__qualname__)
     return _cache_again, (function.__wrapped__, function.cache_parameters())
 
@@ -198,7 +196,7 @@ def _view_again(data: bytes | bytearray, form: str, shape: tuple[int, ...]) -> m
 
 def _reduce_parameter(parameter: Any) -> Reduced:
     """Reduces ``ParamSpec`` and ``TypeVarTuple``, as cloudpickle does ``TypeVar``."""
-    if _is_known(parameter.__module__):
+    if is_known(parameter.__module__):
         return str(parameter.__name__)
     return type(parameter), (parameter.__name__,)
 
