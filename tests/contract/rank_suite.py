@@ -436,6 +436,9 @@ class TestOther(unittest.TestCase):
 
 @pytest.mark.ranks(2)
 class TestAsync(unittest.IsolatedAsyncioTestCase):
+    @classmethod
+    def tearDownClass(cls):  # of the last class: no test of another one follows
+        open(f"torn-{dist.get_rank()}", "w").close()
     async def test_coroutine(self): self.assertTrue(dist.is_initialized())
 """
 

@@ -178,7 +178,7 @@ def test_lines_that_run_on_ranks_count(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]]) -> None:
+def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]], tmp_path: Path) -> None:
     reports, printed = suite(rank_suite.CASES)
     told = outcomes(reports)
     passed = {"test_all_reduce", "test_in_class", "test_torn_down", "test_without", "test_coroutine"}
@@ -193,6 +193,7 @@ def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]]) -> No
     assert "assert 1 != 1" in reports["test_subtests"]["text"]
     assert "in the subtest (i=1)" in reports["test_subtests"]["text"]
     assert reports["test_unexpected"]["text"] == "Unexpected success"
+    assert {path.name for path in tmp_path.glob("torn-*")} == {"torn-0", "torn-1"}
 
 
 def test_a_class_of_torchs_gets_the_mark_and_nothing_else(suite: Callable[..., tuple[Reports, str]]) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
+from mlaunch.caller import running_launches
 from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
 from mlaunch.protocol import registry
@@ -329,6 +330,35 @@ def test_mlaunch_stop_is_over_with_the_call_though_its_ranks_stay(tmp_path: Path
             stayed = ranks.run(os.getpid)
             ranks.close()  # else the command would wait for that
     assert stayed == pids
+
+
+def test_mlaunch_stop_waits_for_ranks_that_take_longer_than_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that writes a checkpoint, once it is asked to stop."""
+    monkeypatch.setattr(running_launches, "_ANSWER_TIMEOUT", 0.1)
+
+    def work() -> str:
+        (tmp_path / "begun").touch()
+        reason = next(reason for _ in range(LIMIT) if (reason := mlaunch.stopping()))
+        (tmp_path / "asked").touch()
+        while not (tmp_path / "go").exists():
+            signal.sigtimedwait([], 0.01)
+        return reason
+
+    def stop() -> None:
+        while main(["stop"]):  # it listens some moments after its start
+            os.sched_yield()
+
+    run = launcher(work, 1).submit()
+    wait_until((tmp_path / "begun").exists)
+    with ThreadPoolExecutor(1) as pool:
+        command = pool.submit(stop)
+        wait_until((tmp_path / "asked").exists)
+        assert not wait([command], 0.5).done
+        (tmp_path / "go").touch()
+        assert run.result(60) == ["asked"]
+        command.result(60)
 
 
 @pytest.mark.parametrize("now", [False, True])

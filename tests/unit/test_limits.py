@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from mlaunch.agent.supervision.launch_state import OngoingCall
-from mlaunch.caller.launch import watchdog
+from mlaunch.base import linux
+from mlaunch.caller.debugging import asking
+from mlaunch.caller.launch import call, watchdog
+from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.watchdog import Killed, Limits
-from mlaunch.protocol.messages.debug_messages import HoldDeadline
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.output.output_plan import Policy
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.report.history import History
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.messages.debug_messages import HoldDeadline, Visited
+from tests.unit.test_output import plan
 
 
 class Clock:
@@ -44,18 +57,18 @@ def test_a_press_brings_the_end_of_a_deadline_forward(monkeypatch: pytest.Monkey
 def test_a_deadline_that_is_held_comes_no_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(watchdog, "time", clock)
-    waiting, call = Limits(1.0, 1000.0, lambda: None), OngoingCall(0, 1000.0, clock.now + 1000.0)
+    waiting, ongoing = Limits(1.0, 1000.0, lambda: None), OngoingCall(0, 1000.0, clock.now + 1000.0)
     left = waiting.timeout()
     for _ in range(2):
         waiting.hold(True)
-        assert call.obey(HoldDeadline(True), clock.now)
-        assert (waiting.timeout(), call.due) == (None, None)
+        assert ongoing.obey(HoldDeadline(True), clock.now)
+        assert (waiting.timeout(), ongoing.due) == (None, None)
         clock.now += 5000.0
         waiting.hold(False)
-        assert call.obey(HoldDeadline(False), clock.now)
+        assert ongoing.obey(HoldDeadline(False), clock.now)
         assert waiting.timeout() == pytest.approx(left)
-        assert call.due == clock.now + 1000.0
-    assert not call.obey(None, clock.now)
+        assert ongoing.due == clock.now + 1000.0
+    assert not ongoing.obey(None, clock.now)
 
 
 def test_a_press_counts_while_a_deadline_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +130,27 @@ def test_a_deadline_that_the_caller_keeps_is_held_too(passing_time: Clock) -> No
     assert (waiting.timeout(), waiting.kill_if_overdue(), waiting.told) == (None, Killed.NONE, [])
     waiting.hold(False)
     assert waiting.timeout() == 10.0
+
+
+def test_no_clock_of_a_launch_counts_while_somebody_debugs_it() -> None:
+    """Neither its deadline ends it meanwhile, nor is it said to have stalled."""
+    spec: Any = SimpleNamespace(
+        grace_period=1.0, seconds=100.0, stall=50.0, stall_ends=False, stays=False, name="f()", world_size=1
+    )
+    agent, theirs = Channel.pair()
+    server: Any = SimpleNamespace(kill=lambda: pytest.fail("it was ended"))
+    handle = LaunchHandle(spec, server, agent, Relay(plan(1, Policy()), 1, 0), History())
+    with contextlib.closing(theirs), contextlib.closing(handle):
+        assert handle.timeout() is not None
+        for held in (True, False):
+            theirs.send(Visited(held, 7))
+            linux.wait_readable([handle.fileno()], 60.0)
+            assert handle.step()
+            assert (handle.timeout() is None) == held
+
+
+def test_a_call_with_a_debugger_has_no_clock_that_counts_at_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its deadline is held there; the others are not begun."""
+    monkeypatch.setattr(asking, "check_place", lambda _name: None)
+    options = call._debugged(Options(debug=True, stall=5.0, timeout=60.0, deadline=90.0), "f()")
+    assert (options.stall, options.timeout, options.deadline) == (None, None, 90.0)
