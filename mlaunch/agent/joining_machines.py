@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch._version import __version__
 from mlaunch.agent.peers import Peers, silence
 from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.base.text import printable
 from mlaunch.protocol.messages.machine_messages import Planned, Refused, Waiting
 from mlaunch.protocol.spec import Agreed, LaunchSpec, Rendezvous
 from mlaunch.rendezvous.address import listen_as_master
@@ -60,7 +61,7 @@ def join_machines(
     if spec.rank_start == 0:
         server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
     # After the gate, which it would else knock at in vain.
-    link = Link(cluster, _introduction(spec), listener, held)
+    link = Link(cluster, _introduction(spec, cluster), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     left = spec.seconds
     peers = Peers(link, cluster.heartbeat_timeout, by_engine=cluster.by_engine)
@@ -115,8 +116,10 @@ def _advice(spec: LaunchSpec, number: int | None) -> str:
     return ""
 
 
-def _introduction(spec: LaunchSpec) -> Join:
+def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
     """Says what this machine is."""
+    # An engine's caller has given all machines the same; each command makes up an id where none is given.
+    run_id = spec.command.run_id if spec.command is not None and not cluster.by_engine else ""
     return Join(
         host=socket.gethostname(),
         rank_start=0 if spec.count_machines else spec.rank_start,
@@ -129,6 +132,12 @@ def _introduction(spec: LaunchSpec) -> Join:
         role="default" if spec.command is None else spec.command.role,
         machine=spec.node_rank if spec.count_machines else 0,
         machines=spec.num_nodes if spec.count_machines else 0,
+        max_restarts=spec.max_restarts,
+        heartbeat_timeout=f"{cluster.heartbeat_timeout:g}",
+        timeout="None" if spec.timeout is None else f"{spec.timeout:g}",
+        stop_grace=f"{spec.stop_grace:g}",
+        backend=spec.backend,
+        run_id=printable(run_id, 255),
     )
 
 

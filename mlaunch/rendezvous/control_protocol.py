@@ -28,7 +28,7 @@ from typing import Any
 from mlaunch.base.text import printable
 
 # Counted up with each change of records, so that two versions of mlaunch refuse each other in words.
-PROTOCOL = 8
+PROTOCOL = 9
 ROLES = ("control", "store")
 LINE_LIMIT = 262_144  # bytes of a record
 SENTENCE = 2_000  # bytes of what is said to people
@@ -57,6 +57,10 @@ SILENT = UnprovedError(
 
 class WrongTokenError(ConnectionError):
     """A client speaks as one of ours, with another token."""
+
+
+class NoTokenError(WrongTokenError):
+    """A client says that it has no token."""
 
 
 _SAME_TOKEN = "give both the same token= or MLAUNCH_TOKEN, unless another launch has this port"
@@ -142,6 +146,7 @@ async def introduce(
     if token is not None:
         await _prove_first(reader, writer, role, token, nonce, answer)
     elif "challenge" in answer:
+        await send(writer, {"tokenless": 1})  # for the master's people, who wait for this machine
         raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
     elif "refused" in answer:
         raise RefusedError(_other_version(answer) or printable(str(answer["refused"]), SENTENCE))
@@ -191,7 +196,10 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     ours = secrets.token_hex(16)
     # A nonce of each side: proofs that somebody has recorded are of no use at another time, nor turned round.
     await send(writer, {"challenge": ours})
-    proof = (await read(reader)).get("proof")
+    answer = await read(reader)
+    if "tokenless" in answer:
+        raise NoTokenError("a client without a token")
+    proof = answer.get("proof")
     if not _is(proof, _prove(token, "client", nonce, ours, role)):
         # No more than that: why a guess is wrong would be of use to whoever guesses.
         await send(writer, {"refused": "wrong token"})

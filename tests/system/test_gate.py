@@ -1042,6 +1042,10 @@ def test_machines_that_fit_together() -> None:
     assert roster_of().conflict(join(4, 2, 5)) == "host h2 (ranks 4-5) has ranks beyond world_size=5"
     assert one.conflict(join(2, 2, 5, torch="2.6")) == "host h0 has torch 2.13, host h1 has torch 2.6"
     assert one.conflict(join(2, 2, 5, mlaunch="1.0")) == "host h0 has mlaunch 0.1, host h1 has mlaunch 1.0"
+    for name, value in (("heartbeat_timeout", "9"), ("backend", "nccl"), ("timeout", "None"), ("stop_grace", "1")):
+        said = f"host h0 has {name}=, host h1 has {name}={value}"
+        assert one.conflict(join(2, 2, 5, **{name: value})) == said
+    assert one.conflict(join(2, 2, 5, max_restarts=3)) == "host h0 has max_restarts=0, host h1 has max_restarts=3"
     assert one.conflict(join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: the rank_start overlap"
 
 

@@ -111,6 +111,15 @@ def test_machines_that_do_not_fit(tmp_path: Path) -> None:
         assert " has --nnodes 3" in err
 
 
+def test_two_jobs_do_not_become_one(tmp_path: Path) -> None:
+    script = write(tmp_path, TRAIN)
+    one = start(tmp_path, *MACHINES, "--rdzv-id", "a", "--node-rank", "0", script, "-1")
+    other = start(tmp_path, *MACHINES, "--rdzv-id", "b", "--node-rank", "1", script, "-1")
+    for status, _, err in ends([one, other]):
+        assert status == 1
+        assert re.search(r"was not started: host \S+ has --rdzv-id [ab], host \S+ has --rdzv-id [ab]\n", err), err
+
+
 def test_two_machines_on_one_host_are_told_to_say_which_they_are(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

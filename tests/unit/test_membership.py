@@ -79,6 +79,8 @@ def test_which_machines_are_missing() -> None:
         (counted(1, 5), ""),
         (counted(0, 1, rank_start=5, host="other"), "host h0 and host other both have --node-rank 0"),
         (counted(1, 1, machines=2), "host h0 has --nnodes 3, host h1 has --nnodes 2"),
+        (counted(1, 1, run_id="b"), "host h0 has --rdzv-id , host h1 has --rdzv-id b"),
+        (counted(1, 1, max_restarts=1), "host h0 has --max-restarts 0, host h1 has --max-restarts 1"),
         (counted(3, 1), "host h3 (machine 3) is beyond --nnodes 3"),
         (counted(1, 1, function="other.py"), "host h0 has train.py to run, host h1 has other.py to run"),
     ],

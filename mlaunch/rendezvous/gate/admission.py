@@ -69,12 +69,12 @@ class Complaints:
         if self._errors <= _MOST:
             self._tell(f"the gate closed a connection: {type(error).__name__} {str(error)[:_SHOWN]!a}")
 
-    def tell_of_token(self, address: str) -> None:
-        """Says once of an address that another token came from there: it may be of a machine that is waited for."""
+    def tell_of_token(self, address: str, came: str) -> None:
+        """Say once of an address that somebody came from there ``came``: it may be a machine that is waited for."""
         if address not in self._turned_away and len(self._turned_away) < _MOST:
             self._turned_away.add(address)
             self._tell(
-                f"{address} came with another token and was turned away; if it is a machine of this launch, give it "
+                f"{address} came {came} and was turned away; if it is a machine of this launch, give it "
                 f"the token= or MLAUNCH_TOKEN of this one"
             )
 

@@ -91,9 +91,10 @@ class Gate:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
         try:
             return await control_protocol.admit(reader, writer, self._token)
-        except control_protocol.WrongTokenError:
+        except control_protocol.WrongTokenError as error:
             if not self._begun:  # else it is none that is waited for
-                self._complaints.tell_of_token(str(writer.get_extra_info("peername")[0]))
+                came = "without a token" if isinstance(error, control_protocol.NoTokenError) else "with another token"
+                self._complaints.tell_of_token(str(writer.get_extra_info("peername")[0]), came)
             raise
 
     # One machine

@@ -14,7 +14,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import both_ends, name_ranks, printable
 from mlaunch.protocol.spec import Agreed
 
-_LONGEST = {"host": 255, "function": 1000, "role": 255}  # characters; of what is not listed here:
+_LONGEST = {"host": 255, "function": 1000, "role": 255, "run_id": 255}  # characters; of what is not listed here:
 _SHORT = 100
 MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
 _LARGEST = 1 << 31  # of other numbers: a pid, an exit code
@@ -40,6 +40,13 @@ class Join:
     role: str = "default"  # of its ranks
     machine: int = 0  # its number, where machines are counted
     machines: int = 0  # that are to join; 0: they are not counted, rank_start and world_size say who is missing
+    # Options that all machines must agree on.
+    max_restarts: int = 0
+    heartbeat_timeout: str = ""
+    timeout: str = ""
+    stop_grace: str = ""
+    backend: str = ""
+    run_id: str = ""
 
     @property
     def ranks(self) -> range:

@@ -102,12 +102,19 @@ def _span(join: Join) -> tuple[int, int]:
 
 def _difference(other: Join, new: Join) -> str:
     """Says in what two machines of one launch must not differ, and do."""
+    option = "--{} {{}}" if new.machines else "{}={{}}"  # as a command's, or the decorator's
     for name, words in (
         ("world_size", "world_size={}"),
         ("machines", "--nnodes {}"),
         ("function", "{} to run"),
         ("mlaunch", "mlaunch {}"),
         ("torch", "torch {}"),
+        ("run_id", "--rdzv-id {}"),
+        ("max_restarts", option.format("max-restarts" if new.machines else "max_restarts")),
+        ("stop_grace", option.format("stop-grace" if new.machines else "stop_grace")),
+        ("heartbeat_timeout", "heartbeat_timeout={}"),
+        ("backend", "backend={}"),
+        ("timeout", "timeout={}"),
     ):
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
