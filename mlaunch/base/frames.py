@@ -14,6 +14,7 @@ _BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for n
 _BOTTOM += (os.path.join(_PACKAGE, "rank", "cells", ""),)  # what runs a notebook's cell
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest"))
+_DEBUGGER = os.path.join(_PACKAGE, "rank", "debugging", "")
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"
 _WITHOUT_FILE = (
@@ -30,6 +31,11 @@ def is_ours(file: str) -> bool:
 def is_ranks_own(file: str) -> bool:
     """Tells whether the file has what a rank does before and after the user's function, such as to wait for a call."""
     return file.startswith(_RANKS_OWN)
+
+
+def is_debugger(file: str) -> bool:
+    """True if the file is of what runs a debugger's prompt in a rank."""
+    return file.startswith(_DEBUGGER)
 
 
 def is_bottom(file: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import dataclasses
 import faulthandler
 import json
@@ -440,6 +441,12 @@ def test_an_import_of_a_library_is_named_and_is_no_collective() -> None:
     assert in_words([broadcasts, *begins]) == "in __init__ at train.py:18"
     assert operation_of([broadcasts, *begins]) == ""  # which has no name that a user knows
     assert operation_of([("/x/site-packages/torch/distributed/d.py", "1", "barrier"), users]) == "barrier"
+
+
+def test_a_rank_at_a_prompt_is_in_the_debugger() -> None:
+    ours = str(ROOT / "mlaunch" / "rank" / "debugging" / "rank_pdb.py")
+    pythons = [(bdb.__file__, "90", "trace_dispatch"), (ours, "7", "interaction"), (bdb.__file__, "90", "dispatch")]
+    assert in_words([*pythons, ("/home/train.py", "8", "train")]) == "in the debugger at train.py:8"
 
 
 def test_generated_code_is_no_place_of_the_users() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.frames import innermost_users, is_import, is_ours, is_ranks_own, module_of
+from mlaunch.base.frames import innermost_users, is_debugger, is_import, is_ours, is_ranks_own, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report import notebook
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
@@ -127,7 +127,9 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
         return ""
     file, line, name = frames[place]
     inner, outer = frames[:place], frames[place + 1 :]
-    if inner and is_import(inner[-1][0]):
+    if any(is_debugger(file) for file, _, _ in inner):
+        doing = "in the debugger"
+    elif inner and is_import(inner[-1][0]):
         doing = f"importing {_imported(inner) or _named_in(file, line) or 'a module'}"
     elif name == _MODULE and outer and is_import(outer[0][0]):
         doing = f"importing {module_of(file)}" + (f", in {called}," if (called := _called(inner)) else "")
