@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 import cloudpickle.cloudpickle
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.importable import is_importable
 
 _OLDEST = (3, 0)  # that of setup.cfg, which pip alone reads
@@ -392,7 +393,7 @@ def _fill_class(made: Any, content: dict[str, Any]) -> None:
 # class gave its members.
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen_record
 class _EnumMember:
     """What a member of an enum is made of: its value, and the arguments for the type that it also is."""
 
