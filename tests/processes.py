@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def _stat(pid: int) -> list[str]:
+def status_of(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat behind the name, the kernel's letter first."""
     # The name in parentheses may hold anything, so what counts comes after the last one.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
@@ -19,7 +20,7 @@ def _stat(pid: int) -> list[str]:
 def alive(pid: int) -> bool:
     """False for a zombie, too: where PID 1 does not reap, a dead orphan stays one."""
     try:
-        return _stat(pid)[0] not in {"Z", "X"}
+        return status_of(pid)[0] not in {"Z", "X"}
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.text import in_two_units, name_some_ranks
-from mlaunch.caller.why_text import sentence, view_of
+from mlaunch.caller.why_text import has_returned, is_outside, sentence, view_of
 from mlaunch.protocol.messages.launch_messages import Phase
 
 Ranks = Sequence[Mapping[str, Any]]  # each as its agent tells of it
@@ -23,8 +23,12 @@ _TOLD = 2  # places that a sentence on who waits for whom tells
 
 
 def run(ranks: Ranks) -> bool:
-    """Tells whether some rank is in the user's code: else they start, end, or wait for a call."""
-    return any(rank.get("marks", [""])[0] in _IN_USER_CODE for rank in ranks)
+    """Tells whether some rank has a call that it has not answered; one that has may wait for others."""
+    return any(_is_in_code(rank) or (is_outside(rank) and not has_returned(rank)) for rank in ranks)
+
+
+def _is_in_code(rank: Mapping[str, Any]) -> bool:
+    return rank.get("marks", [""])[0] in _IN_USER_CODE
 
 
 def moved(before: Ranks, now: Ranks) -> bool:
@@ -42,18 +46,21 @@ def counted(before: Ranks, now: Ranks) -> bool:
 
     A phase is none: a rank that is slow to start comes to its function, which may show none.
     """
-    known = [rank for rank in before if run([rank])]
-    there = [{**rank, "marks": rank["marks"][1:]} for rank in now if run([rank])]
+    known = [rank for rank in before if _is_in_code(rank)]
+    there = [{**rank, "marks": rank["marks"][1:]} for rank in now if _is_in_code(rank)]
     return moved([{**rank, "marks": rank["marks"][1:]} for rank in known], there)
 
 
 def has_begun(ranks: Ranks) -> bool:
-    """Tells whether ranks show progress at all: a function that only waits, or serves, shows none and need not."""
+    """Tells whether ranks show progress at all: a function that only waits, or serves, shows none and need not.
+
+    On the way to the function, and from there, each step is one.
+    """
     views = [view_of(rank) for rank in ranks]
     numbers = {group: number for view in views for group, (_, number) in (view.entered or {}).items()}
     unequal = any(numbers[group] != there for view in views for group, (_, there) in (view.entered or {}).items())
     counts = any(mark for rank in ranks for mark in rank["marks"][1:4])
-    return unequal or counts or any(view.operation for view in views)
+    return unequal or counts or any(view.operation for view in views) or any(is_outside(rank) for rank in ranks)
 
 
 def work(first: Ranks, second: Ranks) -> bool:

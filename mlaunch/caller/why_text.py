@@ -9,22 +9,44 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frames import is_library
-from mlaunch.caller.report.failure_text import in_words, operation_of, users_place
+from mlaunch.base.text import name_some_ranks
+from mlaunch.caller.report.failure_text import in_phase, in_words, operation_of, users_place
 from mlaunch.caller.wait_graph import RankView, why
-from mlaunch.protocol.messages.launch_messages import RankStacks
+from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
 
 _HANDLES = "handling an exception"
 _FINALLY = "in a finally block"
 
+_NOBODY = "no rank waits"
+_MOST_TOLD = 4
 _RUNNING = "running"
 _RETURNED = "(it returned)"
 _SILENT = "where its control thread does not answer (C code may hold the interpreter lock)"
 
 
 def sentence(ranks: Iterable[Mapping[str, Any]]) -> str:
-    """Says it of ranks whose agent was asked by the word ``why``."""
-    return why([view_of(rank) for rank in ranks])
+    """Says it of ranks whose agent was asked by the word ``why``; where nobody waits, who is not in the function."""
+    ranks = [*ranks]
+    views = [view_of(rank) for rank in ranks]
+    outside = [view for rank, view in zip(ranks, views, strict=True) if is_outside(rank)]
+    if not (said := why(views)).startswith(_NOBODY) or not outside:
+        return said
+    found: dict[str, list[int]] = {}
+    for view in outside:
+        found.setdefault(view.doing, []).append(view.rank)
+    told = [f"{name_some_ranks(those)} {'is' if len(those) == 1 else 'are'} {doing}" for doing, those in found.items()]
+    done = "all ranks have returned, and " if all(view.returned for view in views) else ""
+    return done + "; ".join(told[:_MOST_TOLD])
+
+
+def has_returned(rank: Mapping[str, Any]) -> bool:
+    return _RETURNED in rank["state"]
+
+
+def is_outside(rank: Mapping[str, Any]) -> bool:
+    """True for a rank that is on its way to the function, or on its way from there to its end."""
+    return not rank["state"].startswith((_RUNNING, "ended", Phase.IDLE.value, Phase.RETURNED.value))
 
 
 def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]:
@@ -36,7 +58,7 @@ def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]
         held = f" ({STATES[dump.state]})" if dump.state in STATES else ""
         told = {"state": f"{dump.phase.value}{held}", "frames": main_frames(dump.text), "entered": dump.entered}
         ranks.append({"rank": dump.rank, **told})
-    return [said] if (said := sentence(ranks)) and not said.startswith("no rank") else []
+    return [said] if (said := why([view_of(rank) for rank in ranks])) and not said.startswith(_NOBODY) else []
 
 
 def view_of(rank: Mapping[str, Any]) -> RankView:
@@ -44,8 +66,9 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
     frames = [tuple(frame) for frame in rank["frames"]]
     told, children = rank.get("entered"), rank.get("children", [])
     entered = None if told is None else {name: (tuple(members), number) for name, members, number in told}
-    runs, returned = rank["state"].startswith(_RUNNING), _RETURNED in rank["state"]
-    doing = (in_words(frames) if runs else "") or rank["state"]
+    runs, returned, phase = rank["state"].startswith(_RUNNING), has_returned(rank), rank["state"].partition(" (")[0]
+    doing = in_words(frames) if runs else in_phase(phase, frames)
+    doing = rank["state"] if doing in {"", phase} else doing
     blocks = [_block_of(file, line) for file, line, _ in frames if not is_library(file)] if runs else []
     doing += next((f", {block}" for block in blocks if block), "")
     if "(it " in rank["state"] and doing != rank["state"]:  # the kernel holds it, or a signal has stopped it

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch import launcher
 from tests.contract.preparing import pids_of, prepared, preparing
-from tests.processes import alive, wait_gone
+from tests.processes import alive, status_of, wait_gone, wait_until
 
 if TYPE_CHECKING:
     from mlaunch import Ranks
@@ -79,6 +79,7 @@ HOW: dict[str, Callable[[], object]] = {
 }
 
 
+ENDING = {"os._exit", "segfault", "SIGKILL", "execs"}  # in whichever thread
 NEVER_END = {"SIGSTOP", "stops its agent", "stops the fork server"}
 
 
@@ -126,17 +127,51 @@ def after_return(how: str) -> int:
     return 5
 
 
+def after_the_answer(how: str) -> int:
+    """Rank 1 has answered and waits for rank 0, which returns when it sees what became of rank 1."""
+    import threading
+
+    import torch.distributed as dist
+
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        threading.Thread(target=_crash_in_time, args=(how,), daemon=True).start()
+    elif how in ENDING:
+        wait_gone([pids[1]])
+    elif how == "SIGSTOP":
+        wait_until(lambda: not alive(pids[1]) or status_of(pids[1])[0] == "T")
+    elif how == "caller dies":
+        hang()
+    return 5
+
+
+def _crash_in_time(how: str) -> None:
+    from mlaunch.protocol.messages.launch_messages import Phase
+    from mlaunch.rank.for_users import progress
+
+    if progress.slot is not None:
+        board = progress.slot.board
+        wait_until(lambda: board[1] is Phase.RETURNED)
+        crash(how)
+
+
 def unpickling(_fuse: object) -> None:
     import torch.distributed as dist
 
     dist.barrier()
 
 
-def limits(how: str) -> dict[str, Any]:
-    return {"deadline": 0.7, "grace_period": 0.1} if how in NEVER_END else {}
+def limits(how: str, function: Callable[..., object] | None = None) -> dict[str, Any]:
+    """A deadline, where the launch would not end by itself."""
+    ends_itself = function in {after_return, after_the_answer} and how == "SIGSTOP"
+    return ({} if ends_itself else {"deadline": 0.7}) | {"grace_period": 0.1} if how in NEVER_END else {}
 
 
-PLACES = {place.__name__: place for place in (in_the_function, in_a_collective, pickling_the_result, after_return)}
+PLACES = {
+    place.__name__: place
+    for place in (in_the_function, in_a_collective, pickling_the_result, after_return, after_the_answer)
+}
 
 
 STAYING, PREPARED = "ranks that stay", "prepared"  # in place of a start method
@@ -149,7 +184,7 @@ def call_at(where: str, how: str, start_method: str) -> Callable[[], object]:
         return lambda: call_staying(how, function, argument)
     if start_method == PREPARED:
         return lambda: call_prepared(how, function, argument)
-    return lambda: launcher(function, 2, start_method=start_method, **limits(how))(argument)
+    return lambda: launcher(function, 2, start_method=start_method, **limits(how, function))(argument)
 
 
 def call_prepared(how: str, function: Callable[..., object], *args: object) -> object:
@@ -158,7 +193,7 @@ def call_prepared(how: str, function: Callable[..., object], *args: object) -> o
         launcher(os.getpid, 2, **limits(how))()
         pids = pids_of(prepared())
         try:
-            return launcher(function, 2, **limits(how))(*args)
+            return launcher(function, 2, **limits(how, function))(*args)
         finally:
             wait_gone(pids)
 

@@ -392,15 +392,51 @@ def test_a_death_stops_the_others_at_once(world: World) -> None:
     assert gone(told)[0].exitcode == 3
 
 
+def test_a_death_after_the_value_stops_nobody(world: World) -> None:
+    told = world.run(
+        then(world.answer, 0), lambda: world.end(0, 3), then(world.answer, 1, 2), then(world.end, 1), then(world.end, 2)
+    )
+    assert world.signals == []
+    assert gone(told)[0].exitcode == 3
+
+
+def then(act: Callable[[int], None], *ranks: int) -> Callable[[], None]:
+    return lambda: [act(rank) for rank in ranks] and None
+
+
+def test_who_has_answered_and_does_not_end_is_ended(world: World) -> None:
+    """No failure is told of."""
+    world.deaf = {2}
+    told = world.run(then(world.answer, 0, 1, 2), then(world.end, 0, 1))
+    assert world.signals == [(2, "SIGTERM", 105.0), (2, "SIGKILL", 110.0)]
+    assert {rank: end.stopped for rank, end in gone(told).items()} == {0: False, 1: False, 2: True}
+    assert [record.rank for record in told if isinstance(record, launch_messages.RankStacks)] == [2]
+
+
+def test_a_deadline_after_the_last_answer_ends_who_does_not() -> None:
+    world = World(deadline=3.0)
+    told = world.run(then(world.answer, 0, 1, 2), then(world.end, 0, 1))
+    assert world.signals == [(2, "SIGTERM", 103.0)]
+    assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+
+
 @pytest.mark.timeout(60)
-def test_the_other_machines_hear_of_a_death_after_the_value() -> None:
-    """They are not awaited any more, though the link lives on."""
+@pytest.mark.parametrize("caused", [True, False])
+def test_the_other_machines_hear_of_a_death_after_the_value_as_the_cause(caused: bool) -> None:
+    """Of a failure that looks like its consequence. They are not awaited any more, though the link lives on."""
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
     world = World(peers=Peers(link, 3600.0))
-    world.run(lambda: world.answer(0), lambda: world.end(0, 3))
+
+    def fail() -> None:
+        raised = launch_messages.RemoteError("X", "", "", Phase.RUNNING, "", "", None)
+        payload.write(world.ranks[1].answer_fd, raised)
+        world.answer(1, AnswerKind.ERROR, consequence=caused)
+
+    world.run(then(world.answer, 0), lambda: world.end(0, 3), fail)
     failure, _ = theirs.receive()
-    assert (failure.rank, failure.what.partition(" (")[0]) == (0, "returned its value, then exited with code 3")
+    assert failure.rank == (0 if caused else 1)
+    assert failure.what.partition(" (")[0] == ("returned its value, then exited with code 3" if caused else "raised X")
     for end in (ours, theirs):
         end.close()
 

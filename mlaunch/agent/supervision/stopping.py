@@ -1,6 +1,7 @@
 """Ends the ranks, in steps: ask for their stacks, ask them to end, force them.
 
     running --first failure, deadline, cancel--> asking (stacks) --> stopping (SIGTERM) --grace period--> killing
+    all have answered --grace period, deadline-----^
 
 A first failure that looks like the consequence of another rank's is held for a moment, so that the ranks that are
 about to tell the cause are still there to tell it (``first_step.py``). A lost launcher or fork server skips the asking.
@@ -24,6 +25,7 @@ from mlaunch.protocol.channel import TEXT_LIMIT
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
 
+_LEAVING_TIMEOUT = 5.0  # seconds, at least, in which ranks that have all answered end: they run exit handlers
 _MOST_MEMBERS = 2000  # of a rank's groups, that a record carries beside its stack
 
 
@@ -51,6 +53,8 @@ class Stopping:
         self._asking = FirstStep(system.clock, self.a_rank_ends)
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
+        self._leave_by: float | None = None
+        self.of_leaving = False  # it ends ranks that have all answered, which costs nothing
         self.begun = False  # the first step has been taken
         self.asked = StackRequests(system.request, system.clock)
         self.endings = Endings(ranks, system)
@@ -62,7 +66,7 @@ class Stopping:
     def due(self) -> list[float]:
         """Returns when its steps are due."""
         asking = None if self._asking.at == NEVER else self._asking.at
-        steps = (asking, self._terminate_at, self._kill_at, self.endings.due)
+        steps = (asking, self._terminate_at, self._kill_at, self._leave_by, self.endings.due)
         return [step for step in steps if step is not None]
 
     def fds(self) -> list[int]:
@@ -99,6 +103,18 @@ class Stopping:
         """Takes in that ranks which have answered are to be ended, too, if they do not leave."""
         self._spares_leaving = False
 
+    def expect_ends(self) -> None:
+        """Takes in that all ranks have answered, and that those which do not end in time are to be ended."""
+        if not self.begun:
+            self._leave_by = self._system.clock() + max(self._grace_period, _LEAVING_TIMEOUT)
+
+    def end_leaving(self) -> None:
+        """Ends ranks that have all answered and have not ended. No failure is told of."""
+        self._leave_by = None
+        if not self.begun:
+            self.of_leaving = True
+            self.within(0.0)
+
     def end_call(self) -> None:
         """Takes in that a call is over on ranks that stay: what its deadline has changed is as before."""
         self._spares_leaving, self._entered = True, None
@@ -107,6 +123,8 @@ class Stopping:
     def take_steps(self) -> None:
         """Takes the steps that are due, in their order."""
         now = self._system.clock()
+        if self._leave_by is not None and now >= self._leave_by:
+            self.end_leaving()
         if self._asking.is_due():
             self._ask()
         # All at one go, once all stacks are there: the end of one rank breaks the connections of the next.
@@ -181,7 +199,7 @@ class Stopping:
         self._system.group(rank.pid, number)
 
     def _begin(self) -> None:
-        self.begun = True
+        self.begun, self._leave_by = True, None
         self._asking.clear()
         self.endings.close()
         self._on_begin()
@@ -205,4 +223,4 @@ class Stopping:
     def _is_late(self, rank: RankProcess) -> bool:
         """True for a rank that answered, was released and still has not exited."""
         waits = self._board[rank.local_rank] in {Phase.RETURNED, Phase.IDLE}
-        return rank.alive and not waits and not self._spares_leaving
+        return rank.alive and (self.of_leaving or not (waits or self._spares_leaving))

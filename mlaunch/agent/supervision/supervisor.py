@@ -7,6 +7,7 @@ other machines, visitors, next deadline ---+        (stopping.py)        +--> ot
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ class Supervisor:
         """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
         for record, fds in self._said:
             self._take_word(self._launcher.fileno(), record, fds)
-        while self._ranks or self._shared.is_awaited(stopping=self._stopping.begun):
+        while self._ranks or self._shared.is_awaited(stopping=self._fails):
             ready = set(self._system.wait(self._sources(), self._timeout()))
             # The answers before the ends: a rank that has answered and ended has not failed.
             self._drain()
@@ -103,6 +104,11 @@ class Supervisor:
         # The fork server reaps that one.
         self._system.end_children(set() if self._server is None else {self._server.pid})
         return not self._stopping.begun
+
+    @property
+    def _fails(self) -> bool:
+        """True if ranks are ended because something went wrong before all had answered."""
+        return self._stopping.begun and not self._stopping.of_leaving
 
     # What is waited for
 
@@ -187,6 +193,7 @@ class Supervisor:
         if not self._call.released and not any(rank.working for rank in self._ranks.values()):
             self._call.released = True
             self._stopping.endings.close()
+            self._stopping.expect_ends()
             for rank in self._ranks.values():
                 rank.release()
 
@@ -202,11 +209,14 @@ class Supervisor:
         error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
         if record.failed and not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
-            self._shared.remember(lambda: failures.from_exit(record))
+            # After its answer it is the cause of those alone who have seen it: whoever fails by itself counts more.
+            answered = rank.answer is AnswerKind.VALUE
+            self._shared.remember(lambda: dataclasses.replace(failures.from_exit(record), consequence=answered))
         self._stopping.asked.forget(rank)
         self._questions.forget(rank.rank)
         rank.close()
-        if record.failed or self._must_stay:
+        # One that has answered costs nobody anything by its end. If others fail of it, it is their cause.
+        if (record.failed and rank.answer is not AnswerKind.VALUE) or self._must_stay:
             self._stopping.within(0.0)
 
     def _lose_server(self, server: StoreProcess) -> None:
@@ -244,6 +254,9 @@ class Supervisor:
         if self._stopping.begun or self._call.due is None or self._clock() < self._call.due:
             return
         self._call.due = None
+        if self._call.released and not self._peers.awaited:
+            self._stopping.end_leaving()
+            return
         self._stopping.explain()
         self._launcher.try_send(DeadlinePassed())
         self._shared.remember(lambda: failures.from_deadline(self._call.deadline))
@@ -253,7 +266,8 @@ class Supervisor:
 
     def _begin_stopping(self) -> None:
         """Tells the peers why."""
-        self._shared.tell()
+        if self._fails:
+            self._shared.tell()
 
     def _hear_peers(self, ready: set[int]) -> None:
         if (failure := self._peers.hear(ready)) is not None:

@@ -47,6 +47,7 @@ class Outcome:
     hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
     values: dict[int, Payload] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
+    late_ends: list[RankFailure] = field(default_factory=list)  # of ranks that had answered, which cost no value
     raised: dict[int, RemoteError] = field(default_factory=dict)
     started: int = 0  # ranks of this machine
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
@@ -128,7 +129,9 @@ class Outcome:
         if self.spec.stays and record.rank not in self.values:  # what it had answered was the call before
             record = dataclasses.replace(record, answered=False)
         device = self.spec.device(record.rank - self.spec.rank_start)
-        self.failures.append(failures.from_exit(record, device, crash, self.hosts.get(record.rank, "")))
+        failure = failures.from_exit(record, device, crash, self.hosts.get(record.rank, ""))
+        costs = self.spec.stays or record.rank not in self.values
+        (self.failures if costs else self.late_ends).append(failure)
 
     def _should_have_stayed(self) -> bool:
         """Tells whether nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""

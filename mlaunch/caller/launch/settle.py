@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.text import name_ranks
+from mlaunch.base.text import name_ranks, name_some_ranks
 from mlaunch.caller.launch.hints import hints_of, of_value
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output import files
@@ -44,7 +44,10 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
     try:
         if outcome.failed:
             _raise(outcome)
-        return Ended(report, _values(outcome), None)
+        values = _values(outcome)
+        if outcome.late_ends or outcome.stopped:
+            _warn_of_ends(outcome)
+        return Ended(report, values, None)
     except BaseException as error:
         return Ended(report, [], hide_ours(error))
 
@@ -73,8 +76,10 @@ def _values(outcome: Outcome) -> list[Any]:
             f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.name} exited with code 0 "
             f"without returning a value (ranks {ranks}); their results are None"
         )
-    values = []
-    for rank in range(spec.rank_start, spec.rank_start + spec.local_world_size):
+    values, ranks_here = [], range(spec.rank_start, spec.rank_start + spec.local_world_size)
+    if spec.command is None and (lacking := [*({*ranks_here} - outcome.values.keys() - {*outcome.silent})]):
+        raise _lacks_values(outcome, lacking)  # that nothing has failed does not mean that all is there
+    for rank in ranks_here:
         try:
             values.append(outcome.values[rank].read() if rank in outcome.values else None)
         except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
@@ -83,6 +88,28 @@ def _values(outcome: Outcome) -> list[Any]:
                 f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
             ) from error
     return values
+
+
+def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:
+    spec, has = outcome.spec, "values have" if len(ranks) > 1 else "value has"
+    what = f"did not finish within its deadline of {spec.deadline:g} s" if outcome.late else "has ended"
+    kind = LaunchTimeout if outcome.late else LaunchError
+    return _error(outcome, kind, f"{spec.name} {what}, and the {has} not come of {name_ranks(ranks)}")
+
+
+def _warn_of_ends(outcome: Outcome) -> None:
+    """Warns of ranks that had returned and then did not end well: all values are there."""
+    ended: dict[str, list[int]] = {}
+    for failure in outcome.late_ends:
+        ended.setdefault(f"{failure.what} ({failure.place})", []).append(failure.rank or 0)
+    told = [f"{name_some_ranks(ranks)} {what}" for what, ranks in ended.items()]
+    if hung := sorted(outcome.stopped):
+        words = "their values but did not end, and were" if len(hung) > 1 else "its value but did not end, and was"
+        told.append(f"{name_some_ranks(hung)} had returned {words} ended")
+    lines = [f"{outcome.spec.name}: {'; '.join(told)}. No value is lost", *outcome.doing()]
+    lines += [f"a longer grace_period= than {outcome.spec.grace_period:g} s leaves more time to end"] if hung else []
+    crash = next((failure.traceback.rstrip() for failure in outcome.late_ends if failure.traceback), "")
+    warn_caller("\n  ".join([*lines, *crash.splitlines()]))
 
 
 def reason_of(outcome: Outcome) -> str:
@@ -117,7 +144,10 @@ def _raise_timeout(outcome: Outcome, reason: str) -> None:
 
 def _raise_failure(outcome: Outcome) -> None:
     """Raises the first failure, as the exception of its rank if that can be made here."""
-    outcome.failures = [_completed(failure) for failure in in_order(outcome.failures)]
+    failed, ends = in_order(outcome.failures), outcome.late_ends
+    # The end of a rank that had answered is the cause of those alone who have seen it.
+    failed = [*ends, *failed] if failed[0].consequence else [*failed, *ends]
+    outcome.failures = [_completed(failure) for failure in failed]
     cause = outcome.failures[0] = _with_output(outcome, outcome.failures[0])
     text = FailureText(outcome.spec.name, outcome.failures, outcome.doing())
     report = _error(outcome, LaunchTimeout if cause.late else LaunchError, str(text))

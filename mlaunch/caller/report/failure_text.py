@@ -103,9 +103,8 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
 
 def _in_words(dump: RankStacks) -> str:
     frames = main_frames(dump.text)
-    if dump.phase not in _IN_USER_CODE:  # but it may be there: in a __setstate__, an exit handler
-        users = users_place(frames)
-        return str(dump.phase.value) if users is None else f"{dump.phase.value}, {in_words(frames)}"
+    if dump.phase not in _IN_USER_CODE:
+        return in_phase(dump.phase.value, frames)
     begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)  # or ends, or raises through our frames
     if begins and users_place(frames) is None:
         return f"{dump.phase.value}, at its very beginning or end"
@@ -114,6 +113,18 @@ def _in_words(dump: RankStacks) -> str:
             f" ({STATES[dump.state]})" if dump.state in STATES else ""
         )
     return in_words(frames) or str(dump.phase.value)
+
+
+def in_phase(phase: str, frames: Sequence[tuple[str, str, str]]) -> str:
+    """Says where a rank is that does not run the function: "shutting down, in close at train.py:7"."""
+    if users_place(frames) is not None:  # in a __setstate__, an exit handler
+        return f"{phase}, {in_words(frames)}"
+    if not frames or not phase.startswith(Phase.LEAVING.value):
+        return phase
+    file, line, name = frames[-1]  # what is called as a rank ends
+    if module_of(file) == "threading":
+        return f"{phase}, waiting for threads of its own that are no daemons"
+    return f"{phase}, in {name} at {notebook.short_name(file)}:{line}"
 
 
 def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
