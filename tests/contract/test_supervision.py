@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,8 +24,11 @@ from mlaunch.agent.supervision import stopping
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base.linux import wait_readable
 from mlaunch.caller.launch.outcome import Outcome
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.caller.launch.settle import settle
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase, ServerGone
+from mlaunch.protocol.messages.launch_messages import AnswerKind, DeadlinePassed, Phase, RankAnswered, Ready, ServerGone
 from mlaunch.rank.for_users import progress
 from tests.conftest import ROOT
 from tests.contract import crashes, functions
@@ -177,6 +181,25 @@ def test_ctrl_c_while_ranks_are_forked(
     with pytest.raises(KeyboardInterrupt):
         launcher(os.getpid, 3, start_method="fork")()
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_list_of_values_lacks_none(late: bool) -> None:
+    """Nothing has failed, and nothing was stopped; a deadline has passed while a value was on its way, perhaps."""
+    ready = Ready("2.13", None, ("gloo",))
+    options = Options(n_gpus=3, device_type="cpu", deadline=2.0)
+    spec = plan(options, ThisMachine(ready, lambda _environ: 0), "train()", {}, Attempt(0, None))
+    outcome = Outcome(spec)
+    for rank in (0, 2):
+        outcome.take(RankAnswered(rank, 1, AnswerKind.VALUE, consequence=False, at=0.0, data=pickle.dumps(rank)), ())
+    if late:
+        outcome.take(DeadlinePassed(), ())
+    how = "did not finish within its deadline of 2 s" if late else "has ended"
+    ended = settle(outcome, lambda: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(LaunchTimeout if late else LaunchError, match=how) as caught:
+        ended.result()
+    assert str(caught.value) == f"train() {how}, and the value has not come of rank 1"
+    assert caught.value.results == {0: 0, 2: 2}
 
 
 def test_agent_and_fork_server_killed_together() -> None:

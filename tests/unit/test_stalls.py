@@ -186,6 +186,37 @@ def test_a_function_that_serves_is_not_judged_though_it_was_slow_to_start(before
     assert len(world.said) == 1
 
 
+JOINS = rank(1, 0, 0, state="joining the process group", marks=["joining the process group", 0, 0, 0, 0], frames=[])
+SENDS = rank(0, 3, 7, within=False, state="sending its value", marks=["sending its value", 0, 0, 0, 3])
+RETURNED = rank(0, 3, 0, state="waiting for the others to return (it returned)", frames=[],
+                marks=["waiting for the others to return", 0, 0, 0, 3])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([{**JOINS, "rank": 0}, JOINS], "ranks 0-1 are joining the process group"),
+        ([{**JOINS, "rank": 0, "state": "binding its device"}, JOINS],
+         "rank 0 is binding its device; rank 1 is joining the process group"),
+        ([SENDS, {**RETURNED, "rank": 1}], "rank 0 is sending its value, in train at train.py:7"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_not_come_to_the_function_or_from_it_have_stalled(ranks: list[Any], said: str) -> None:
+    world = World(40.0)
+    world.ranks = ranks
+    world.until(100.0)
+    assert [text.partition("\n")[0] for text in world.said] == [f"has made no progress for 41 s: {said}"]
+
+
+@pytest.mark.parametrize("last", [RETURNED, {**RETURNED, "state": "shutting down (it returned)"}])
+def test_ranks_that_have_all_returned_have_not_stalled(last: dict[str, Any]) -> None:
+    """Their agent ends them."""
+    world = World(40.0)
+    world.ranks = [RETURNED, {**last, "rank": 1}]
+    world.until(1000.0)
+    assert world.said == []
+
+
 def test_places_of_several() -> None:
     other = rank(2, 4, 9, within=False)
     assert stall_signs.places([WAITS, LATE]) == []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from mlaunch.caller.running_launches import whole
 from mlaunch.caller.wait_graph import RankView, why
-from mlaunch.caller.why_text import of_stacks, view_of
+from mlaunch.caller.why_text import of_stacks, sentence, view_of
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
 from mlaunch.rank import function
 
@@ -85,6 +86,16 @@ def test_a_rank_as_its_agent_tells_of_it() -> None:
     assert "where its control thread does not answer" in view_of(told).doing
     told |= {"frames": [], "state": "ended (it returned)"}
     assert view_of(told) == RankView(1, "ended (it returned)", returned=True)
+
+
+def test_a_rank_that_has_returned_and_does_not_end() -> None:
+    close = ["/home/me/train.py", "7", "close"]
+    ended = {"rank": 0, "state": "ended (it returned)", "frames": []}
+    leaves = {"rank": 1, "state": "shutting down (it returned)", "frames": [close], "entered": []}
+    said = "all ranks have returned, and rank 1 is shutting down, in close at train.py:7 (it returned)"
+    assert sentence([ended, leaves]) == said
+    lacks = {**leaves, "frames": [[threading.__file__, "9", "_shutdown"]]}
+    assert "shutting down, waiting for threads of its own that are no daemons" in sentence([ended, lacks])
 
 
 def test_a_rank_that_has_returned_holds_up_the_others() -> None:

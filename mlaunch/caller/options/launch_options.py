@@ -111,7 +111,11 @@ class Options:
         1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."
     )
     grace_period: float = option(
-        5.0, Seconds(zero=True), "Seconds between SIGTERM and SIGKILL for stopped ranks.", flag="--shutdown-timeout"
+        5.0,
+        Seconds(zero=True),
+        "Seconds between SIGTERM and SIGKILL for stopped ranks, and, 5 at least, for ranks to end once all have "
+        "returned.",
+        flag="--shutdown-timeout",
     )
     deadline: float | None = option(
         None,
