@@ -41,7 +41,7 @@ from mlaunch.protocol.messages.server_messages import Free
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import local_store
-from mlaunch.rendezvous.address import listen
+from mlaunch.rendezvous.address import lacks_loopback, listen
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
@@ -251,6 +251,8 @@ def _may_say_so(spec: LaunchSpec) -> bool:
 
 def _listen(spec: LaunchSpec, launcher: AgentsEnd) -> socket.socket:
     """Opens the socket where the ranks find the store."""
+    if lacks := lacks_loopback():  # else gloo tells of it for each rank, after half an hour
+        refuse(launcher, lacks)
     port = spec.port if spec.cluster is None else 0
     try:
         return listen(port=port)

@@ -36,11 +36,13 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     from mlaunch.protocol import channel
     from mlaunch.protocol.messages import launch_messages, server_messages
     from mlaunch.rendezvous import tcp_store
+    from mlaunch.rendezvous.address import lacks_loopback
 
     # Begun here and heard of in finish(): it runs beside the caller, who has its answer by then.
     asked = tcp_store.ask_for_libuv()
     Evidence()  # which looks for the cgroup's files once
     room.look()
+    lacks_loopback()  # an agent that can do without does not try again
     channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
     return device.offered(), asked
 

@@ -15,8 +15,28 @@ LOOPBACK = "127.0.0.1"
 # By ioctl: the standard library names interfaces, but not their addresses.
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _FLAGS, _UP = 16, 0x1  # where the kernel puts an interface's flags; that of one that is up
+_CONNECT_TIMEOUT = 5.0  # seconds
+_loopback_works = False
 _NAME = 256  # bytes for the name in the ioctl's argument
 _ADDRESS = slice(20, 24)  # where the kernel puts the address into it
+
+
+def lacks_loopback() -> str:
+    """Say why processes of this machine cannot meet at its loopback address; "" if they can.
+
+    Once they can, this is not tried again, nor in forks: that the interface goes down later is not foreseen.
+    """
+    global _loopback_works  # noqa: PLW0603 - a fact about this machine
+    try:
+        if not _loopback_works:
+            with listen() as there, socket.create_connection(there.getsockname(), _CONNECT_TIMEOUT):
+                _loopback_works = True
+    except OSError as error:
+        return (
+            f"{LOOPBACK} cannot be reached ({error.strerror or error}), where the ranks of a machine meet: its "
+            f"loopback interface is down (ip link set lo up), or a firewall is in between"
+        )
+    return ""
 
 
 def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:

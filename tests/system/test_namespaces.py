@@ -135,3 +135,26 @@ def test_a_full_dev_shm(tmp_path: Path) -> None:
     mount = "mount -t tmpfs -o size=16k full /dev/shm"
     said = in_namespaces(tmp_path, "unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" "$@"', script=FULL)
     assert said == ["No space left on device", "[3, 3]", "over"]
+
+
+DOWN = """
+import sys
+from mlaunch import LaunchError, launcher
+
+for method in ("forkserver", "fork"):
+    try:
+        launcher(sum, 2, start_method=method)([1, 2])
+    except LaunchError as error:
+        print(error)
+print("over", flush=True)
+"""
+
+
+def test_loopback_that_is_down(tmp_path: Path) -> None:
+    """No rank is started."""
+    why = "127.0.0.1 cannot be reached (Network is unreachable), where the ranks of a machine meet: its loopback "
+    said = in_namespaces(tmp_path, "unshare", "--net", script=DOWN)
+    assert [line.partition("interface")[0] for line in said] == [f"sum() was not started: {why}"] * 2 + ["over"]
+    up = "ip link set lo up"
+    said = in_namespaces(tmp_path, "unshare", "--net", "sh", "-c", f'{up} && exec "$0" "$@"', script=DOWN)
+    assert said == ["over"]
