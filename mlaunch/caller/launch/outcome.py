@@ -81,6 +81,10 @@ class Outcome:
         """Tells whether there will be an error instead of values."""
         return bool(self.failures or self.stopped or self.broken or self.refused or self.interrupt)
 
+    @property
+    def ranks_here(self) -> range:
+        return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_world_size)
+
     def doing(self) -> list[str]:
         """Says what ranks were doing that were stopped, and who had left before."""
         left = sorted(set(self.silent) - self.stopped)

@@ -39,11 +39,16 @@ class Ended:
             del self  # else the error's traceback would hold the error, and what it maps would wait for the collector
 
 
-def settle(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
-    """Ends the hearing. Reads values, so it comes before the outcome is closed."""
+def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool = False) -> Ended:
+    """Ends the hearing. Reads values, so it comes before the outcome is closed.
+
+    ``lost``: the caller says why values are missing where nothing has failed.
+    """
     try:
         if outcome.failed:
             _raise(outcome)
+        if lacking := [] if lost else _lacking(outcome):  # that nothing has failed does not mean that all is there
+            raise _lacks_values(outcome, lacking)
         values = _values(outcome)
         if outcome.late_ends or outcome.stopped:
             _warn_of_ends(outcome)
@@ -76,10 +81,8 @@ def _values(outcome: Outcome) -> list[Any]:
             f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.name} exited with code 0 "
             f"without returning a value (ranks {ranks}); their results are None"
         )
-    values, ranks_here = [], range(spec.rank_start, spec.rank_start + spec.local_world_size)
-    if spec.command is None and (lacking := [*({*ranks_here} - outcome.values.keys() - {*outcome.silent})]):
-        raise _lacks_values(outcome, lacking)  # that nothing has failed does not mean that all is there
-    for rank in ranks_here:
+    values = []
+    for rank in outcome.ranks_here:
         try:
             values.append(outcome.values[rank].read() if rank in outcome.values else None)
         except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
@@ -88,6 +91,13 @@ def _values(outcome: Outcome) -> list[Any]:
                 f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
             ) from error
     return values
+
+
+def _lacking(outcome: Outcome) -> list[int]:
+    """Returns the ranks of which neither a value has come nor the word that there is none."""
+    if outcome.spec.command is not None:
+        return []
+    return sorted({*outcome.ranks_here} - outcome.values.keys() - {*outcome.silent})
 
 
 def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:

@@ -28,7 +28,7 @@ def settle_lost(
 ) -> Ended:
     """Settles the call during which the ranks were lost. ``note``: adds to its error what that means."""
     try:
-        ended = settle(outcome, report)
+        ended = settle(outcome, report, lost=True)
     finally:
         outcome.close()
     if ended.error is None:
