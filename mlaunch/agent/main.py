@@ -31,7 +31,7 @@ from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
-from mlaunch.protocol import error_file, payload
+from mlaunch.protocol import error_file, payload, temporary
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages.attached import LaunchFds
@@ -186,7 +186,7 @@ def _supervise(
         stop_on=spec.stop_on, stop_grace=spec.stop_grace, said=watch.said,
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, watch.left())
-    went_well = _run(supervisor, inspection, names, launcher)
+    went_well = _run(supervisor, spec, inspection, names, launcher)
     if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
         return False
     if went_well and link is not None:
@@ -210,12 +210,15 @@ def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent
     return joined
 
 
-def _run(supervisor: Supervisor, inspection: Inspection, names: SharedNames, launcher: AgentsEnd) -> bool:
+def _run(
+    supervisor: Supervisor, spec: LaunchSpec, inspection: Inspection, names: SharedNames, launcher: AgentsEnd
+) -> bool:
     """Runs the launch to the end of its last process, and tells of what nobody removes any more."""
     try:
         went_well = supervisor.run()
     finally:
         inspection.close()
+        temporary.remove(spec)
     paths, size = names.left()
     if paths:
         launcher.try_send(NamesLeft(tuple(paths[:_NAMES]), size, socket.gethostname()))

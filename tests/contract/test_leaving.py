@@ -335,3 +335,43 @@ def test_files_of_tensors_are_removed_by_torchs_manager() -> None:
     [(mark, count)] = launcher(shares_files, 1)()
     assert count == 1
     assert not shared_files(mark)
+
+
+def wants_a_directory(how: str) -> str:
+    """Returns where multiprocessing keeps files, in a rank or its child; the launch may fail meanwhile."""
+    mine = multiprocessing.util.get_temp_dir()
+    child = multiprocessing.get_context("fork").Process(target=multiprocessing.util.get_temp_dir)
+    child.start()
+    child.join()
+    dist.barrier()
+    if how != "returns":
+        os.kill(os.getppid() if how == "its agent is killed" else os.getpid(), signal.SIGKILL)
+        signal.pause()
+    return mine
+
+
+@pytest.mark.parametrize("how", ["returns", "a rank is killed", "its agent is killed"])
+def test_what_multiprocessing_keeps_in_files_goes_with_the_launch(how: str, tmp_path: Path) -> None:
+    call = launcher(wants_a_directory, 2, env={"TMPDIR": str(tmp_path)})
+    if how == "returns":
+        mine, its = call(how)
+        assert mine == its
+        assert mine.startswith(f"{tmp_path}/mlaunch-")
+    else:
+        with pytest.raises(LaunchError):
+            call(how)
+        launcher(os.getpid, 1)()  # by then the fork server has reaped the agent
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_multiprocessing_starts_is_told_where_files_go(tmp_path: Path) -> None:
+    """A fresh interpreter, too, whatever its parent has wanted before."""
+
+    def told() -> str:
+        process: Any = multiprocessing.get_context("spawn").Process(target=print)
+        return str(process._config["tempdir"])
+
+    [place] = launcher(told, 1, env={"TMPDIR": str(tmp_path)})()
+    assert place.startswith(f"{tmp_path}/mlaunch-")
+    assert launcher(os.listdir, 1, env={"TMPDIR": str(tmp_path)})(tmp_path) == [[]]  # where nobody wants it
+    assert list(tmp_path.iterdir()) == []

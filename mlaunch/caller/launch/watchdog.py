@@ -17,7 +17,7 @@ from typing import Protocol
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
-from mlaunch.protocol import error_file, registry
+from mlaunch.protocol import error_file, registry, temporary
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
@@ -137,3 +137,4 @@ def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:
     """Removes the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
     registry.remove(spec.context.environ, registry.name_of(agreed.launch_id, agreed.rank_start))
     error_file.remove_directory(spec)
+    temporary.remove(agreed)

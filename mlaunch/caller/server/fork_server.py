@@ -15,7 +15,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.caller import interrupts
 from mlaunch.caller.server.attachments import in_memfds, standard_streams
-from mlaunch.protocol import error_file
+from mlaunch.protocol import error_file, temporary
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Cancel, NotReady, Ready
@@ -194,7 +194,8 @@ class ForkServer:
         ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
         see StartLaunch. ``leases``: descriptors that its processes are to hold.
         """
-        order = StartLaunch(more, error_file.directory_of(spec), len(leases), spec.grace_period)
+        directory = error_file.directory_of(spec) or temporary.directory_of(spec)
+        order = StartLaunch(more, directory, len(leases), spec.grace_period)
         with standard_streams() as streams:
             beside = [*streams, *([] if following is None else [following.fileno()]), *leases]
             return self._ask(order, [("spec", spec), ("call", call)], beside)

@@ -1,0 +1,61 @@
+"""The directory of a launch for what multiprocessing keeps in files: sockets of a data loader's workers, for one.
+
+Each process would make one of its own (``pymp-...``), which stays there when a signal ends it. That of the launch is
+made when a rank or a child of one first wants it, and is removed with the launch. TMPDIR stays what the user has: caches
+are there, torch.compile's too, and files that the next launch is to find.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+from typing import Any
+
+from mlaunch.base import own_files
+from mlaunch.protocol.spec import LaunchSpec
+
+
+def directory_of(spec: LaunchSpec) -> str:
+    """Return the path of the directory, which need not be there."""
+    place = spec.context.environ.get("TMPDIR") or "/tmp"
+    return os.path.join(place, f"mlaunch-{spec.launch_id}-{spec.rank_start}")
+
+
+def remove(spec: LaunchSpec) -> None:
+    """Remove the directory, if a rank has wanted it."""
+    own_files.remove_directory(directory_of(spec))
+
+
+def share(spec: LaunchSpec) -> None:
+    """Have this process, a rank, and what multiprocessing starts from it use the directory."""
+    process: Any = multiprocessing.process.current_process()
+    process._config = _Config(process._config, directory_of(spec))
+
+
+class _Config(dict[str, Any]):
+    """What multiprocessing knows of this process, and hands a copy of to each child."""
+
+    def __init__(self, known: dict[str, Any], path: str) -> None:
+        super().__init__(known)
+        self._path = path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key == "tempdir":
+            self._make()
+        return super().get(key, default)
+
+    def copy(self) -> dict[str, Any]:
+        self._make()
+        return dict(self)
+
+    def _make(self) -> None:
+        if "tempdir" in self:
+            return
+        try:
+            os.mkdir(self._path, 0o700)
+        except FileExistsError:  # another rank has made it
+            if not own_files.is_own_directory(self._path):
+                return
+        except OSError:  # multiprocessing makes one of its own, or says why it cannot
+            return
+        self["tempdir"] = self._path
