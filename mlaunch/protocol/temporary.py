@@ -1,7 +1,7 @@
 """The directory of a launch for what multiprocessing keeps in files: sockets of a data loader's workers, for one.
 
 Each process would make one of its own (``pymp-...``), which stays there when a signal ends it. That of the launch is
-made when a rank or a child of one first wants it, and is removed with the launch. TMPDIR stays what the user has: caches
+made when a rank or a child of one first wants it, and is removed with the launch. TMPDIR stays as it is: caches
 are there, torch.compile's too, and files that the next launch is to find.
 """
 
