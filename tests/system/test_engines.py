@@ -91,9 +91,9 @@ def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> No
     assert all(re.fullmatch(words, line) for line in others), found["report"]
 
 
-def test_a_secret_is_where_nobody_looks(rig: Rig, size: int) -> None:
+def test_a_secret_is_where_nobody_looks(held: Rig, size: int) -> None:
     """It comes on standard input: command lines are open to all, variables and files to a batch system."""
-    found = rig.ask("secret")
+    found = held.ask("secret held")
     assert found.get("value") == [[]] * size, found
 
 
