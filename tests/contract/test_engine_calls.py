@@ -838,9 +838,9 @@ def test_a_fork_server_that_is_stopped_over_there() -> None:
 
     there = Hosts(["a", "b"], ssh=["sh", "-c", 'exec sh -c "$2"', "sh"])
     by_member = r"the fork server of \S+work\(\) did not answer \(was it stopped\?\) and was killed\n  host "
-    by_caller = r"\S+work\(\) did not finish within its deadline of 1 s; one of its machines did not answer \(was some"
+    by_caller = r"\S+work\(\) did not finish within its deadline of 8 s; one of its machines did not answer \(was some"
     with pytest.raises(LaunchError, match=f"^({by_member}|{by_caller})"):
-        launcher(work, 1, engine=there, grace_period=0.1, deadline=1)()
+        launcher(work, 1, engine=there, grace_period=0.1, deadline=8)()
 
 
 @pytest.mark.parametrize(
@@ -923,7 +923,7 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
         while True:
             signal.pause()
 
-    with pytest.raises(LaunchError, match="host m0 of "):
+    with pytest.raises(LaunchError, match="host m0 (of |was lost)"):
         launcher(stay, 1, engine=engine, machines=1, grace_period=1.0)()
     assert 0 < sum(looks) < 100
 
@@ -1082,6 +1082,7 @@ import os, pathlib, torch.distributed as dist
 import mlaunch
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 dist.init_process_group("gloo")
+dist.barrier()  # else one may be over while the other still connects to it
 if attempt == "0":
     if dist.get_rank() == 0:
         pathlib.Path(os.environ["MARKER"]).touch()

@@ -275,7 +275,8 @@ def test_ranks_that_wait_in_vain_are_found_at_once(engine: Threads, tmp_path: Pa
             ranks.run(work)
         note = caught.value.__notes__[-1]
         assert "not all of them came back in step" in note
-        assert re.search(r"\n  (ranks 0-1 were|rank 0 was) in \w+ at test_engine_ranks\.py:", note), note
+        told = f"{caught.value.__cause__}\n{note}"  # in the report, or in the note about the ranks
+        assert re.search(r"\n  (ranks 0-1 were|rank 0 was) in \w+ at test_engine_ranks\.py:", told), told
 
 
 def test_a_rank_that_leaves_ends_all(ranks: Ranks) -> None:

@@ -220,7 +220,7 @@ def nowhere(_engine: Any) -> Any:
 
 
 def late(engine: Any) -> Any:
-    return launcher(wait_for_ever, engine=engine, deadline=0.3, grace_period=0.5)()
+    return launcher(wait_for_ever, engine=engine, deadline=3, grace_period=0.5)()
 
 
 def restarted(engine: Any) -> Any:
