@@ -923,7 +923,7 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
         while True:
             signal.pause()
 
-    with pytest.raises(LaunchError, match="host m0 (of |was lost)"):
+    with pytest.raises(LaunchError, match=r"host m0 (of |was lost)"):
         launcher(stay, 1, engine=engine, machines=1, grace_period=1.0)()
     assert 0 < sum(looks) < 100
 
