@@ -235,9 +235,8 @@ def _open_files() -> list[str]:
 
 def _outside_sessions(pids: list[int]) -> list[int]:
     """Those that no fork server among them has started; it may begin and end one while this looks."""
-    leaders = {*pids, *(rank for pid in pids for rank in children(pid))}  # a rank leads a session, too
-    inside = {pid for pid in pids if session_of(pid) in leaders - {pid}}
-    inside |= {rank for agent in inside for rank in children(agent)}
+    leaders = [pid for pid in pids if session_of(pid) == pid]
+    inside = {pid for leader in leaders for pid in descendants(leader)}
     return [pid for pid in pids if alive(pid) and pid not in inside]
 
 
