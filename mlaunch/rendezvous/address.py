@@ -29,7 +29,10 @@ def lacks_loopback() -> str:
     global _loopback_works  # noqa: PLW0603 - a fact about this machine
     try:
         if not _loopback_works:
-            with listen() as there, socket.create_connection(there.getsockname(), _CONNECT_TIMEOUT):
+            # Not by create_connection, whose look for a name imports a codec, here of all processes.
+            with listen() as there, socket.socket() as client:
+                client.settimeout(_CONNECT_TIMEOUT)
+                client.connect(there.getsockname())
                 _loopback_works = True
     except OSError as error:
         return (
