@@ -90,6 +90,8 @@ def _who_may_spin(ranks: Ranks) -> set[int]:
 def _works(was: Mapping[str, Any], now: Mapping[str, Any], *, spins: bool) -> bool:
     if was["frames"] and now["frames"] and was["frames"] != now["frames"]:
         return True
+    if "activity" not in was or "activity" not in now:
+        return True  # it was being started, so nobody has asked what it uses
     used = {kind: now["activity"].get(kind, 0) - was["activity"].get(kind, 0) for kind in (*_LEAST_CPU, "bytes")}
     own = () if spins else ("main", "threads")
     return used["bytes"] >= _LEAST_BYTES or any(used[kind] >= _LEAST_CPU[kind] for kind in (*own, "children"))
