@@ -119,6 +119,7 @@ INSIDE = {
     "mlaunch.rank.cells.shell": "test_a_cell_is_ipythons",
     "mlaunch.caller.warm_up": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.cli.job_spec": "test_the_plan",
+    "mlaunch.cli.secrets_in_text": "test_a_report_holds_what_helps_and_no_secret",
     "mlaunch.cli.profile_flags": "test_command_lines_that_are_refused",
     "mlaunch.engines.launch.attempts": "test_machines_that_are_held",
     "mlaunch.engines.launch.engine_call": "test_machines_that_are_held",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.fds import close_all
+from mlaunch.rank.debugging import ide_adapter
 from mlaunch.rendezvous import peer_user
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.peer_user import PeerUser
@@ -127,3 +128,13 @@ def in_users_of_its_own(say: Callable[[], str]) -> Iterator[Said]:
             yield said
     finally:
         close_all([entered_in, entered, mapped_in, mapped])
+
+
+def test_an_adapter_takes_connections_of_this_user() -> None:
+    """Those of others it closes: ``test_an_adapter_serves_its_user_alone``."""
+    taken: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        end, _ = listener.accept()
+        with end:
+            ide_adapter.guarded(taken.append)(end)
+            assert taken == [end]
