@@ -916,14 +916,14 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
     look = MachineLaunch._step
     monkeypatch.setattr(MachineLaunch, "_step", lambda launch: looks.append(launch._alone) or look(launch))
     monkeypatch.setattr(lease.Renewal, "_run", lambda renewal: renewal._streams[0].send(renewal._lease))
-    engine.lease = 0.05
+    engine.lease = 1.0  # in which the machine has begun
 
     def stay() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             signal.pause()
 
-    with pytest.raises(LaunchError, match=r"host m0 (of |was lost)"):
+    with pytest.raises(LaunchError, match="host m0 of "):
         launcher(stay, 1, engine=engine, machines=1, grace_period=1.0)()
     assert 0 < sum(looks) < 100
 
