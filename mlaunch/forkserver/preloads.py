@@ -61,6 +61,9 @@ def _held_by_forks() -> tuple[list[str], int]:
 
 
 def held() -> tuple[list[str], int]:
-    """Return the open files and the number of threads of this process."""
-    opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
+    """Return the open files and the number of threads of this process; none where no /proc says it."""
+    try:
+        opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
+    except FileNotFoundError:
+        return [], 0
     return sorted(opened), len(os.listdir("/proc/self/task"))

@@ -264,6 +264,17 @@ def test_a_generic_class_that_a_function_made_comes_back() -> None:
     assert back.__orig_class__ == kind
 
 
+def test_a_type_variable_of_the_script_is_no_class() -> None:
+    """cloudpickle keeps it beside classes that it has seen, and it has no ``__qualname__``; a fork has them all."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    code = "T = typing.TypeVar('T')\nclass Box(typing.Generic[T]): pass\ndef make(): return Box[T](), T.__name__"
+    exec(f"import typing\n{code}", names)
+    for method in ("forkserver", "fork"):
+        with Ranks(n_gpus=1, start_method=method) as ranks:
+            [(box, name)] = ranks.submit(names["make"]).result(60)
+        assert (type(box), name) == (names["Box"], "T")
+
+
 def test_a_class_lives_as_long_as_it_may_come_back() -> None:
     with Ranks(n_gpus=1) as ranks:
         names = defined(1)

@@ -31,9 +31,10 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     main = types.ModuleType("__main__")
     _bare[:] = [function, main] if not from_main and not arrived else []
     for kind in list(arrived.values()):
-        if kind.__module__ == "__main__" and "<locals>" not in kind.__qualname__:
+        name = getattr(kind, "__qualname__", kind.__name__)  # a TypeVar arrives like a class, and has a plain name
+        if kind.__module__ == "__main__" and "<locals>" not in name:
             # cloudpickle has made these classes outside of any module; torch.save and others look them up by name.
-            _put(main, kind.__qualname__.split("."), kind)
+            _put(main, name.split("."), kind)
     if from_main:  # it knows what its names mean, of several classes that have one
         main.__dict__.update(namespace)
     if context.main_file is not None:
@@ -44,7 +45,7 @@ def install_main(function: Callable[..., Any], context: Context) -> None:
     sys.modules["__main__"] = main
 
 
-def _put(main: types.ModuleType, path: list[str], kind: type) -> None:
+def _put(main: types.ModuleType, path: list[str], kind: object) -> None:
     """Puts a class where its name leads. A class around it that has not come is stood in for; one that has knows it."""
     place: Any = main
     for name in path[:-1]:
