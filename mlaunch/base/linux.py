@@ -230,6 +230,14 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def worked(pid: int) -> str:
+    """Return what changes while a process works, or waits for a CPU that others have; "" where nothing is said."""
+    with contextlib.suppress(OSError):
+        # Nanoseconds on a CPU, nanoseconds that it waited for one, and how often it had one.
+        return Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii")
+    return ""
+
+
 def _is_child(pid: int) -> bool:
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

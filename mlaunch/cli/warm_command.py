@@ -13,6 +13,7 @@ from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.text import in_bytes, in_two_units
 from mlaunch.caller.server import zygote_upkeep
+from mlaunch.caller.server.onlookers import onlooker
 from mlaunch.protocol import import_facts
 from mlaunch.protocol.messages.zygote_messages import ZygoteState
 
@@ -102,6 +103,8 @@ def row(state: ZygoteState) -> str:
 
 
 def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
+    if watching := onlooker():
+        return [f"serves nothing here: {watching} would not see its forks"]
     found = import_facts.differences(here, state.facts)
     return ["serves none that start here, since these differ:", *found] if found else ["serves all that start here"]
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
 
 _LOOK = 30.0  # seconds between looks at the memory of the machine
-_FACT = 500  # characters of one that are told
 
 
 @dataclass
@@ -103,7 +102,7 @@ class Zygote:
             serving=sum(visitor.pidfd >= 0 for visitor in self.visitors),
             served=self.served,
             age=time.monotonic() - self.begun,
-            facts={name: value[:_FACT] for name, value in self.facts.items()} if facts else {},
+            facts=import_facts.told(self.facts) if facts else {},
         )
 
     def _left(self) -> float:

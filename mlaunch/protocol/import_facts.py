@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import resource
 import subprocess
@@ -35,6 +36,7 @@ SANDBOX = "MLAUNCH_WARM_SANDBOX"
 # Besides what counts, an interpreter finds libraries and the user's files by these.
 _USUAL = {"PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "VIRTUAL_ENV"}
 _SHOWN = 60  # characters of a value that differs
+_TOLD = 400  # characters of one that go into a record; what is behind them is told by a hash
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -93,16 +95,25 @@ def key_of(facts: Facts) -> str:
     """Returns a name for these facts, which no others have."""
     whole = "\0".join(f"{name}\0{value}" for name, value in sorted(facts.items()))
     # The socket's name is a hash of the facts, so whoever would be refused finds nothing, and asks nobody.
-    return hashlib.sha256(whole.encode(errors="surrogateescape")).hexdigest()[:32]
+    return _hash(whole)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def told(facts: Mapping[str, str]) -> Facts:
+    """Return them as a record may have them: of a long value its beginning, and a hash of all of it."""
+    return {
+        name: value if len(value) <= _TOLD else f"{value[:_TOLD]}... {_hash(value)}" for name, value in facts.items()
+    }
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Says what differs, one line each. ``there``: each cut to what a record may have."""
-    return [
-        f"{name}: here {_shown(here.get(name))}, there {_shown(there.get(name))}"
-        for name in sorted(here.keys() | there.keys())
-        if name not in here or name not in there or not here[name].startswith(there[name])
-    ]
+    """Say what differs, one line each. ``there``: as ``told`` gives it."""
+    here = told(here)
+    found = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    return [f"{name}: {_apart(here.get(name), there.get(name))}" for name in found]
 
 
 def foreign_entries(path: Sequence[str], base: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -138,7 +149,18 @@ def _confined() -> Facts:
     return {}
 
 
-def _shown(value: str | None) -> str:
+def _apart(here: str | None, there: str | None) -> str:
+    """Say where two values differ that do."""
+    pairs = zip(here or "", there or "", strict=False)
+    equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if equal >= _TOLD:
+        return f"equal in the first {_TOLD} characters, and not behind them"
+    begin = max(0, equal - _SHOWN // 2) if equal > _SHOWN // 2 else 0
+    return f"here {_shown(here, begin)}, there {_shown(there, begin)}"
+
+
+def _shown(value: str | None, begin: int) -> str:
     if value is None:
         return "not set"
-    return repr(value if len(value) <= _SHOWN else f"{value[:_SHOWN]}...")
+    shown = value[begin : begin + _SHOWN]
+    return repr(f"{'...' * (begin > 0)}{shown}{'...' * (len(value) > begin + _SHOWN)}")

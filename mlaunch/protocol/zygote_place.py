@@ -18,7 +18,7 @@ from mlaunch.base.peer_process import is_this_user
 from mlaunch.protocol import registry
 
 _SUFFIX = ".warm"
-_BACKLOG = 64
+_BACKLOG = 4096  # callers that wait; the kernel has a limit of its own (somaxconn)
 _LOOK = 0.05  # seconds between looks whether a lock is free
 
 
@@ -53,7 +53,7 @@ def connect(directory: Path, key: str) -> socket.socket | None:
             pass
         connection.close()
     if is_gone:
-        remove(directory, key)
+        _remove_dead(directory, key)
     return None
 
 
@@ -106,13 +106,25 @@ def is_there(directory: Path, key: str, inode: int) -> bool:
     return False
 
 
-def remove(directory: Path, key: str, inode: int | None = None) -> None:
-    """Removes the name of a zygote that is no more; not while another one is being started, who sees to it.
+def remove(directory: Path, key: str, inode: int) -> None:
+    """Remove the name of a zygote that is no more; not while another one is being started, who sees to it.
 
     ``inode``: of the socket that it must stand for.
     """
     name = f"{key}{_SUFFIX}"
     with contextlib.suppress(OSError), locked(directory) as place:
         status = os.lstat(name, dir_fd=place)
-        if stat.S_ISSOCK(status.st_mode) and inode in {None, status.st_ino}:
+        if stat.S_ISSOCK(status.st_mode) and inode == status.st_ino:
+            os.unlink(name, dir_fd=place)
+
+
+def _remove_dead(directory: Path, key: str) -> None:
+    """Remove a name at which nobody listens: under the lock, as another may have been given it since."""
+    name = f"{key}{_SUFFIX}"
+    ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, contextlib.suppress(OSError), locked(directory) as place:
+        ours.setblocking(False)
+        try:
+            ours.connect(f"/proc/self/fd/{place}/{name}")
+        except ConnectionRefusedError:
             os.unlink(name, dir_fd=place)

@@ -127,7 +127,7 @@ def test_a_directory_in_tmp_that_somebody_else_made_first(tmp_path: Path, monkey
     theirs.symlink_to(ours)  # as somebody else leaves it
     with zygote_place.listen(ours, "key")[0]:
         assert list(zygote_place.names({})) == [(ours, "key")]
-        zygote_place.remove(theirs, "key")
+        zygote_place.remove(theirs, "key", (ours / "key.warm").lstat().st_ino)
         assert (ours / "key.warm").exists()
         (runtime / str(uid)).rename(runtime / "ended")
         assert registry.home({}) == theirs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import socket
 import subprocess
@@ -16,13 +17,16 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.durations import duration
 from mlaunch.base.peer_process import is_this_user, peer_process
-from mlaunch.caller.server import warm, zygote_upkeep
+from mlaunch.caller.server import warm, zygote_client, zygote_upkeep
+from mlaunch.caller.server.onlookers import onlooker
+from mlaunch.caller.server.start_server import Interpreter
 from mlaunch.cli import main
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.zygote import Zygote, _Visitor
 from mlaunch.protocol import import_facts, payload, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.zygote_messages import ForkEnded
+from tests.processes import wait_until
 from tests.sandboxes import nothing, said_in_sandbox
 
 
@@ -43,8 +47,20 @@ def test_facts_that_count_at_an_import() -> None:
     assert import_facts.key_of(here) == import_facts.key_of(dict(reversed(list(here.items()))))
     assert import_facts.key_of(other) != import_facts.key_of(here)
     assert import_facts.differences(here, here) == []
-    told = import_facts.differences(here, other)
+    told = import_facts.differences(here, import_facts.told(other))
     assert told[1:] == ["variable LC_ALL: here 'C', there not set", "variable OMP_PROC_BIND: here '1', there '0'"]
+
+
+def test_long_values_that_differ_late_are_told() -> None:
+    path = "/lib:" * 20
+    far = {"path": path + "/a", "flags": path * 20 + "/a"}
+    near = {"path": path + "/b", "flags": path * 20 + "/b"}
+    assert import_facts.differences(far, import_facts.told(far)) == []
+    assert max(map(len, import_facts.told(far).values())) < 500
+    assert import_facts.differences(far, import_facts.told(near)) == [
+        "flags: equal in the first 400 characters, and not behind them",
+        f"path: here '...{'lib:/' * 6}a', there '...{'lib:/' * 6}b'",
+    ]
 
 
 def test_a_server_has_nothing_of_the_options_of_the_call_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +159,95 @@ def test_places(tmp_path: Path) -> None:
     with zygote_place.locked(tmp_path):  # whoever starts another sees to the name
         zygote_place.remove(tmp_path, "key", inode)
     listener.close()
+    with zygote_place.locked(tmp_path):
+        assert zygote_place.connect(tmp_path, "key") is None
+        assert zygote_place.is_there(tmp_path, "key", inode)
     assert zygote_place.connect(tmp_path, "key") is None
-    zygote_place.remove(tmp_path, "key")
     assert list(tmp_path.iterdir()) == []
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(str(tmp_path / "key.warm"))
     tmp_path.chmod(0o755)
     assert zygote_place.connect(tmp_path, "key") is None  # others could have put it there
+
+
+def test_a_name_is_removed_only_when_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue is that of one that lives; and whoever was refused may meet the next one as he removes."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(zygote_place, "_BACKLOG", 1)
+    listener, inode = zygote_place.listen(tmp_path, "key")
+    waiting = []
+    while (connection := zygote_place.connect(tmp_path, "key")) is not None:
+        waiting.append(connection)
+    assert waiting
+    assert zygote_place.is_there(tmp_path, "key", inode)
+    listener.close()
+    listener, inode = zygote_place.listen(tmp_path, "key")
+    zygote_place._remove_dead(tmp_path, "key")
+    assert zygote_place.is_there(tmp_path, "key", inode)
+    for end in (listener, *waiting):
+        end.close()
+
+
+@pytest.mark.parametrize(("works", "told"), [(True, "had not come to this caller"), (False, "was killed")])
+def test_one_that_serves_others_first_is_not_ended(works: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    counted = itertools.count()
+    monkeypatch.setattr(zygote_client, "_PATIENCE", 0.0)
+    monkeypatch.setattr(zygote_client, "_LOOK", 0.001)
+    monkeypatch.setattr(zygote_client, "_LONGEST", 0.1 if works else 3600.0)
+    monkeypatch.setattr(linux, "worked", lambda _: str(next(counted)) if works else "")
+    monkeypatch.setattr(zygote_upkeep, "kill", lambda _, pid: killed.append(pid))
+    ours: Channel[Any, Any]
+    ours, theirs = Channel.pair()
+    answer, _ = zygote_client._answer(ours, os.getpid())
+    assert (told in str(answer), killed) == (True, [] if works else [os.getpid()])
+    ours.close()
+    theirs.close()
+
+
+def test_what_a_process_does_shows() -> None:
+    before = linux.worked(os.getpid())
+    while before and linux.worked(os.getpid()) == before:
+        os.sched_yield()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as asleep:
+        wait_until(lambda: Path(f"/proc/{asleep.pid}/stat").read_text().split()[2] == "S")
+        assert linux.worked(asleep.pid) == linux.worked(asleep.pid)
+    assert linux.worked(asleep.pid) == ""
+
+
+def _watched(name: str) -> str:
+    """Return who watches a process whose parent has this name, or traces it if that is ""."""
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        libc = ctypes.CDLL(None)
+        if name:
+            libc.prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+        else:
+            libc.ptrace(0, 0, 0, 0)  # PTRACE_TRACEME
+        if name and (child := os.fork()):
+            os.waitpid(child, 0)
+        else:
+            os.write(theirs, onlooker().encode())
+        os._exit(0)
+    os.close(theirs)
+    os.waitpid(pid, 0)
+    with os.fdopen(ours) as said:
+        return said.read().replace(str(pid), "PARENT")
+
+
+def test_whoever_looks_at_what_a_caller_starts_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert _watched("perf_6.1") == "perf_6.1 (pid PARENT)"
+    assert _watched("performant") == ""
+    assert f"(pid {os.getpid()})" in _watched("")
+    monkeypatch.setenv("MLAUNCH_DEBUG", "1")
+    monkeypatch.delenv("MLAUNCH_WARM", raising=False)
+    monkeypatch.setattr(zygote_place, "names", lambda _: [(tmp_path, "key")])
+    monkeypatch.setattr(zygote_client, "onlooker", lambda: "perf (pid 7)")
+    monkeypatch.setattr(zygote_client, "_ask_one_of", None)
+    assert zygote_client.ask_zygote({}, Interpreter()) is None
+    assert "no warm fork server is used: perf (pid 7) would not see its forks" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -201,11 +299,12 @@ def test_a_kept_server_is_started_without_the_secret_of_who_starts_it(
     asked: dict[str, Any] = {}
 
     def start(*_args: Any, **options: Any) -> None:
-        asked.update(env=options["env"], passed=payload.read(options["stdin"]))
+        asked.update(options, passed=payload.read(options["stdin"]))
 
     monkeypatch.setattr(subprocess, "Popen", start)
     environ = {"MLAUNCH_TOKEN": "hush", "OTHER": "kept"}
     _, word = zygote_upkeep._start(environ, 60.0, ("a_module",), tmp_path, 0, awaited=False)
     word.close()
+    assert asked["stdout"] == asked["stderr"] == subprocess.DEVNULL  # `| tee` of who leaves it waits for no import
     assert "hush" not in asked["env"].values()
     assert asked["passed"] == {"OTHER": "kept"}  # for what its modules read as they are imported

@@ -23,6 +23,7 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.onlookers import onlooker
 from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
 from mlaunch.protocol import import_facts, settings, zygote_place
 from mlaunch.protocol.channel import Channel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ServerHears, ServerSays, ZygoteHears, ZygoteSays
 
 _PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; a server of our own takes seconds, too
+_LONGEST = 60.0  # seconds behind others that are served first
 _LOOK = 0.1  # seconds between looks whether somebody has stopped it
 _REAP_TIMEOUT = 1.0  # seconds for the word how a fork has ended
 
@@ -49,6 +51,10 @@ def ask_zygote(environ: Mapping[str, str], like: Interpreter) -> ForkServer | No
         return None
     places = list(zygote_place.names(os.environ))
     if not places and wish is None:
+        return None
+    # Their ranks would be no children of what they look at. Nor is one left, which they would look at for hours.
+    if watching := onlooker():
+        zygote_upkeep.tell(f"no warm fork server is used: {watching} would not see its forks")
         return None
     facts = zygote_upkeep.facts_of(environ)
     server = _ask_one_of(places, facts, environ, like)
@@ -144,12 +150,17 @@ def _send(
 
 
 def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object, list[int]]:
-    """Returns what it says, and descriptors. One that says nothing is stopped or hangs: it is ended."""
-    end = time.monotonic() + _PATIENCE
+    """Return what it says, and descriptors. One that is stopped, or hangs, is ended; not one that serves others."""
+    begun = time.monotonic()
+    end, worked = begun + _PATIENCE, linux.worked(pid)
     while not interrupts.wait_readable([zygote.fileno()], _LOOK):
-        if time.monotonic() > end or linux.is_stopped(pid):
+        if linux.is_stopped(pid) or (time.monotonic() > end and linux.worked(pid) == worked):
             zygote_upkeep.kill(zygote, pid)
             return "it does not answer (was it stopped?) and was killed", []
+        if time.monotonic() > begun + _LONGEST:
+            return f"it had not come to this caller after {_LONGEST:.0f} s", []
+        if time.monotonic() > end:
+            end, worked = time.monotonic() + _PATIENCE, linux.worked(pid)
     with contextlib.suppress(EOFError):
         record, fds = zygote.receive()
         return record.reason if isinstance(record, NotForked | NotServed) else record, fds

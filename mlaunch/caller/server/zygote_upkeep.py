@@ -214,6 +214,8 @@ def _start(
             cwd="/",  # it would keep a file system from being unmounted
             stdin=passed,
             stdout=subprocess.DEVNULL,
+            # One that is left imports when its starter has ended, whose reader (`| tee`) waits for the stream's end.
+            stderr=None if awaited else subprocess.DEVNULL,
             pass_fds=[theirs.fileno(), lock],
             start_new_session=True,  # away from the terminal, whose Ctrl-C and hang-up it survives
         )
