@@ -48,6 +48,23 @@ def test_threads_are_waited_for(tmp_path: Path, start_method: str) -> None:
     assert [path.read_text() for path in tmp_path.iterdir()] == ["2.0", "2.0"]
 
 
+def test_an_interrupt_at_the_end_keeps_what_all_have_returned() -> None:
+    caller = os.getpid()
+
+    def interrupt() -> None:
+        os.kill(caller, signal.SIGINT)
+        signal.pause()  # until it is ended
+
+    def train() -> str:
+        atexit.register(interrupt)
+        return os.environ["RANK"]
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        launcher(train, 1)()
+    assert getattr(raised.value, "results", None) == {0: "0"}
+    assert "had returned their values" in str(getattr(raised.value, "__notes__", ""))
+
+
 @pytest.mark.slow
 def test_children_are_waited_for(tmp_path: Path) -> None:
     """As by multiprocessing at an interpreter's end: those that are no daemons."""

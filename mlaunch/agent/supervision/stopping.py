@@ -94,6 +94,7 @@ class Stopping:
     def cancel(self, number: int, *, force: bool) -> None:
         """Begins as the launcher asks, whose signal the ranks get. ``force``: without asking for stacks, or grace."""
         self._number = number
+        self.of_leaving = self.of_leaving or self._leave_by is not None
         if force:
             self.without_asking(force=True)
         else:

@@ -60,7 +60,7 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool =
 def _raise(outcome: Outcome) -> None:
     """Raises why there are no values; nothing, if ranks were stopped that had returned them all."""
     if outcome.interrupt is not None:
-        raise outcome.interrupt
+        raise _with_results(outcome, outcome.interrupt)
     reason = reason_of(outcome)
     if outcome.refused is not None:
         kind = LaunchTimeout if outcome.refused.late else LaunchError
@@ -182,6 +182,16 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
     cause = outcome.failures[0].rank if outcome.failures else None
     error.recorded = outcome.recorded.get(cause) if cause is not None else None
     return error
+
+
+def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
+    """Return the interrupt with what ranks had returned, if they all had: that work is done, and may have taken days."""
+    if len(outcome.values) == outcome.spec.local_world_size:
+        with contextlib.suppress(AttributeError):  # a class with slots, raised by another signal's handler
+            interrupt.results = _results(outcome)  # type: ignore[attr-defined]  # as LaunchError has them
+            text = f"all ranks of {outcome.spec.name} had returned their values: the exception's .results, by rank"
+            add_note(interrupt, text)
+    return interrupt
 
 
 def _results(outcome: Outcome) -> dict[int, Any]:
