@@ -36,6 +36,10 @@ def train(how: dict[str, Any]) -> Any:
         if rank == how.get("first", 0):
             print("running", flush=True)
         signal.pause()
+    if how.get("reduce") and rank == 0:
+        print("running", flush=True)
+    while how.get("reduce"):  # until it fails
+        dist.all_reduce(total)
     names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RESTART_COUNT")
     dist.barrier()
     from mlaunch import comm

@@ -22,7 +22,7 @@ import pytest
 
 from mlaunch.rendezvous import address as address_module
 from tests.conftest import ROOT
-from tests.processes import children, descendants, wait_gone
+from tests.processes import children, descendants, wait_gone, wait_until
 from tests.system.machines import PORT, launched
 from tests.system.network import Loopback, Namespaces, Network, why_no_namespaces
 
@@ -196,6 +196,22 @@ def test_a_pulled_cable_is_noticed_by_both(namespaces: Namespaces, victim: int) 
         assert second["text"].startswith(
             f"the master at 10.77.0.1, port {PORT}, of train() was lost: no heartbeat came for 2 s"
         )
+
+
+def test_the_port_of_the_master_alone_is_cut(namespaces: Namespaces) -> None:
+    """Ranks go on, and what gloo says when one machine has given the other up is no cause."""
+    with launched(namespaces, 1, 1, heartbeat_timeout=2) as machines:
+        machines.start_all({"reduce": True})
+        machines.until(0, "running")
+        before = namespaces.retransmitted(1)
+        namespaces.rule(1, "input", f"tcp sport {PORT} drop")
+        wait_until(lambda: namespaces.retransmitted(1) > before)  # so that it gives the master up before that does
+        namespaces.rule(0, "input", f"iifname eth0 tcp dport {PORT} drop")
+        first, second = machines.ends()
+    assert first["text"].startswith("host h2 (rank 1) of train() was lost: no heartbeat came for 2 s")
+    assert second["text"].startswith(
+        f"the master at 10.77.0.1, port {PORT}, of train() was lost: no heartbeat came for 2 s"
+    )
 
 
 def test_a_cable_that_is_plugged_in_again_in_time(namespaces: Namespaces) -> None:

@@ -199,15 +199,16 @@ class Gate:
     # All machines
 
     async def _fail(self, failure: dict[str, Any], source: _JoinedMachine) -> None:
-        """Tells all of the first failure; of later ones each machine tells its own caller.
+        """Tell all of the first failure; of later ones each machine tells its own caller.
 
-        One that looks like the consequence of another waits a moment for its cause.
+        One that looks like the consequence of another waits a moment for its cause. A cause that comes later still,
+        such as the loss of a machine whose ranks have gone on without the gate, is told as well.
         """
         # "connection closed by peer" comes from all other machines, and mostly before the word of the one that
         # failed.
         if failure.get("consequence"):
             await asyncio.sleep(CAUSE_DELAY)
-        if self._failure is None:
+        if self._failure is None or (self._failure.get("consequence") and not failure.get("consequence")):
             self._failure = failure
             self._tell({"failure": failure}, besides=source)
 

@@ -53,7 +53,7 @@ class LinkProcess:
         self._wait = JoiningWords(f"{cluster.master_ip}, port {cluster.port}", agent.try_send)
         self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
         self._master = ""  # its address
-        self._failed = False  # here or elsewhere
+        self._failed = False  # here or elsewhere, by what looks like no consequence of something else
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listener: socket.socket | None) -> None:
@@ -136,8 +136,9 @@ class LinkProcess:
                 with control_protocol.limited(self._reader, self._cluster.heartbeat_timeout):
                     record = await control_protocol.read(self._reader)
                 if "failure" in record:
-                    self._failed = True
-                    self._agent.try_send(shortened(failure_of_record(record["failure"])))
+                    failure = shortened(failure_of_record(record["failure"]))
+                    self._failed = self._failed or not failure.consequence
+                    self._agent.try_send(failure)
                 elif (order := stop_words.order_of(record)) is not None:
                     self._agent.try_send(order)
                 elif "over" in record:
@@ -167,7 +168,7 @@ class LinkProcess:
             case None:
                 os._exit(0)
             case RankFailure():
-                self._failed = True
+                self._failed = self._failed or not record.consequence
                 self._post({"failure": asdict(record)})
             case AskAll() | RanksFrozen():
                 self._post(stop_words.record_of(record))
