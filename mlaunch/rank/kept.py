@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
+import _thread
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -21,8 +21,9 @@ from mlaunch.rank import held_objects, in_step, reload, stop_point
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 from mlaunch.rank.setup import group, process
+from mlaunch.rank.whole import is_inside, whole
 
-_AGAIN = 0.01  # seconds: by then the callback has mostly returned
+_AGAIN = 0.01  # seconds: by then the finalizer has mostly returned, or the import
 _STALE_LIMIT = 1000  # characters: an answer is one small write
 _STALE_MODULES = 10
 
@@ -37,6 +38,7 @@ class KeptRank(FunctionRank):
         self._can_be_called_back = False
         self._was_called_back = False
         self._raised: KeyboardInterrupt | None = None
+        self._signals_again = 0  # the number of the call that a thread is to end
         self._joined_after = 0  # the number of the call that had left a rank without its group
         self._unraisable = sys.unraisablehook
 
@@ -52,31 +54,50 @@ class KeptRank(FunctionRank):
         self._enter(Phase.IDLE)
 
     def _call_back(self, _number: int, frame: FrameType | None) -> None:
-        """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing."""
-        if self._can_be_called_back and self._is_to_end() and not _would_be_dropped(frame):
-            self._can_be_called_back, self._was_called_back = False, True
-            self._raised = KeyboardInterrupt("the call is ended")
-            raise self._raised
+        """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing.
 
+        In the middle of an import it waits for the end of that; who asks does not wait for longer than its grace
+        period.
+        """
+        if not self._can_be_called_back or not self._is_to_end():
+            return
+        if is_inside(frame, KeptRank._run_call.__code__):
+            self._signal_later()
+            return
+        self._can_be_called_back, self._was_called_back = False, True
+        self._raised = KeyboardInterrupt("the call is ended")
+        raise self._raised
+
+    @whole  # what is raised here, Python drops as well
     def _take_unraisable(self, found: sys.UnraisableHookArgs) -> None:
         """Raises the exception again, a moment later, where Python drops it, as in a finalizer."""
         if found.exc_value is None or found.exc_value is not self._raised:
             self._unraisable(found)
             return
-        self._can_be_called_back = True
-        threading.Thread(target=self._signal_again, daemon=True).start()  # the interpreter's end does not wait for it
+        self._can_be_called_back, self._signals_again = True, 0
+        self._signal_later()
 
-    def _signal_again(self) -> None:
-        """Signals until the exception is raised, or the call is over: while Python tells of the last one, it is not."""
-        while self._can_be_called_back and self._is_to_end():
+    def _signal_later(self) -> None:
+        """Starts the thread that signals again, unless there is one for this call."""
+        if self._signals_again != self._number:
+            self._signals_again = self._number
+            # Unknown to threading, whose lock the frame below may have; and the interpreter's end does not wait for it.
+            _thread.start_new_thread(self._signal_again, (self._number,))
+
+    def _signal_again(self, number: int) -> None:
+        """Signals until the exception is raised, or the call is over."""
+        while self._can_be_called_back and self._is_to_end() and self._number == number:
             time.sleep(_AGAIN)
             os.kill(os.getpid(), signal.SIGINT)
 
+    @property
+    def _number(self) -> int:
+        return self._task.number if self._task is not None else 0
+
     def _is_to_end(self) -> bool:
-        number = self._task.number if self._task is not None else 0
         # The agent notes the number on the board, then signals: a signal that is late finds a call which is not
         # meant.
-        return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= number > 0
+        return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= self._number > 0
 
     def _run_task(self, task: Task) -> None:
         if task.errand is Errand.TELL_NUMBERS:
@@ -179,10 +200,3 @@ def _let_go(error: BaseException) -> None:
         for other in (one.__cause__, one.__context__):
             if other is not None and all(other is not known for known in found):
                 found.append(other)
-
-
-def _would_be_dropped(frame: FrameType | None) -> bool:
-    """Tells whether the signal has come while Python tells of what it drops: what is raised there, it drops as well."""
-    while frame is not None and frame.f_code is not KeptRank._take_unraisable.__code__:
-        frame = frame.f_back
-    return frame is not None

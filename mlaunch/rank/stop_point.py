@@ -18,7 +18,10 @@ class StopPoint:
     """How often this rank has looked in its present call, and where it is to stop."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # whose lock a signal handler in a look may take once more
+        # A signal handler in a look may take it once more. Used in place of the condition, of whose Python an exception
+        # from outside might come into the middle, and leave it taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._call = 0
         self._looks = 0
         self._alert = False  # there is something to be known at a look
@@ -27,7 +30,7 @@ class StopPoint:
 
     def look(self) -> str:
         """Counts a look; returns the reason to stop, "" for none."""
-        with self._changed:
+        with self._lock:
             self._looks += 1
             # One look at a flag: it is asked at each step of a training loop, and mostly there is nothing to be
             # known.
@@ -41,33 +44,33 @@ class StopPoint:
 
     def begin_call(self, call: int) -> None:
         """Begins to count anew, on a rank that stays. A request may have come before its call."""
-        with self._changed:
+        with self._lock:
             self._call, self._looks = call, 0
             self._note()
 
     def freeze(self, call: int) -> int:
         """Lets looks in this call wait for a decision, and returns how many there were."""
-        with self._changed:
+        with self._lock:
             self._frozen = call
             self._note()
             return self._looks if call == self._call else 0
 
     def thaw(self, call: int) -> None:
         """Lets the ranks go on, as no decision was come to."""
-        with self._changed:
+        with self._lock:
             self._frozen = -1 if self._frozen == call else self._frozen
             self._note()
 
     def stop_at(self, call: int, look: int, reason: str) -> None:
         """Takes the decision."""
-        with self._changed:
+        with self._lock:
             self._decided = call, look, reason
         # After the decision is there: a look that wakes without it would go on.
         self.thaw(call)
 
     def looks(self, call: int | None) -> int:
         """Returns how often this rank has looked in that call; None: the present one."""
-        with self._changed:
+        with self._lock:
             return self._looks if call in {None, self._call} else 0
 
     def _note(self) -> None:

@@ -25,6 +25,7 @@ class RunsCells:
     """What ``Ranks`` do for a notebook's magics, and for who has none."""
 
     _set: RankSet
+    _opened = ""  # the launch whose ranks have opened their shells, or are about to
 
     def cell(
         self, source: str, *, targets: Sequence[int] | None = None, deadline: float | None = None, rich: str = "first"
@@ -81,7 +82,16 @@ class RunsCells:
 
     def open_shells(self) -> None:
         """Opens the shells in which cells run, so that the first cell need not."""
-        self._ask(Call(names_of_cells.get_ready_for_cells, (), {}, name="%ranks"))
+        self._opened = self._set.session.launch_id
+        self._ask(_open_shells())
+
+    def _open_shells_first(self) -> None:
+        """Let fresh ranks import what cells need before the first, whose deadline and failure are not about that."""
+        session = self._set.session
+        if session.over or self._opened != session.launch_id:
+            # Not waited for: other cells may run, for long, before it.
+            self._set.submit(self._set.options, _open_shells())
+            self._opened = self._set.session.launch_id
 
     def cell_names(self) -> list[NamesOfRank]:
         """Returns what cells have left on each rank."""
@@ -98,7 +108,9 @@ class RunsCells:
     ) -> CellResult:
         """Runs one that has its name already."""
         options = self._set.options if deadline is None else self._set.options.replaced({"deadline": deadline})
-        _, ended = self._set.run(options, self._cell_call(cell, targets, rich))
+        call = self._cell_call(cell, targets, rich)
+        self._open_shells_first()
+        _, ended = self._set.run(options, call)
         return result_of(ended.result())
 
     def submit_cell(
@@ -106,7 +118,9 @@ class RunsCells:
     ) -> None:
         """Queues one whose job is made already."""
         options = self._set.options if deadline is None else self._set.options.replaced({"deadline": deadline})
-        self._set.submit(options, self._cell_call(cell, targets, "first"), job)
+        call = self._cell_call(cell, targets, "first")
+        self._open_shells_first()
+        self._set.submit(options, call, job)
         job.add_done_callback(self._set.note)
 
     def _cell_call(self, cell: CellSource, targets: Sequence[int] | None, rich: str) -> Call:
@@ -130,6 +144,10 @@ class RunsCells:
         if not targets:
             raise misuse(ValueError("targets=(): allowed: ranks, at least one, or None for all"))
         return tuple(sorted(set(targets)))
+
+
+def _open_shells() -> Call:
+    return Call(names_of_cells.get_ready_for_cells, (), {}, name="%ranks")
 
 
 def _check_name(name: str, found: Mapping[int, Mapping[str, Any]]) -> None:

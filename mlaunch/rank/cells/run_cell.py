@@ -12,6 +12,7 @@ from typing import Protocol
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.messages.cell_messages import CellAnswer
 from mlaunch.rank.cells.plain_shell import PlainShell
+from mlaunch.rank.whole import whole
 
 main = types.ModuleType("__main__")  # the cells'
 
@@ -55,6 +56,7 @@ def rank() -> int:
 
 
 @functools.cache
+@whole
 def shell() -> CellRunner:
     """Returns what runs cells here: IPython, where it is installed."""
     try:
