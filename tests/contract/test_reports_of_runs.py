@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,9 @@ def test_a_trial_that_is_pruned_stops_at_one_step_on_all_ranks() -> None:
 def test_a_callback_that_raises_is_logged_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     run = launcher(learn, n_gpus=1).submit(10)
     run.on_report(lambda reported: reported["accuracy"])
-    wait_until(lambda: "a callback of a report raised" in caplog.text)
+    run.on_report(lambda _: sys.exit("no run ends by this"))
+    wait_until(lambda: "KeyError: 'accuracy'" in caplog.text)
+    wait_until(lambda: "SystemExit: no run ends by this" in caplog.text)
     run.stop()
     assert run.result(120)[0][1] == "asked"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -137,6 +138,41 @@ def test_a_trial_that_is_done_is_not_run_again(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="resume= with x=, a function, which has no form"):
         times.map([hold], resume=tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_retry_that_cannot_open_its_file_changes_nothing_and_one_in_a_loop_is_of_that_loop(tmp_path: Path) -> None:
+    for name in ("1-0", "2-0"):
+        (tmp_path / name).touch()
+    file = tmp_path / "sweep.jsonl"
+    runs = times.options(n_gpus=1).grid(x=[1, 2, 3], folder=[tmp_path], resume=file, return_exceptions=True)
+    failures = runs.results(120)
+    assert [str(one) for one in failures] == ["1", "2", "[3]"]
+    with open(file, "r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="another sweep has it"):
+                runs.retry()
+        assert [run.state for run in runs] == ["failed", "failed", "returned"]
+        assert runs.results(120) == failures
+    yielded = []
+    for run in runs.as_completed(120):
+        yielded.append(run)
+        if run.exception() is not None:
+            (tmp_path / "2-0").unlink(missing_ok=True)
+            (tmp_path / "1-0").unlink(missing_ok=True)
+            assert runs.retry() is runs
+    assert {*runs} <= {*yielded}
+    assert runs.results(120) == [[1], [2], [3]]
+
+
+def test_repeats_have_each_their_own_values(tmp_path: Path) -> None:
+    """Also where the sweep was ended after one of them, and where one more is wanted."""
+    repeat, file = launcher(os.urandom, 1, concurrent=2), tmp_path / "sweep.jsonl"
+    first = repeat.map([4] * 2, resume=file).results(120)
+    found = repeat.map([4] * 3, resume=file)
+    assert found.results(120)[:2] == first
+    assert len({value for (value,) in found.results()}) == 3
+    assert [run.report is None for run in found] == [True, True, False]
 
 
 def ranks_of(runs: Sweep, folder: Path) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 from mlaunch.base import own_files
 from mlaunch.caller.launch.call_trace import CallTrace, PartsOfMachines
-from mlaunch.caller.many.trial_file import TrialFile
+from mlaunch.caller.many.trial_file import TrialFile, TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.files import LogFile, new_directory
 from mlaunch.leases import site
@@ -179,7 +179,7 @@ def test_a_file_of_a_sweep_is_the_one_that_was_looked_at(tmp_path: Path, monkeyp
     """Also if somebody else puts another in its place meanwhile."""
     path, file = tmp_path / "sweep", TrialFile(tmp_path / "sweep", "train()", len)
     file.look_up([])
-    file.add("1", [5], None)
+    file.add(TrialKey("1"), [5], None)
     file.close()
     looked_at = file._lock
 
@@ -189,7 +189,7 @@ def test_a_file_of_a_sweep_is_the_one_that_was_looked_at(tmp_path: Path, monkeyp
         path.write_bytes((tmp_path / "ours").read_bytes().replace(b"[5]", b"[6]"))
 
     monkeypatch.setattr(file, "_lock", swapped)
-    assert file.look_up(["1"]) == [([5], None)]
+    assert file.look_up([TrialKey("1")]) == [([5], None)]
     file.close()
 
 

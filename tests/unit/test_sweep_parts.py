@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
+import torch
 
 from mlaunch.caller.many import run_future, trial_arguments
 from mlaunch.caller.many.course import Need, Steps
@@ -14,6 +19,14 @@ from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from tests.processes import wait_until
 from tests.unit.test_output import Place
+
+
+class Size(enum.Enum):
+    BIG = "big"
+
+
+class Mode(enum.IntEnum):
+    ON = 1
 
 
 def test_labels_say_what_differs() -> None:
@@ -32,6 +45,26 @@ def test_labels_say_what_differs() -> None:
     assert trial_arguments.labels([{"model": object()}, {"model": trial_arguments.labels}]) == [
         "model=<object>",
         "model=labels",
+    ]
+    kinds: list[object] = [
+        np.int64(3),
+        np.float32(0.1),
+        np.dtype("int8"),
+        torch.bfloat16,
+        torch.device("cpu"),
+        Size.BIG,
+        Mode.ON,
+    ]
+    kinds += [Path("data") / ("x" * 30) / "a.csv"]
+    assert trial_arguments.labels([{"x": kind} for kind in kinds]) == [
+        "x=3",
+        "x=0.1",
+        "x=int8",
+        "x=torch.bfloat16",
+        "x=cpu",
+        "x=Size.BIG",
+        "x=Mode.ON",
+        "x=...xxxxxxxxxxxxxxx/a.csv",
     ]
 
 

@@ -162,5 +162,5 @@ def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:
 def _call(callback: Callable[[Reported], object], report: Reported) -> None:
     try:
         callback(report)
-    except Exception:
+    except BaseException:  # sys.exit, too: the run goes on, and its caller
         log.exception("a callback of a report raised")

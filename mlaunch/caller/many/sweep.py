@@ -20,9 +20,10 @@ from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.many import sweep_table, trial_arguments
+from mlaunch.caller.many.identity import canonical
 from mlaunch.caller.many.run_future import Run
 from mlaunch.caller.many.trial import Trial, TrialPlan, arguments_of
-from mlaunch.caller.many.trial_file import TrialFile, canonical
+from mlaunch.caller.many.trial_file import Done, TrialFile, keys_of
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
@@ -79,13 +80,17 @@ class Sweep(Sequence[Run]):
             raise without_ours(error) from error.__cause__
 
     def _as_completed(self, timeout: float | None) -> Iterator[Run]:
-        until, left = _moment(timeout), set(self._trials)
-        while left:
-            self._wait(lambda: not left.isdisjoint(self._ended), until)
-            trial = next(trial for trial in self._ended if trial in left)
+        until, yielded = _moment(timeout), set[Trial]()
+        # Looked at anew each time: retry() puts others in the places of those that failed.
+        while not yielded.issuperset(self._trials):
+            self._wait(lambda: not yielded.issuperset(self._ended), until)
+            with self._changed:
+                trial = next((trial for trial in self._ended if trial not in yielded), None)
+            if trial is None:  # another thread has called retry()
+                continue
             if trial is self._failed and not self._plan.goes_on:
                 self._raise_failure(until)
-            left.discard(trial)
+            yielded.add(trial)
             yield trial
 
     @raises_from_caller
@@ -112,13 +117,16 @@ class Sweep(Sequence[Run]):
     def retry(self) -> Sweep:
         """Begins again what failed or was cancelled, with new runs in the places of the old; returns itself."""
         with self._changed:
-            over = {trial for trial in self._ended if trial.state != "returned"}
-            again = [number for number, trial in enumerate(self._trials) if trial in over]
-            for number in again:
-                self._trials[number] = self._trials[number].anew()
-            self._ended = [trial for trial in self._ended if trial not in over]
-            self._failed = None
-        self._begin([self._trials[number] for number in again])
+            over = [trial for trial in self._ended if trial.state != "returned"]
+        again = {trial: trial.anew() for trial in over}
+        done = self._look_up([*again.values()])  # which may raise, and then nothing has changed
+        with self._changed:
+            again = {trial: new for trial, new in again.items() if trial in self._ended}  # and of no other retry()
+            self._trials = [again.get(trial, trial) for trial in self._trials]
+            self._ended = [trial for trial in self._ended if trial not in again]
+            if self._failed not in self._trials:
+                self._failed = None
+        self._begin([*again.values()], done)
         return self
 
     def rows(self) -> list[dict[str, Any]]:
@@ -143,15 +151,20 @@ class Sweep(Sequence[Run]):
 
     def begin(self) -> None:
         """Begins all that is not done in the file. Errors as of ``TrialFile``."""
-        self._begin(self._trials)
+        self._begin(self._trials, self._look_up(self._trials))
 
-    def _begin(self, some: Sequence[Trial]) -> None:
-        file = self._plan.file
-        done = [None] * len(some) if file is None or not some else file.look_up([trial.key for trial in some])
-        self._waiting += [trial for trial, found in zip(some, done, strict=True) if found is None]
-        for trial, found in zip(some, done, strict=True):
-            if found is not None:
-                trial.take(*found)
+    def _look_up(self, some: Sequence[Trial]) -> dict[Trial, Done]:
+        """Return what is done of them in the file. Errors as of ``TrialFile``."""
+        if self._plan.file is None or not some:
+            return {}
+        found = self._plan.file.look_up([trial.key for trial in some])
+        return {trial: done for trial, done in zip(some, found, strict=True) if done is not None}
+
+    def _begin(self, some: Sequence[Trial], done: Mapping[Trial, Done]) -> None:
+        self._waiting += [trial for trial in some if trial not in done]
+        for trial in some:
+            if trial in done:
+                trial.take(*done[trial])
         self._begin_next()
 
     def _begin_next(self) -> None:
@@ -250,7 +263,7 @@ class SweepPlan:
 
     def trials(self, calls: Sequence[Call], sweep: Sweep) -> list[Trial]:
         given = [trial_arguments.given_names(self.function, len(self.bound), call.args, call.kwargs) for call in calls]
-        keys = ["" if self.file is None else canonical(arguments_of(call)) for call in calls]
+        keys = keys_of("" if self.file is None else canonical(arguments_of(call)) for call in calls)
         plans = zip(calls, given, trial_arguments.labels(given), keys, strict=True)
         return [
             Trial(TrialPlan(f"{self.name}()", self.options, call, known, label, self.keep_report, key, number), sweep)

@@ -14,6 +14,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.loop import THREAD, loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.many.submit import drive, named
+from mlaunch.caller.many.trial_file import TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -45,7 +46,7 @@ class SweepOfTrials(Protocol):
 class TrialPlan:
     """What a trial is. ``given``: its arguments without defaults; ``label``: tells it from the others.
 
-    ``key``: the arguments in the form in which a file knows them; "": there is none.
+    ``key``: by which a file knows it, if there is one.
     """
 
     name: str  # the function's, "train()"
@@ -54,8 +55,8 @@ class TrialPlan:
     given: Mapping[str, Any]
     label: str
     keep_report: Callable[[LaunchReport], None]
-    key: str = ""
-    number: int = 0  # its place among the trials
+    key: TrialKey
+    number: int  # its place among the trials
 
 
 class Trial(Run):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.misuse import misuse
+from mlaunch.caller.many.identity import says_all_of_itself
 
 _LONGEST_VALUE = 24  # characters
 _LONGEST = 60
@@ -69,8 +72,15 @@ def varying_names(texts: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def in_words(value: object) -> str:
-    """Says a value in few characters: "0.1", "'adam'", "a Tensor"."""
-    if isinstance(value, bool | int | float | complex | str | bytes | tuple | list | dict | set | None):
+    """Says a value in few characters: "0.1", "'adam'", "Size.BIG", "float32", ".../data/train.csv", "<Tensor>"."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if says_all_of_itself(value):
+        return str(value)
+    if isinstance(value, os.PathLike):
+        text = os.fsdecode(value)
+        return text if len(text) <= _LONGEST_VALUE else f"...{text[3 - _LONGEST_VALUE :]}"  # its end tells it apart
+    if isinstance(value, str | bytes | tuple | list | dict | set | None):
         text = repr(value)
         return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
     return str(getattr(value, "__qualname__", None) or f"<{type(value).__qualname__}>")

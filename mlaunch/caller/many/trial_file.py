@@ -10,21 +10,38 @@ import base64
 import contextlib
 import errno
 import fcntl
-import hashlib
-import inspect
 import json
 import os
 import pickle
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mlaunch.base.misuse import misuse
+from mlaunch.caller.many.identity import identity_of
 from mlaunch.caller.warn import warn_caller
 
 _KIND = {"kind": "mlaunch sweep"}
 _HEAD = {"kind", "function", "source"}
 Done = tuple[list[Any], float | None]  # the values of a trial, and the seconds that it took
+
+
+class TrialKey(NamedTuple):
+    """By what a trial is known: its arguments, and how many trials before it have the same (repeats of one)."""
+
+    arguments: str
+    repeat: int = 0
+
+
+def keys_of(arguments: Iterable[str]) -> list[TrialKey]:
+    """Return the keys of trials that have these arguments, in their order."""
+    count: Counter[str] = Counter()
+    keys = []
+    for some in arguments:
+        keys.append(TrialKey(some, count[some]))
+        count[some] += 1
+    return keys
 
 
 class TrialFile:
@@ -36,11 +53,13 @@ class TrialFile:
                 (ValueError if path == "" else TypeError)(f"resume={path!r}: allowed: the path of a file, or None")
             )
         self._path = os.path.abspath(path)
-        self._head = {**_KIND, "function": name, "source": _source(function)}
+        identity = identity_of(function, name)
+        self._name, self._holds = name, identity.holds
+        self._head = {**_KIND, "function": identity.function, "source": identity.source}
         self._fd = -1
-        self._records: dict[str, Mapping[str, Any]] = {}
+        self._records: dict[TrialKey, Mapping[str, Any]] = {}
 
-    def look_up(self, keys: Sequence[str]) -> list[Done | None]:
+    def look_up(self, keys: Sequence[TrialKey]) -> list[Done | None]:
         """Opens the file, unless it is open; returns which of these trials are done, None for the others.
 
         Raises:
@@ -71,7 +90,7 @@ class TrialFile:
                 OSError(error.errno, f"{what}. Allowed: a file of your own, in a directory that is there")
             ) from None
 
-    def _done(self, key: str) -> Done | None:
+    def _done(self, key: TrialKey) -> Done | None:
         record = self._records.get(key)
         if record is None:
             return None
@@ -79,12 +98,13 @@ class TrialFile:
             text = record.get("pickled")
             return pickle.loads(base64.b64decode(text)) if text else record["values"], record.get("seconds")
         except Exception as error:  # whatever a __setstate__ may raise
-            raise self._wrong(f"what {key} returned cannot be unpickled ({type(error).__name__}: {error}); remove its "
-                              f"line, and it is run again") from error  # fmt: skip
+            raise self._wrong(f"what {key.arguments} returned cannot be unpickled ({type(error).__name__}: {error}); "
+                              f"remove its line, and it is run again") from error  # fmt: skip
 
-    def add(self, key: str, values: list[Any], seconds: float | None) -> None:
+    def add(self, key: TrialKey, values: list[Any], seconds: float | None) -> None:
         """Adds a trial that is done; when this returns, it is on the disk. OSError where it cannot be."""
-        self._write({"arguments": key, "seconds": seconds, **_as_text(values)})
+        more = {name: value for name, value in (("repeat", key.repeat), ("holds", self._holds)) if value}
+        self._write({"arguments": key.arguments, **more, "seconds": seconds, **_as_text(values)})
 
     def close(self) -> None:
         fd, self._fd, self._records = self._fd, -1, {}
@@ -106,7 +126,7 @@ class TrialFile:
         except BlockingIOError:
             raise self._wrong("another sweep has it; wait for its end, or give another file") from None
 
-    def _read(self) -> dict[str, Mapping[str, Any]]:
+    def _read(self) -> dict[TrialKey, Mapping[str, Any]]:
         # Of what was looked at, and not by its name again, which may be another file's by now.
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -122,9 +142,9 @@ class TrialFile:
             self._write(self._head)
             self._sync_directory()
         elif records[0]["source"] != self._head["source"]:
-            who = self._head["function"]
+            who = self._name
             warn_caller(f"{who} has changed since {self._path} was begun; what is done there is not run again")
-        return {record["arguments"]: record for record in records[1:]}
+        return self._of_ours(records[1:])
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         try:
@@ -140,6 +160,17 @@ class TrialFile:
         if number == 1 and record["function"] != self._head["function"]:
             raise self._wrong(f"it is of {record['function']}, not of {self._head['function']}; give another file")
         return record
+
+    def _of_ours(self, records: Sequence[Mapping[str, Any]]) -> dict[TrialKey, Mapping[str, Any]]:
+        """Return those of this function as it is, by trial: not of another partial of it, of another closure."""
+        ours = [record for record in records if record.get("holds", "") == self._holds]
+        if records and not ours:
+            there, here = (holds or "nothing" for holds in (records[-1].get("holds"), self._holds))
+            warn_caller(
+                f"what is done in {self._path} is not taken, since the function is another one: it holds {there} there,"
+                f" and {here} here"
+            )
+        return {TrialKey(record["arguments"], record.get("repeat", 0)): record for record in ours}
 
     def _write(self, record: Mapping[str, Any]) -> None:
         size, data = os.fstat(self._fd).st_size, _line(record)
@@ -164,31 +195,6 @@ class TrialFile:
         return misuse(ValueError(f"resume={self._path!r}: {what}"))
 
 
-def canonical(arguments: Mapping[str, Any]) -> str:
-    """Returns the arguments in a form that is the same for the same ones. TypeError for what has none."""
-    return json.dumps({name: _plain(name, value) for name, value in arguments.items()}, sort_keys=True)
-
-
-def _plain(name: str, value: Any) -> Any:
-    # By type() and not isinstance(): a subclass may hold more than its number or text.
-    if value is None or type(value) in {bool, int, float, str}:
-        return value
-    if type(value) is list:
-        return [_plain(name, part) for part in value]
-    if type(value) is tuple:
-        return {"tuple": [_plain(name, part) for part in value]}
-    if type(value) is dict:
-        return {
-            "dict": sorted(([_plain(name, key), _plain(name, part)] for key, part in value.items()), key=json.dumps)
-        }
-    if isinstance(value, os.PathLike):
-        return {"path": os.fspath(value)}
-    kind = type(value).__qualname__
-    a = "an" if kind[0] in "AEIOUaeiou" else "a"
-    raise misuse(TypeError(f"resume= with {name}=, {a} {kind}, which has no form by which a later sweep would know it; "
-                           f"allowed: numbers, strings, paths, None, and lists, tuples and dicts of them"))  # fmt: skip
-
-
 def _as_text(values: list[Any]) -> dict[str, Any]:
     """Returns them to be read by people, if they come back from that as they were; else pickled."""
     with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -200,10 +206,3 @@ def _as_text(values: list[Any]) -> dict[str, Any]:
 
 def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record).encode() + b"\n"
-
-
-def _source(function: Callable[..., Any]) -> str:
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-    except (OSError, TypeError):  # of a prompt, or not in Python
-        return ""
