@@ -6,10 +6,13 @@ wait inside ``os.fork`` until the IDE has attached. Ranks attach by themselves (
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from typing import Any
+
+_stays = contextlib.ExitStack()  # never left
 
 
 class not_debugged:
@@ -24,6 +27,11 @@ class not_debugged:
     def __exit__(self, *error: Any) -> None:
         if self._patch is not None:
             self._patch.__exit__(*error)
+
+
+def stay_undebugged() -> None:
+    """Have the debugger leave alone whatever this thread, of a process that was forked so, forks in its turn."""
+    _stays.enter_context(not_debugged())
 
 
 def address() -> str:

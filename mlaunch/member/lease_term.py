@@ -5,6 +5,7 @@ The caller's side, and why a lease is needed, is in ``mlaunch/engines/lease.py``
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from mlaunch.protocol.messages.member_messages import Lease
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.member_streams import MembersStream
 
+_FAREWELL_TIMEOUT = 60.0  # seconds for the command that gives the machines back
 _FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # how often they are given back, and seconds between; a controller may be away
 _OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too, before all are given back
 
@@ -62,8 +64,14 @@ class Term:
             time.sleep(_OTHERS_DELAY)
             for _ in range(_FAREWELLS):
                 # By this process, since whoever would give the machines back is gone.
-                done = subprocess.run(self.lease.farewell, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-                if done.returncode == 0:
+                with contextlib.suppress(subprocess.SubprocessError):
+                    subprocess.run(
+                        self.lease.farewell,
+                        check=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=sys.stderr,
+                        timeout=_FAREWELL_TIMEOUT,
+                    )
                     return
                 time.sleep(_FAREWELL_DELAY)
 

@@ -19,6 +19,7 @@ from mlaunch.base.child_debugging import not_debugged
 from mlaunch.rendezvous import secret
 from mlaunch.rendezvous.address import LOOPBACK, listen
 
+_KILLED_TIMEOUT = 5.0  # seconds
 _BOOTSTRAP = (
     "import sys; fd, sys.path[:] = int(sys.argv[2]), sys.argv[3:]; "
     "from mlaunch.rendezvous.server import serve_until_end_of_input; serve_until_end_of_input(fd)"
@@ -110,7 +111,8 @@ def _end(process: subprocess.Popen[bytes], variable: str) -> None:
         process.stdin.close()
     # At once: the store's thread may hold up an end in good order, and nothing of it is worth keeping.
     process.kill()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it sits in the kernel, and ends once that is done with it
+        process.wait(_KILLED_TIMEOUT)
 
 
 if __name__ == "__main__":

@@ -147,19 +147,22 @@ def test_without_debugpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FOLLOWED = """
-import os
+import os, sys
 from mlaunch import launcher
-print(*launcher(os.getpid, n_gpus=2, device_type="cpu", output="raw")(), flush=True)
+started = {"n_gpus": 2, "device_type": "cpu", "output": "raw", "start_method": sys.argv[1]}
+print(*launcher(os.getpid, **started)(), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_an_ide_that_follows_children_is_shown_ranks_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_an_ide_that_follows_children_is_shown_ranks_alone(tmp_path: Path, start_method: str) -> None:
     """Fork server and agents run without its debugger, and wait for it nowhere."""
     (tmp_path / "train.py").write_text(FOLLOWED)
     with Server() as server:  # a port that is free once the server has ended
         port = server.py_server_port
-    debugged = [sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}", "--wait-for-client", "train.py"]
+    listen = ["--listen", f"127.0.0.1:{port}", "--wait-for-client"]
+    debugged = [sys.executable, "-m", "debugpy", *listen, "train.py", start_method]
     environ = {**users_environ(), "PYTHONPATH": str(ROOT)}
     with (tmp_path / "said").open("w") as said:  # no pipe: debugpy's own server has it, too, until its clients leave
         caller = subprocess.Popen(debugged, cwd=tmp_path, env=environ, stdout=said)

@@ -18,7 +18,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
-from mlaunch.base.child_debugging import not_debugged
+from mlaunch.base.child_debugging import not_debugged, stay_undebugged
 from mlaunch.base.fds import KeptFd
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
@@ -104,7 +104,7 @@ def start_fork(call: Call) -> ForkServer:
     caller = os.getpid()
     process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
     in_common = originals.of_main(call.function)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), not_debugged():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
         pid = os.fork()
     if pid == 0:
@@ -121,6 +121,7 @@ def _become_server(
     from mlaunch.rank.setup import process
 
     try:
+        stay_undebugged()
         ours.close()
         # Away from the terminal's group, whose Ctrl-C and hang-up are the caller's to answer.
         os.setsid()

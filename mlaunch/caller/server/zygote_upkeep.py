@@ -168,8 +168,8 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
             return found
         process, word = _start(environ, seconds, preload, directory, lock, awaited=True)
         with contextlib.closing(word):
-            if process.wait():
-                raise LaunchError(f"the fork server that was to be kept {describe_exit(process.returncode)}")
+            if exitcode := _status_of(process):
+                raise LaunchError(f"the fork server that was to be kept {describe_exit(exitcode)}")
             return _hear(word)
 
 
@@ -221,6 +221,17 @@ def _start(
         )
     theirs.close()
     return process, ours
+
+
+def _status_of(process: subprocess.Popen[bytes]) -> int:
+    """Return how the interpreter ended that forks the server; one that a debugger or a stop holds up is killed."""
+    try:
+        return process.wait(_IMPORT_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise LaunchError(
+            f"the fork server that was to be kept had not been forked after {_IMPORT_TIMEOUT:.0f} s"
+        ) from None
 
 
 def _hear(word: Channel[ZygoteSays, ZygoteHears]) -> ZygoteState:

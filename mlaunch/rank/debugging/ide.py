@@ -39,6 +39,7 @@ class FollowedSession:
             sys.path.remove(at["path"])
         import pydevd  # type: ignore[import-not-found, unused-ignore]  # debugpy's own
 
+        pydevd.SetupHolder.setup = None  # a fork of the caller has one, by which it is a child that the IDE never saw
         print(f"{self._who()} is process {os.getpid()}, which the IDE calls Subprocess {os.getpid()}", flush=True)
         try:
             # As a fork of the caller would: debugpy.connect() does not pass the first token on. What the rank starts

@@ -20,6 +20,7 @@ from mlaunch.base.process_name import name_process
 from mlaunch.rendezvous.address import LOOPBACK
 from mlaunch.rendezvous.peer_user import PeerUser
 
+_TIMEOUT = 60.0  # seconds until it listens
 _CODE = """
 import json, sys
 given = json.load(sys.stdin)
@@ -37,7 +38,11 @@ def start_adapter(name: str) -> tuple[int, int, str]:
     token = secrets.token_hex()
     given = json.dumps({"path": sys.path, "token": token, "name": name})
     # Over a pipe: command lines are open to all users.
-    done = subprocess.run([sys.executable, "-c", _CODE], input=given.encode(), stdout=subprocess.PIPE, check=False)
+    code, given_bytes = [sys.executable, "-c", _CODE], given.encode()
+    try:
+        done = subprocess.run(code, input=given_bytes, stdout=subprocess.PIPE, check=False, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"debugpy's adapter for {name} did not start within {_TIMEOUT:.0f} s") from None
     if done.returncode:
         raise OSError(f"debugpy's adapter for {name} ended with status {done.returncode}")
     for_ides, for_rank = json.loads(done.stdout)

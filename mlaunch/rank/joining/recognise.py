@@ -31,6 +31,7 @@ _SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_SRUN_COMM_PORT")
 _SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_JOB_ID")
 _OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _LOOPBACK = "127.0.0.1"
+_SCONTROL_TIMEOUT = 60.0  # seconds
 _PORTS = (15000, 10000)  # the first, and how many: below those that the system gives to clients
 
 
@@ -127,10 +128,14 @@ def _first_of(nodes: str) -> str | None:
     """Returns the first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
     try:
         shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, encoding="utf-8", check=True
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+            timeout=_SCONTROL_TIMEOUT,
         )
     # Without scontrol (in a container, say) the user is asked for MASTER_ADDR.
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return shown.stdout.split()[0]
 
