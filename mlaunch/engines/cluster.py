@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
@@ -252,7 +253,10 @@ class HeldPart(PlacedMachines):
         def plan(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
             return with_hosts(output_of(options, spec, course), hosts)
 
-        work = Work(name, Call(calls.portable(call.function), call.args, call.kwargs))
+        sent, around = Call(calls.portable(call.function), call.args, call.kwargs), course.surroundings
+        work = Work(name, sent)
+        if around is not None:
+            work = dataclasses.replace(work, argv=around.argv, path=around.sys_path, surroundings=around)
 
         def start() -> StartedLaunch:
             # Ranks of keep= stay there between trials, and would share the devices.

@@ -66,7 +66,12 @@ def of_this_process() -> Settings:
 
 def of_the_program() -> Settings:
     """Returns those that hold on any machine: not what the system of this one gives to a process."""
-    return tuple(one for one in of_this_process() if one[0] not in _OF_THE_MACHINE)
+    return without_the_machines(of_this_process())
+
+
+def without_the_machines(settings: Settings) -> Settings:
+    """Return those of them that hold on any machine."""
+    return tuple(one for one in settings if one[0] not in _OF_THE_MACHINE)
 
 
 def inherited() -> Settings:

@@ -7,15 +7,19 @@ import concurrent.futures
 import itertools
 import os
 import signal
+import sys
 import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.caller.many.loop import THREAD
+from mlaunch.caller.many.loop import THREAD, loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
@@ -36,53 +40,144 @@ def hold(folder: Path, name: str = "begun") -> str:
     return name
 
 
+def reporting() -> None:
+    """Reports once, and goes on until it is asked to stop."""
+    mlaunch.report(step=1)
+    while not mlaunch.stopping():
+        os.sched_yield()
+
+
 def holding(folder: Path, name: str) -> list[int]:
     """Waits until both ranks hold; returns their pids."""
     wait_until(lambda: len(list(folder.glob(f"{name}-*"))) == 2)
     return [int(mark.name.partition("-")[2]) for mark in folder.glob(f"{name}-*")]
 
 
+@pytest.mark.slow
 def test_a_callback_may_wait_for_what_it_submits(tmp_path: Path) -> None:
-    """While others go on, which one thread drives: that in which it is called."""
+    """In each way, while others go on, which one thread drives: that in which it is called, until it waits."""
     found: concurrent.futures.Future[object] = concurrent.futures.Future()
     one = launcher(hold, 1)
 
     def again(_: object) -> None:
-        failed = one.submit(tmp_path / "nowhere")
-        found.set_result((one.submit(tmp_path, "third").result(120), type(failed.exception(120)), first.done()))
+        runs = [one.submit(tmp_path / "nowhere"), launcher(int, 1).submit(3), one.submit(tmp_path, "third")]
+        names = [run.name for run in concurrent.futures.as_completed(runs[:2], 120)]
+        done, _ = concurrent.futures.wait(runs, 120)
+        sweep = launcher(int, 1, concurrent=2).map([4, 5]).results(120)
+        found.set_result((len(done), {*names}, runs[2].result(), type(runs[0].exception()), sweep, first.done()))
 
     first = one.submit(tmp_path, "first")
     second = one.submit(tmp_path, "second")
+    second.add_done_callback(lambda _: sys.exit("nobody"))
     second.add_done_callback(again)
     for name in ("second", "third", "first"):
         wait_until(lambda name=name: list(tmp_path.glob(f"{name}-*")))  # type: ignore[misc]
         for mark in tmp_path.glob(f"{name}-*"):
             mark.unlink()
         if name == "third":
-            assert found.result(120) == (["third"], FileNotFoundError, False)
+            expected = (3, {"hold()", "int()"}, ["third"], FileNotFoundError, [[4], [5]], False)
+            assert found.result(120) == expected
     assert first.result(120) == ["first"]
+    wait_until(lambda: THREAD not in [thread.name for thread in threading.enumerate()])
 
 
-def test_a_callback_that_waits_for_its_own_run_is_told_so() -> None:
+def test_a_callback_may_wait_for_another_that_has_ended_with_it() -> None:
+    """Or for the sweep whose last trial calls it back: there is no other thread that would tell of them."""
+    told: list[object] = []
+    runs = launcher(int, 1, concurrent=2).map([1, 2])
+    for run in runs:
+        run.add_done_callback(lambda _: told.append(runs.results(120)))
+    wait_until(lambda: len(told) == 2)
+    assert told == [[[1], [2]]] * 2
+
+
+@pytest.mark.slow
+def test_a_callback_of_a_report_may_wait_for_another_run() -> None:
+    told: list[object] = []
+    run = launcher(reporting, 1).submit()
+    run.on_report(lambda _: (told.append(launcher(int, 1).submit(3).result(120)), run.stop()))
+    assert run.result(120) == [None]
+    assert told[0] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [Run.result, lambda run: concurrent.futures.wait([run])])
+def test_a_callback_that_waits_for_its_own_run_is_told_so(wait: Callable[[Run], object]) -> None:
     said: list[str] = []
 
-    def wait(_: object) -> None:
+    def waits(_: object) -> None:
         try:
-            run.result()
+            wait(run)
         except RuntimeError as error:
             said.append(str(error))
 
-    def work() -> None:
-        mlaunch.report(step=1)
-        while not mlaunch.stopping():
-            os.sched_yield()
-
-    run = launcher(work, 1).submit()
-    run.on_report(wait)
+    other, run = launcher(reporting, 1).submit(), launcher(reporting, 1).submit()
+    run.on_report(waits)
     wait_until(lambda: said)
-    run.stop()
-    assert run.result(120) == [None]
-    assert said == ["a callback waits for the run that has called it, which goes on only after that"]
+    for one in (run, other):
+        one.stop()
+        assert one.result(120) == [None]
+    assert said[0] == "a callback waits for the run that has called it, which goes on only after that"
+
+
+def stubborn(folder: Path) -> None:
+    """Ends by SIGKILL alone, and so after its grace period."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hold(folder)
+
+
+@pytest.mark.slow
+def test_a_timeout_in_an_event_loop_does_not_stop_it(tmp_path: Path) -> None:
+    """Nor do cancel() there, of a run and of a sweep; an interrupt of a wait waits for the end in any case."""
+
+    async def meets_its_timeout() -> bool:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(run), 0)
+        assert run.cancel()
+        runs.cancel()
+        return run.done()  # it would be, had the loop waited
+
+    run = launcher(stubborn, 1, grace_period=1).submit(tmp_path)
+    runs = launcher(stubborn, 1, grace_period=1).map([tmp_path])
+    wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)
+    assert not asyncio.run(meets_its_timeout())
+    with pytest.raises(concurrent.futures.CancelledError):
+        run.result(120)
+    assert runs[0].cancel()
+
+
+def surroundings() -> tuple[str | None, str, int, list[str], str]:
+    """Returns what a rank has of its caller."""
+    return os.environ.get("TRIAL"), os.getcwd(), _umask(), sys.argv, str(warnings.filters[0][0])
+
+
+def _umask() -> int:
+    os.umask(was := os.umask(0))
+    return was
+
+
+@pytest.mark.parametrize("options", [{}, {"concurrent": 2}, {"keep": 0.05}])
+def test_a_submitted_call_has_the_surroundings_of_the_moment_at_which_it_was_submitted(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = launcher(surroundings, 1, log_dir="logs", **options)
+    expected: list[object] = []
+    runs: list[Run] = []
+    for number, name in enumerate(("first", "second")):
+        (tmp_path / name).mkdir()
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            patch.setenv("TRIAL", name)
+            patch.chdir(tmp_path / name)
+            patch.setattr(sys, "argv", [name])
+            warnings.simplefilter("error" if number else "ignore")
+            was = os.umask(0o70 + number)
+            expected.append(surroundings())
+            runs.append(look.submit())
+            os.umask(was)
+    assert [run.result(120)[0] for run in runs] == expected
+    assert [run.log_dir is not None and Path(run.log_dir).parent for run in runs] == [
+        tmp_path / name / "logs" for name in ("first", "second")
+    ]
 
 
 def test_futures_of_launches(tmp_path: Path) -> None:
@@ -122,7 +217,7 @@ def test_failures_are_the_futures() -> None:
 
 
 def test_a_run_whose_turn_has_come_is_starting() -> None:
-    course = RunCourse(THREAD, lambda: None)
+    course = RunCourse(loop)
     run = Run("train()", {}, course)
     assert run.state == "waiting"
     course.starting = True

@@ -39,7 +39,7 @@ from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.spec import LaunchSpec, ProfileOrder
+from mlaunch.protocol.spec import Context, LaunchSpec, ProfileOrder
 
 # A warm server that is killed just before the call still looks alive, and so does a prepared launch.
 TRIES = 3
@@ -149,14 +149,20 @@ class _Attempts:
 
 
 def planned(
-    options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], number: Attempt
-) -> LaunchSpec:
-    """Plans a launch; its errors are raised as if from the line that called."""
+    options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], number: Attempt,
+    surroundings: Context | None = None,
+) -> LaunchSpec:  # fmt: skip
+    """Plan a launch; its errors are raised as if from the line that called.
+
+    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    """
     try:
         spec = plan(options, machine, name, environ, number)
         if number.profile is not None:
             check_profile_ranks(number.profile, spec.world_size)
-        return spec
+        if surroundings is None:
+            return spec
+        return dataclasses.replace(spec, context=dataclasses.replace(surroundings, environ=dict(environ)))
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None
 

@@ -68,7 +68,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         port=options.port,
         torch_version=machine.ready.torch_version,
         secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
-        context=_context(environ),
+        context=context_of(environ),
         cluster=cluster,
         stop_on=signals.numbers_of_option(options.stop_on),
         stop_grace=options.stop_grace,
@@ -119,7 +119,8 @@ def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezv
     return Rendezvous(host, options.port, key, *times, store_limit=None if key else limit_of(environ))
 
 
-def _context(environ: Mapping[str, str]) -> Context:
+def context_of(environ: Mapping[str, str]) -> Context:
+    """Return this process's surroundings as they are now, with this environment."""
     cwd = linux.working_directory()
     main = sys.modules.get("__main__")
     main_file = getattr(main, "__file__", None)

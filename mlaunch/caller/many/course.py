@@ -54,6 +54,8 @@ _rows: dict[tuple[str, ...], deque[RunCourse]] = {}
 def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts) -> Steps:
     """Runs a call to its end, restarts included. CancelledError: it was cancelled before it began."""
     go_on(course)
+    if options.log_dir is not None and course.surroundings is not None:
+        options = options.replaced({"log_dir": os.path.join(course.surroundings.cwd, options.log_dir)})
     options = with_directory(options, name)
     course.log_dir = None if options.log_dir is None else os.fspath(options.log_dir)
     flush_streams()
@@ -79,7 +81,7 @@ def attempt_here(options: Options, call: Call, name: str, number: Attempt, cours
 
 def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
     history = History()
-    environ = {**os.environ, **(options.env or {})}
+    environ = course.environ(options)
     server = warm_server.get(environ)
     course.starting = True
     while server.waits_for:
@@ -95,7 +97,8 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
         course.begins()
         if options.keep is not None:
             return (yield from on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course))
-        spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
+        machine = ThisMachine(ready, server.count_devices)
+        spec = planned(grant.options, machine, name, grant.environ, number, course.surroundings)
         history.ready = time.monotonic()
         handle = start(grant, server, spec, call, output_of(options, spec, course), history)
     finally:
@@ -144,19 +147,19 @@ def _leased(
 def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
     from mlaunch.caller.many.kept_trial import KeptTrial  # not needed by most
 
-    trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), course.notify)
+    trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), course.surroundings, course.notify)
     course.runs, course.seen_as = True, trial.seen_as
     try:
         while not trial.done():
             trial.attach(course.reports)
-            course.reports.pass_on()
+            course.pass_reports_on()
             if course.stop_reason:
                 trial.ask_to_stop(course.stop_reason)
             if course.cancelling:
                 trial.end()
             yield Need((), course.reports.period(None))
         trial.attach(course.reports)
-        course.reports.pass_on()
+        course.pass_reports_on()
         course.cancelled = trial.cancelled() or isinstance(trial.exception(), CancelledError)
         return trial.ended()
     finally:
@@ -168,7 +171,7 @@ def driven(handle: LaunchHandle, course: RunCourse) -> Steps:
     try:
         while handle.step():
             course.reports.attach(handle.history.board, handle.outcome.spec)
-            course.reports.pass_on()
+            course.pass_reports_on()
             if course.stop_reason:
                 handle.ask_to_stop(course.stop_reason)
             if course.cancelling and not asked:
@@ -176,7 +179,7 @@ def driven(handle: LaunchHandle, course: RunCourse) -> Steps:
                 asked = not handle.outcome.failed and not handle.answered
                 handle.ask_to_end()
             yield Need((handle.fileno(),), course.reports.period(handle.timeout()))
-        course.reports.pass_on()
+        course.pass_reports_on()
         course.cancelled = asked and not handle.answered
         return handle.end()
     finally:

@@ -20,6 +20,7 @@ from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import Context
 
 if TYPE_CHECKING:
     from mlaunch.caller.ranks.session import RanksLaunch
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
 class KeptTrial(RanksFuture):
     """``notify`` is called when there is something to do: ``over``, or a call that can be ended."""
 
-    def __init__(self, options: Options, call: Call, notify: Callable[[], None]) -> None:
+    def __init__(self, options: Options, call: Call, surroundings: Context | None, notify: Callable[[], None]) -> None:
         super().__init__()
         self._call: KeptCall | None = None
         self._asked_to_end = self._asked_to_stop = self._has_begun = False
         self._before: tuple[Board | None, list[int]] = None, []  # what had been reported there
         self._notify = notify
         self.add_done_callback(lambda _: notify())
-        threading.Thread(target=self._begin, args=(options, call), daemon=True).start()
+        threading.Thread(target=self._begin, args=(options, call, surroundings), daemon=True).start()
 
     def queue(self, call: KeptCall) -> None:
         super().queue(call)
         self._call = call
 
-    def _begin(self, options: Options, call: Call) -> None:
+    def _begin(self, options: Options, call: Call, surroundings: Context | None) -> None:
         try:
-            on_shared(options, lambda ranks: ranks.begin(options, call, self))
+            on_shared(options, lambda ranks: ranks.begin(options, call, self), surroundings)
             self._notify()
         except BaseException as error:
             self.set_exception(error)

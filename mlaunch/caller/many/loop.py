@@ -18,23 +18,33 @@ THREAD = "mlaunch-runs"
 Tell = Callable[[Ended | BaseException], None]
 
 
+class _Driver(threading.Thread):
+    """A thread that drives, or has driven until a callback of its waited."""
+
+    def __init__(self, drive: Callable[[], None]) -> None:
+        super().__init__(target=drive, name=THREAD, daemon=True)
+
+
 class LaunchLoop:
-    """Drives each course that was added to its end, and tells of that, in the thread."""
+    """Drives each course that was added to its end, and tells of that, in a thread of its own.
+
+    Callbacks run in that thread. Before one waits for a run, the thread hands over: another one drives from then on,
+    and the first ends with its callback.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._new: list[tuple[Steps, Tell]] = []
-        self._wake = -1  # an eventfd, while there is a thread
-        self._thread: int | None = None  # that drives
+        self._wake = -1  # an eventfd, while there is a thread that drives
+        self._driver: threading.Thread | None = None
         self._ended: deque[tuple[Tell, Ended | BaseException]] = deque()  # and not told yet
         self._courses: dict[Steps, tuple[Need, float | None, Tell]] = {}  # what each needs, and until when
 
     def add(self, steps: Steps, tell: Tell) -> None:
         with self._lock:
             self._new.append((steps, tell))
-            if self._wake < 0:
-                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                threading.Thread(target=self._follow, name=THREAD, daemon=True).start()
+            if self._driver is None:
+                self._start()
         self.notify()
 
     def notify(self) -> None:
@@ -49,54 +59,67 @@ class LaunchLoop:
             os.close(self._wake)
         self.__init__()  # type: ignore[misc]  # the lock may be held for ever
 
-    def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
-        """Drives until that is so, or the time has come, if it is a callback that asks, whose thread alone would do it.
+    def is_here(self) -> bool:
+        """True in a callback."""
+        return isinstance(threading.current_thread(), _Driver)
 
-        ``due``: in monotonic seconds. RuntimeError: it waits for the run that calls it back, which would never end.
-        """
-        while self._thread == threading.get_ident() and not over():
-            if due is not None and time.monotonic() >= due:
-                return
-            if not self._begin_new() and not self._ended:
-                raise RuntimeError("a callback waits for the run that has called it, which goes on only after that")
-            self._round(due)
+    def hand_over(self) -> None:
+        """Let another thread drive if this one does, and is about to wait in a callback."""
+        if not self.is_here():
+            return
+        with self._lock:
+            if self._driver in {None, threading.current_thread()}:
+                self._start()
+                self.notify()  # what this one was about to look at
+
+    def _start(self) -> None:
+        """Start a thread that drives from now on; called under the lock."""
+        if self._wake < 0:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._driver = _Driver(self._follow)
+        self._driver.start()
+
+    def _drives(self) -> bool:
+        return self._driver is threading.current_thread()
 
     def _follow(self) -> None:
-        self._thread = threading.get_ident()
         while self._has_some():
-            self._round(None)
-        self._tell()  # last, so that who waits for it finds this thread at its end
+            self._round()
+        if self._driver is None:
+            self._tell()  # last, so that who waits for it finds this thread at its end
 
-    def _round(self, due: float | None) -> None:
+    def _round(self) -> None:
         """Takes a step of each course that has something to do, or waits for that."""
         self._tell()
+        if not self._drives():
+            return
         # Runs that have ended are told first: one that failed cancels the trials in line, which then take no devices.
-        for steps in sorted(self._due(self._wait(due)), key=lambda steps: self._courses[steps][0].later):
-            if steps in self._courses and self._courses[steps][0].later:
+        for steps in sorted(self._due(self._wait()), key=lambda steps: self._courses[steps][0].later):
+            if self._courses[steps][0].later:
                 self._tell()
-            if steps in self._courses:  # a callback may wait, and drives others meanwhile
-                self._step(steps, self._courses[steps][2])
+            if not self._drives():  # a callback waits, and another thread has all that is left
+                return
+            self._step(steps, self._courses[steps][2])
 
     def _tell(self) -> None:
-        while self._ended:
+        while self._ended and self._driver in {None, threading.current_thread()}:
             try:
                 tell, how = self._ended.popleft()
             except IndexError:  # a thread that follows this one tells, too
                 return
             try:
                 tell(how)
-            except BaseException:  # sys.exit in a callback: the others are driven on
+            except BaseException:  # whatever a callback may raise: the others are driven on
                 log.exception("a callback of a submitted launch raised")
 
     def _has_some(self) -> bool:
-        """Begins what was added; False, and the thread has nothing left, if there is nothing to drive."""
-        while not self._begin_new():
+        """Begins what was added; False if this thread has nothing left to do, or another one does it."""
+        while self._drives() and not self._begin_new():
             with self._lock:
-                if not self._new:
+                if not self._new and self._drives():
                     os.close(self._wake)
-                    self._wake, self._thread = -1, None
-                    return False
-        return True
+                    self._wake, self._driver = -1, None
+        return self._drives()
 
     def _begin_new(self) -> bool:
         """Begins what was added; False if there is nothing to drive."""
@@ -114,21 +137,31 @@ class LaunchLoop:
         try:
             need = next(steps)
         except StopIteration as end:
-            self._ended.append((tell, end.value))
+            self._end(tell, end.value)
         except BaseException as error:  # of user code that pickles, too: the others go on
-            self._ended.append((tell, error))
+            self._end(tell, error)
         else:
             due = None if need.timeout is None else time.monotonic() + need.timeout
-            self._courses[steps] = need, due, tell
+            if self._drives():
+                self._courses[steps] = need, due, tell
+            else:  # a callback has waited; the thread that drives now takes the next step at once
+                self.add(steps, tell)
 
-    def _wait(self, due: float | None) -> set[int]:
+    def _end(self, tell: Tell, how: Ended | BaseException) -> None:
+        self._ended.append((tell, how))
+        if not self._drives():
+            with self._lock:
+                if self._driver is None:
+                    self._start()
+            self.notify()
+
+    def _wait(self) -> set[int]:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for need, _, _ in self._courses.values():
             for fd in need.fds:
                 poll.register(fd, select.POLLIN)
-        times = [due, *(at for _, at, _ in self._courses.values())]
-        due = min((at for at in times if at is not None), default=None)
+        due = min((at for _, at, _ in self._courses.values() if at is not None), default=None)
         return {fd for fd, _ in poll.poll(None if due is None else max(0.0, due - time.monotonic()) * 1000)}
 
     def _due(self, ready: set[int]) -> list[Steps]:

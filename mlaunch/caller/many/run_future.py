@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+from mlaunch.base.log import log
 from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import interrupts
+from mlaunch.caller.event_loops import stops_an_event_loop
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.reported import Reported, ReportLog
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.protocol import registry
+from mlaunch.protocol.spec import Context
 from mlaunch.protocol.visitors import STACKS, ask
 
 _STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
@@ -44,6 +47,7 @@ class Run(Future[list[Any]]):
         super().__init__()
         # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
         self._condition = interrupts.Condition()  # type: ignore[assignment]
+        self._waiters = _Waiters(course)  # type: ignore[assignment]  # which nobody may see
         self.name, self.arguments = name, dict(arguments)
         self._course = course
 
@@ -89,17 +93,13 @@ class Run(Future[list[Any]]):
 
     @raises_from_caller
     def result(self, timeout: float | None = None) -> list[Any]:
-        return super().result(self._drive_in_callback(timeout))
+        self._course.before_wait()
+        return super().result(timeout)
 
     @raises_from_caller
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return super().exception(self._drive_in_callback(timeout))
-
-    def _drive_in_callback(self, timeout: float | None) -> float | None:
-        """Drives runs if it is a callback that waits, in whose thread that is done; returns the seconds left."""
-        due = None if timeout is None else time.monotonic() + timeout
-        self._course.drive_in_callback(self.done, due)
-        return None if due is None else max(0.0, due - time.monotonic())
+        self._course.before_wait()
+        return super().exception(timeout)
 
     def running(self) -> bool:
         """Tells whether ranks were started for it and it is not over."""
@@ -109,12 +109,21 @@ class Run(Future[list[Any]]):
     def cancel(self) -> bool:
         """Ends the run, and returns when its processes are gone; a run that waits starts none. Can be interrupted.
 
-        True only if it ended by that: not if it was over, or all ranks had returned, or one had failed.
+        In a callback, and in a thread that runs an event loop of asyncio (not a notebook's cell), it does not wait.
+
+        Returns:
+            Whether it ended by that: not if it was over, or all ranks had returned, or one had failed. Where it does
+            not wait, whether it is asked to.
         """
         self._course.ask_to_cancel()
-        if threading.current_thread().name != self._course.driver:  # in a callback there, nobody would end it
-            with interrupts.allowed():
-                self._course.over.wait()
+        if self._course.in_callback() or (not self.done() and stops_an_event_loop()):
+            return self.cancelled() or not self.done()
+        return self._wait_for_end()
+
+    def _wait_for_end(self) -> bool:
+        """Wait until its processes are gone; True if it was cancelled."""
+        with interrupts.allowed():
+            self._course.over.wait()
         return self.cancelled()
 
     def stacks(self) -> StacksOfRanks:
@@ -170,6 +179,26 @@ class Run(Future[list[Any]]):
         with self._condition:
             self._done_callbacks: list[Callable[[Future[list[Any]]], object]] = []  # which Future would keep
 
+    def _invoke_callbacks(self) -> None:
+        """Call what waits for the end. A ``sys.exit`` in one keeps the others, asyncio's among them, from nothing."""
+        for callback in self._done_callbacks:
+            try:
+                callback(self)
+            except BaseException:
+                log.exception("a callback of a submitted launch raised")
+
+
+class _Waiters(list[object]):
+    """Who waits for a run by ``concurrent.futures.wait`` or ``as_completed``, which put themselves in first."""
+
+    def __init__(self, course: RunCourse) -> None:
+        super().__init__()
+        self._course = course
+
+    def append(self, waiter: object) -> None:
+        self._course.before_wait()
+        super().append(waiter)
+
 
 def _nowhere() -> None: ...
 
@@ -180,13 +209,20 @@ def found_as(handle: LaunchHandle) -> tuple[str, int]:
     return handle.seen_as or spec.launch_id, spec.rank_start
 
 
+class Drives(Protocol):
+    """What drives runs; see ``caller/many/loop.py``."""
+
+    def notify(self) -> None: ...
+    def is_here(self) -> bool: ...
+    def hand_over(self) -> None: ...
+
+
 @dataclass(eq=False)
 class RunCourse:
     """What is known of a run while it is driven."""
 
-    driver: str  # the name of its thread
-    notify: Callable[[], None]
-    drive_in_callback: Callable[[Callable[[], bool], float | None], None] = lambda _over, _due: None  # see the loop's
+    loop: Drives
+    surroundings: Context | None = None  # of the call; None: those of the moment at which it begins
     cancelling: bool = False  # somebody wants it to end
     cancelled: bool = False  # it ended by that
     stop_reason: str = ""  # why its ranks are to stop; "": they are not
@@ -201,6 +237,36 @@ class RunCourse:
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
     place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
+    _telling: int | None = None  # the thread that calls back for its reports
+
+    def notify(self) -> None:
+        self.loop.notify()
+
+    def in_callback(self) -> bool:
+        """True in a callback, for the end of which the thread that drives waits."""
+        return self.loop.is_here()
+
+    def before_wait(self) -> None:
+        """Let another thread drive if it is a callback that is about to wait, in the thread that drives.
+
+        RuntimeError: it waits for the run that calls it back, which goes on only after that.
+        """
+        if self._telling == threading.get_ident():
+            raise RuntimeError("a callback waits for the run that has called it, which goes on only after that")
+        self.loop.hand_over()
+
+    def pass_reports_on(self) -> None:
+        """Call back for what ranks have reported."""
+        self._telling = threading.get_ident()
+        try:
+            self.reports.pass_on()
+        finally:
+            self._telling = None
+
+    def environ(self, options: Options) -> dict[str, str]:
+        """Return the environment that it was asked for in."""
+        around = os.environ if self.surroundings is None else self.surroundings.environ
+        return {**around, **(options.env or {})}
 
     def leaves_ranks(self) -> None:
         """Lets go of what its ranks were known by, which may be another run's next."""
@@ -215,6 +281,7 @@ class RunCourse:
     def finish(self) -> None:
         """Wakes who waits for its end, and drops what only a run needs that goes on: a run may be kept."""
         self.begins = self.place = _nothing
+        self.surroundings = None
         self.reports.finish()
         self.over.set()
 

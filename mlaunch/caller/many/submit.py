@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, nesting
+from mlaunch.caller.launch.plan import context_of
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import wants_lease
 from mlaunch.caller.many.course import attempt_here, steps_of
-from mlaunch.caller.many.loop import THREAD, loop
+from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import Context
 
 _ELSEWHERE = {"max_preemptions": 0, "ranks": None, "profile": None, "start_method": "forkserver"}
 
@@ -33,7 +36,7 @@ def submit(options: Options, call: Call, name: str, keep_report: Callable[[Launc
     arguments.check(function, call.args, call.kwargs)
     arguments.check_values(function, call.args, call.kwargs)
     starts = options.engine is None and not wants_lease(options)
-    course = RunCourse(THREAD, loop.notify, loop.drive_in_callback, starting=starts)
+    course = RunCourse(loop, surroundings_of(options), starting=starts)
     run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
     drive(run, course, options, call, keep_report)
     return run
@@ -65,6 +68,11 @@ def check(options: Options, name: str, method: str) -> None:
                 f"allowed: machines that it holds: `with engine.hold(...) as held:`, and engine=held"
             ))  # fmt: skip
         held.check_trial(options.machines)
+
+
+def surroundings_of(options: Options) -> Context:
+    """Return all that a call takes over from this process now: ranks start later, when that may have changed."""
+    return context_of({**os.environ, **(options.env or {})})
 
 
 def options_of_trials(

@@ -21,7 +21,9 @@ from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.many import sweep_table, trial_arguments
 from mlaunch.caller.many.identity import canonical
+from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run
+from mlaunch.caller.many.submit import surroundings_of
 from mlaunch.caller.many.trial import Trial, TrialPlan, arguments_of
 from mlaunch.caller.many.trial_file import Done, TrialFile, keys_of
 from mlaunch.caller.options.launch_options import Options
@@ -114,11 +116,19 @@ class Sweep(Sequence[Run]):
         for trial in self._trials:
             trial.cancel()
 
+    def end(self) -> None:
+        """Do what ``cancel`` does, and wait wherever that is: what an interrupt of a wait ends, it waits for."""
+        for trial in self._trials:
+            trial.ask_to_cancel()
+        for trial in self._trials:
+            trial.end()
+
     def retry(self) -> Sweep:
         """Begins again what failed or was cancelled, with new runs in the places of the old; returns itself."""
         with self._changed:
             over = [trial for trial in self._ended if trial.state != "returned"]
-        again = {trial: trial.anew() for trial in over}
+        surroundings = surroundings_of(self._plan.options)
+        again = {trial: trial.anew(surroundings) for trial in over}
         done = self._look_up([*again.values()])  # which may raise, and then nothing has changed
         with self._changed:
             again = {trial: new for trial, new in again.items() if trial in self._ended}  # and of no other retry()
@@ -226,12 +236,13 @@ class Sweep(Sequence[Run]):
 
     def _wait(self, is_so: Callable[[], bool], until: float) -> None:
         """Waits. TimeoutError; an interrupt ends all."""
+        loop.hand_over()  # in a callback
         try:
             with self._changed:
                 while not (found := is_so()) and (left := until - time.monotonic()) > 0:
                     self._changed.wait(None if math.isinf(left) else left)
         except BaseException as interrupt:
-            self.cancel()
+            self.end()
             done = sum(trial.state == "returned" for trial in self._trials)
             ended = f"the trials of {self._plan.name}() were interrupted"
             add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay")
@@ -264,9 +275,10 @@ class SweepPlan:
     def trials(self, calls: Sequence[Call], sweep: Sweep) -> list[Trial]:
         given = [trial_arguments.given_names(self.function, len(self.bound), call.args, call.kwargs) for call in calls]
         keys = keys_of("" if self.file is None else canonical(arguments_of(call)) for call in calls)
+        name, around = f"{self.name}()", surroundings_of(self.options)
         plans = zip(calls, given, trial_arguments.labels(given), keys, strict=True)
         return [
-            Trial(TrialPlan(f"{self.name}()", self.options, call, known, label, self.keep_report, key, number), sweep)
+            Trial(TrialPlan(name, self.options, call, known, label, self.keep_report, around, key, number), sweep)
             for number, (call, known, label, key) in enumerate(plans)
         ]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.many.loop import THREAD, loop
+from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.many.submit import drive, named
 from mlaunch.caller.many.trial_file import TrialKey
@@ -20,6 +20,7 @@ from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import Context
 
 _PRINTED = 4096  # bytes of each rank's output that are kept with a trial: a sweep may have thousands
 
@@ -34,12 +35,13 @@ class SweepOfTrials(Protocol):
         """Returns where lines of the trial with that number can change."""
 
     def has_ended(self, trial: Trial) -> None:
-        """Takes note just afterwards."""
+        """Takes note just afterwards, before its callbacks."""
 
     def has_waiting(self) -> bool:
         """Tells whether trials wait that are not in line yet."""
 
-    def cancel(self) -> None: ...
+    def end(self) -> None:
+        """Ends all, and waits for that."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class TrialPlan:
     given: Mapping[str, Any]
     label: str
     keep_report: Callable[[LaunchReport], None]
+    surroundings: Context  # of the moment at which somebody began it
     key: TrialKey
     number: int  # its place among the trials
 
@@ -64,7 +67,7 @@ class Trial(Run):
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         place = functools.partial(sweep.place, plan.number)
-        course = RunCourse(THREAD, loop.notify, loop.drive_in_callback, place=place, trial=plan.label)
+        course = RunCourse(loop, plan.surroundings, place=place, trial=plan.label)
         super().__init__(plan.name, arguments_of(plan.call), course)
         course.begins, course.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key
@@ -89,7 +92,6 @@ class Trial(Run):
         self._is_driven, self.seconds = True, seconds
         self._course.finish()
         self.set_result(values)
-        self._sweep.has_ended(self)
 
     def ask_to_cancel(self) -> None:
         """Begins what ``cancel`` does, without waiting for it."""
@@ -101,18 +103,24 @@ class Trial(Run):
         self.ask_to_cancel()
         return super().cancel()
 
+    def end(self) -> None:
+        """Do what ``cancel`` does, and wait wherever that is."""
+        self.ask_to_cancel()
+        if not self._course.in_callback():
+            self._wait_for_end()
+
     @raises_from_caller
     def result(self, timeout: float | None = None) -> list[Any]:
         try:
             return super().result(timeout)
         except KeyboardInterrupt:
             if not self.done():  # so the exception is not the run's
-                self._sweep.cancel()
+                self._sweep.end()
             raise
 
-    def anew(self) -> Trial:
+    def anew(self, surroundings: Context) -> Trial:
         """Returns another trial of the same."""
-        return Trial(self._plan, self._sweep)
+        return Trial(dataclasses.replace(self._plan, surroundings=surroundings), self._sweep)
 
     def _go_on(self) -> None:
         self._begun = self._begun or time.monotonic()  # of the first attempt
@@ -126,10 +134,13 @@ class Trial(Run):
         self._go_on()
         if not self._course.cancelled:
             self._sweep.ends(self, how)
+        super()._end(_to_keep(how))
+
+    def _invoke_callbacks(self) -> None:
         try:
-            super()._end(_to_keep(how))
+            self._sweep.has_ended(self)  # before: a callback may wait for the whole sweep
         finally:
-            self._sweep.has_ended(self)
+            super()._invoke_callbacks()
 
 
 def _to_keep(how: Ended | BaseException) -> Ended | BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
@@ -18,10 +19,11 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import StartingLine
 from mlaunch.caller.output.output_plan import place_of
 from mlaunch.caller.ranks.rank_set import ClosedError
-from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.caller.ranks.ranks import Ranks, ranks_of
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import Context
 from mlaunch.rank.setup import device
 
 # Of one call, or of the launcher: ranks need not have been started with them.
@@ -91,10 +93,13 @@ def _on_leased(options: Options, call: Call, name: str) -> Ended:
         return on_shared(own, lambda ranks: ranks.call(own, call))
 
 
-def on_shared(options: Options, make: Callable[[Ranks], T]) -> T:
-    """Makes a call on the ranks that these options share."""
+def on_shared(options: Options, make: Callable[[Ranks], T], surroundings: Context | None = None) -> T:
+    """Make a call on the ranks that these options share.
+
+    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    """
     while True:
-        ranks = _shared(options)
+        ranks = _shared(options, surroundings)
         try:
             return make(ranks)
         except ClosedError:
@@ -102,7 +107,7 @@ def on_shared(options: Options, make: Callable[[Ranks], T]) -> T:
                 raise
 
 
-def _shared(options: Options) -> Ranks:
+def _shared(options: Options, surroundings: Context | None) -> Ranks:
     """Returns the set for these options; a fresh one, if environment, working directory or the user's code changed."""
     own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
     key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
@@ -111,10 +116,12 @@ def _shared(options: Options) -> Ranks:
             making = _locks.of_making.setdefault(key, threading.Lock())
         # One lock for each key: ranks of other options may start meanwhile, which takes seconds.
         with making:
-            environ, cwd = dict(os.environ), os.getcwd()
+            environ = {**(os.environ if surroundings is None else surroundings.environ), **(options.env or {})}
+            cwd = os.getcwd() if surroundings is None else surroundings.cwd
+            around = None if surroundings is None else dataclasses.replace(surroundings, environ=environ)
             found, in_the_way = _look(key, options, environ, cwd)
             if found is None and not in_the_way:
-                found = _Set(Ranks(**own, idle_timeout=options.keep), environ, cwd, here=options.engine is None)
+                found = _Set(ranks_of(own, options.keep, around), environ, cwd, here=options.engine is None)
                 with _locks.of_sets:
                     _sets[key] = found
                 found.ranks.when_over(functools.partial(_leave_out, key, weakref.ref(found)))

@@ -47,7 +47,9 @@ class ClosedError(RuntimeError):
 class RankSet:
     """Makes calls, each on the present session: the first, or a fresh one after that was lost."""
 
-    def __init__(self, options: Options, *, restart: bool, idle_timeout: float | None) -> None:
+    def __init__(
+        self, options: Options, *, restart: bool, idle_timeout: float | None, surroundings: Context | None = None
+    ) -> None:
         self.options = options
         self.reports: deque[Callable[[], LaunchReport]] = deque(maxlen=_KEPT)
         self.closed = False
@@ -60,7 +62,7 @@ class RankSet:
         self._freed: deque[tuple[str, int]] = deque()
         self._merged = MergedOptions(options)
         self._known: tuple[tuple[RanksLaunch, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
-        self.session = self._open(None)
+        self.session = self._open(surroundings)
 
     def next_number(self) -> int:
         """Returns a number that no call and no held value of these ranks has."""
@@ -99,7 +101,9 @@ class RankSet:
             made = self._make(session, options, call)
             made.attach(future)
             try:
-                session.submit(made)
+                with self._opening:  # else what close() does not wait for would be cancelled by it
+                    self._check()
+                    session.submit(made)
                 return session, made
             except RanksLost:  # meanwhile; what that means is decided above
                 made.drop()
@@ -220,6 +224,7 @@ class RankSet:
             session.see_end()
             if not self._rules.restart and not session.expired:
                 raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
+            self._check()  # it may have been closed meanwhile
             self._warn_of(session)
             refused: list[tuple[KeptCall, RanksLost]] = []
             with self._opening:

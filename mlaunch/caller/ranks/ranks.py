@@ -19,6 +19,7 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
+from mlaunch.protocol.spec import Context
 from mlaunch.rank import reload
 
 if TYPE_CHECKING:
@@ -60,12 +61,15 @@ class Ranks(RunsCells):
     ) -> None:
         __tracebackhide__ = True
         try:
-            self._set = RankSet(_checked(options, idle_timeout), restart=restart, idle_timeout=idle_timeout)
+            self._have(RankSet(_checked(options, idle_timeout), restart=restart, idle_timeout=idle_timeout))
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
             raise without_ours(error) from error.__cause__
-        weakref.finalize(self, self._set.abandon).atexit = False
+
+    def _have(self, ranks: RankSet) -> None:
+        self._set = ranks
+        weakref.finalize(self, ranks.abandon).atexit = False
 
     # Calls
 
@@ -251,6 +255,14 @@ class Ranks(RunsCells):
     def free_later(self) -> Callable[[str, int], None]:
         """Lets the next call free a held object; called in any thread."""
         return self._set.free_later
+
+
+def ranks_of(options: Mapping[str, Any], idle_timeout: float | None, surroundings: Context | None) -> Ranks:
+    """Start ranks, in the surroundings of the moment at which they were asked for; None: that is now."""
+    made = object.__new__(Ranks)
+    checked = _checked(options, idle_timeout)
+    made._have(RankSet(checked, restart=True, idle_timeout=idle_timeout, surroundings=surroundings))
+    return made
 
 
 def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:

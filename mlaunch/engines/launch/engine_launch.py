@@ -91,13 +91,17 @@ class StartedLaunch:
 
 @dataclass(frozen=True)
 class Work:
-    """What ranks run. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` behind the machine's own."""
+    """What ranks run. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` behind the machine's own.
+
+    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    """
 
     name: str
     call: Call | None
     command: ScriptTarget | None = None
     argv: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    surroundings: Context | None = None
 
 
 @dataclass
@@ -167,7 +171,9 @@ class MachinesLaunch:
         given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
         theirs = {name: value for name, value in given.items() if name not in _OURS}
         theirs["env"] = dict(self.options.env) if self.options.env is not None else None
-        return AskOffer(theirs, self.work.name, working_directory(), self.work.path)
+        around = self.work.surroundings
+        cwd = working_directory() if around is None else around.cwd
+        return AskOffer(theirs, self.work.name, cwd, self.work.path)
 
     def _start(self, spec: LaunchSpec, machine: Machine, meet_at: str) -> Start:
         """Says how a machine starts: it finds the others at the first one."""
@@ -189,7 +195,10 @@ class MachinesLaunch:
 
     def _context(self) -> Context:
         """Returns what of this process's surroundings machines need to know."""
-        work = self.work
+        work, around = self.work, self.work.surroundings
+        if around is not None:
+            known = settings.without_the_machines(around.settings)
+            return Context({}, "", (), around.argv, None, None, os.getpid(), known, around.source)
         known = () if work.command is not None else settings.of_the_program()
         source = notebook.source() if work.command is None else "mlaunch run"
         return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
