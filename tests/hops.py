@@ -1,67 +1,116 @@
-"""Counts the functions and files of mlaunch that a plain call runs in the caller: what a reader of it has to open.
+"""Counts the functions and files of mlaunch that a plain call runs, in each kind of process: what a reader has to open.
 
     python -m tests.hops [--list | --order]
 
-``--list`` prints them by file, ``--order`` as they are first called, each below its caller.
+``--list`` prints them by process and file, ``--order`` as they are first called, each below its caller.
 
-It counts those that belong to this process while the second call of a function runs (the first one starts the fork
-server, too). A call and its launch are what is counted; nothing is prepared, so that no earlier call helps.
+It counts what runs from the second call of a function (the first one starts the fork server) until its agent has ended.
+Nothing is prepared, so that no earlier call helps. Of the ranks, both count as one. It also counts the modules of
+mlaunch that are loaded after the call, in the caller and in a rank.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Iterator
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
 
 import mlaunch
+from tests import hop_trace
+from tests.processes import children, wait_until
 
-HOME = f"{Path(mlaunch.__file__).parent}{os.sep}"
-
-
-def hops() -> dict[CodeType, int]:
-    """Returns the functions that ran, in the order of their first calls, with how many of ours had called each."""
-    seen: dict[CodeType, int] = {}
-
-    def note(frame: FrameType, event: str, _argument: object) -> None:
-        code = frame.f_code
-        if event == "call" and code not in seen and code.co_filename.startswith(HOME):
-            seen[code] = sum(one.f_code.co_filename.startswith(HOME) for one in callers_of(frame))
-
-    call = mlaunch.launcher(lambda number: number, n_gpus=2, device_type="cpu")
-    call(0)
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        call(1)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return seen
+ROLES = ("caller", "fork server", "agent", "rank")
 
 
-def callers_of(frame: FrameType) -> Iterator[FrameType]:
-    while frame.f_back is not None:
-        frame = frame.f_back
-        yield frame
+@dataclass(frozen=True)
+class Function:
+    """One that ran; ``depth``: how many of ours had called it."""
+
+    file: str
+    line: int
+    name: str
+    depth: int = field(compare=False)
+
+
+@dataclass
+class Counted:
+    """What ran, in the order of the first calls, by role; and how many modules were loaded."""
+
+    functions: dict[str, dict[Function, None]]
+    modules: dict[str, int]
+
+    def row(self, role: str) -> str:
+        found = self.functions[role] if role in self.functions else _union(self.functions)
+        loaded = f", {self.modules[role]} modules loaded" if role in self.modules else ""
+        return f"{role}: {len(found)} functions in {len({one.file for one in found})} files{loaded}"
+
+
+def modules_loaded() -> int:
+    return sum(name.partition(".")[0] == "mlaunch" for name in sys.modules)
+
+
+def counted() -> Counted:
+    """Make the calls and count."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/hops"
+        os.environ[hop_trace.VARIABLE] = f"{os.getpid()}:{path}"
+        mlaunch.warm_up(preload=[hop_trace.__name__])
+        call = mlaunch.launcher(_in_a_rank, n_gpus=2, device_type="cpu")
+        call()
+        _until_over()
+        hop_trace.start(path)
+        Path(path).touch()
+        ranks = call()
+        hop_trace.stop()
+        modules = {"caller": modules_loaded(), "rank": max(number for _, _, number in ranks)}
+        _until_over()
+        text = Path(path).read_text()
+        [server] = children(os.getpid())
+        roles = {os.getpid(): "caller", server: "fork server", **{ranks[0][1]: "agent"}}
+        return Counted(_by_role(text, {**roles, **{pid: "rank" for pid, _, _ in ranks}}), modules)
+
+
+def _in_a_rank() -> tuple[int, int, int]:
+    return os.getpid(), os.getppid(), modules_loaded()
+
+
+def _until_over() -> None:
+    """Wait until only the fork server is left."""
+    [server] = children(os.getpid())
+    wait_until(lambda: not children(server))
+
+
+def _by_role(text: str, roles: dict[int, str]) -> dict[str, dict[Function, None]]:
+    found: dict[str, dict[Function, None]] = {role: {} for role in ROLES}
+    for row in text.splitlines():
+        pid, depth, file, line, name = row.split(" ")
+        if int(pid) in roles:  # else a process of the server's own, such as one that prepares
+            found[roles[int(pid)]].setdefault(Function(file, int(line), name, int(depth)))
+    return found
+
+
+def _union(functions: dict[str, dict[Function, None]]) -> dict[Function, None]:
+    return {one: None for role in ROLES for one in functions[role]}
 
 
 def main() -> None:
     os.environ["MLAUNCH_PREPARE"] = "0"
-    found = hops()
-    files: dict[str, list[str]] = {}
-    for code, depth in found.items():
-        path = code.co_filename.removeprefix(HOME)
-        files.setdefault(path, []).append(f"{code.co_name}:{code.co_firstlineno}")
+    found = counted()
+    for role in ROLES:
+        print(found.row(role))
         if "--order" in sys.argv[1:]:
-            print(f"{'  ' * depth}{code.co_name}  {path}:{code.co_firstlineno}")
-    if "--list" in sys.argv[1:]:
-        for path in sorted(files):
-            print(path, *sorted(files[path]))
-    print(f"{len(found)} functions in {len(files)} files")
+            for one in found.functions[role]:
+                print(f"    {'  ' * one.depth}{one.name}  {one.file}:{one.line}")
+        if "--list" in sys.argv[1:]:
+            files = defaultdict(list)
+            for one in found.functions[role]:
+                files[one.file].append(f"{one.name}:{one.line}")
+            for file, names in sorted(files.items()):
+                print(f"    {file}", *sorted(names))
+    print(found.row("all"))
 
 
 if __name__ == "__main__":
