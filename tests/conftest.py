@@ -26,8 +26,8 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
 from mlaunch.pytest import plugin
-from mlaunch.pytest.mark import WANTED
-from mlaunch.pytest.pool import POOL, RankPool
+from mlaunch.pytest.mark import POOL, WANTED
+from mlaunch.pytest.pool import RankPool
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks
 from tests.processes import alive, children, descendants, ours, session_of, wait_gone, wait_until

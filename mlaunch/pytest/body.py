@@ -19,9 +19,19 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain
-from mlaunch.pytest import cases, group_names, isolation, rank_coverage, twins
-from mlaunch.pytest.crossing import Beginning, Definition, RankTest, Verdict
+from mlaunch.pytest import (
+    cases,
+    class_attributes,
+    examples,
+    fixture_steps,
+    group_names,
+    isolation,
+    rank_coverage,
+    twins,
+)
+from mlaunch.pytest.crossing import Beginning, Part, RankTest, Verdict
 from mlaunch.pytest.explanation import Explanation
+from mlaunch.pytest.rank_request import Place
 from mlaunch.pytest.station import Station
 from mlaunch.rank import breakpoints, in_step
 
@@ -46,17 +56,13 @@ def begin(beginning: Beginning) -> None:
     _here[:] = [(Station(beginning), explanation, isolation.Baseline.of_now())]
 
 
-def import_definition(definition: Definition) -> None:
-    """Imports the module of a fixture here."""
-    _here[0][1].function_of(definition)
-
-
 def load(test: RankTest) -> None:
     """Imports the test's module, before its deadline begins; what that raises, the test will raise again."""
     _, explanation, baseline = _here[0]
     # Outside of the deadline: the first import of torch's libraries in a module may take longer than any test.
     with contextlib.suppress(Exception), isolation.surrounded(baseline, test.surroundings):
-        explanation.function_of(test.definition)
+        explanation.rewrite(test.rewritten)
+        explanation.found(test.definition, "")
 
 
 def end_class() -> None:
@@ -74,6 +80,8 @@ def run_test(sent: RankTest | bytes) -> Verdict:
     test: RankTest = pickle.loads(sent) if isinstance(sent, bytes) else sent
     station, explanation, baseline = _here[0]
     verdict = _verdict(test, station, explanation, baseline)
+    if test.step is None:
+        _instances.clear()
     # Raised, so that the launcher ends the call on the others, who wait in a collective for this rank.
     if not station.finish(test.number, verdict):
         raise EndedAloneError(verdict.reason)
@@ -81,40 +89,106 @@ def run_test(sent: RankTest | bytes) -> Verdict:
 
 
 def _verdict(test: RankTest, station: Station, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
-    watch = isolation.Watch(explanation.config, test.marks)
-    made = twins.Twins(test, explanation.config)
-    with isolation.surrounded(baseline, test.surroundings), watch, group_names.for_test(test.number), made:
+    watch = isolation.Watch(explanation.config, test.marks, keeps=test.step is not None)
+    place = _Place(test, station, explanation)
+    made = twins.Twins(test, explanation.config, place)
+    if test.step is None:
+        surrounded, groups = isolation.surrounded(baseline, test.surroundings), group_names.for_test(test.number)
+    else:  # what a fixture changes stays until its end
+        surrounded, groups = isolation.kept(baseline, test.surroundings), group_names.counted()
+    with surrounded, watch, groups, made:
         try:
-            function = explanation.function_of(test.definition)
-            cases.begin_class(getattr(function, "__mlaunch_owner__", None), test.number)
-            rank_coverage.enter(test.nodeid)
-            _call(_bound(function, test), {**test.values, **made.make()})
+            explanation.rewrite(test.rewritten)
+            place.find()
+            _run(test, place, made, station)
             found = Verdict("passed")
         except KeyboardInterrupt:  # the call is ended, and these ranks may be, too
             rank_coverage.save()
             raise
-        except BaseException as error:
+        except BaseException as raised:
+            error = raised.error if isinstance(raised, examples.FailedApartError) else raised
             _examined(error)
             # Before the failure is described, which takes time: the others wait for this one no longer than for a
             # running rank.
             station.leave(test.number)
-            found = _of_error(error, test, explanation)
+            found = place.describe(error)
     station.leave(test.number)
     return _completed(found, watch, made)
 
 
-def _bound(function: Callable[..., Any], test: RankTest) -> Callable[..., Any]:
-    """Returns the function, with an instance of its class that is like the one in pytest's process."""
-    owner = getattr(function, "__mlaunch_owner__", None)
-    if test.state is None or owner is None:
-        return function
-    if issubclass(owner, unittest.TestCase):
-        return functools.partial(cases.run_case, owner, test.definition.qualname.rpartition(".")[2], test.state)
-    # Not its constructor, which has run in pytest's process, maybe with a fixture's values.
-    instance = owner.__new__(owner)
-    instance.__dict__.update(test.state)
-    bound: Callable[..., Any] = getattr(instance, function.__name__)
-    return bound
+def _run(test: RankTest, place: _Place, made: twins.Twins, station: Station) -> None:
+    class_attributes.apply(place.owner, test.changes)
+    if test.step is not None:
+        rank_coverage.enter(test.nodeid, test.step.ends)
+        fixture_steps.take(test, test.step, place, made.config)
+        return
+    cases.begin_class(place.owner, test.number)
+    rank_coverage.enter(test.nodeid)
+    with examples.drawn_alike(place.function, test.examples, station, test.number):
+        _call(place.bound(made.parts), {**test.values, **made.make()})
+
+
+class _Place(Place):
+    """Where on this rank a test is, or one of its fixtures."""
+
+    def __init__(self, test: RankTest, station: Station, explanation: Explanation) -> None:
+        super().__init__()
+        self._test, self._station, self._explanation = test, station, explanation
+        self._left = 0  # parts
+
+    def find(self) -> None:
+        """Import what the test needs, and make the instance of its class like the one in pytest's process."""
+        test = self._test
+        self.module = self._explanation.found(test.definition, "")
+        if test.step is not None:
+            self.function = fixture_steps.function_here(test.step)
+            self.owner = self._explanation.found(test.definition, test.step.owner) if test.step.owner else None
+            name = test.step.test
+        else:
+            self.function, self.owner = self._explanation.function_of(test.definition)
+            name = test.nodeid
+        if self.owner is not None and test.state is not None:
+            self.instance = _instance(name, self.owner, self.function.__name__)
+            self.instance.__dict__.update(test.state)
+
+    def bound(self, parts: list[Part]) -> Callable[..., Any]:
+        """Return what is to be called with the test's arguments."""
+        if isinstance(self.instance, unittest.TestCase):
+            return functools.partial(cases.run_case, self.instance, parts, self)
+        if self.instance is None:
+            function: Callable[..., Any] = self.function
+            return function
+        bound: Callable[..., Any] = getattr(self.instance, self._test.definition.qualname.rpartition(".")[2])
+        return bound
+
+    def describe(self, error: BaseException) -> Verdict:
+        """Return what pytest's process is to hear of an exception."""
+        kind = _kind_of(error)
+        reason = str(getattr(error, "msg", None) or error)
+        longrepr, crash = self._explanation.of_error(error, self.function, self.owner)
+        if isinstance(error, unittest.SkipTest):
+            crash = None  # raised where unittest, or mlaunch for it, reports it
+        pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)
+        return Verdict(kind, time.monotonic(), reason, longrepr if kind == "failed" else None, pickled, crash)
+
+    def leave_part(self, *, failed: bool) -> bool:
+        """Say that this rank has left a part of the test. False if it failed there, and others are still in it."""
+        self._left += 1
+        self._station.leave_part(self._test.number, self._left)
+        return not failed or self._station.all_left_part(self._test.number, self._left)
+
+
+_instances: dict[str, Any] = {}  # of the test that is to run, by its name: its fixtures share it
+
+
+def _instance(name: str, owner: type, method: str) -> Any:
+    """Return an instance. Not by its constructor, which has run in pytest's process, maybe with a fixture's values."""
+    if name and name in _instances:
+        return _instances[name]
+    _instances.clear()
+    made: Any = cases.new_case(owner, method) if issubclass(owner, unittest.TestCase) else object.__new__(owner)
+    _instances[name] = made
+    return made
 
 
 class DebuggedTest:
@@ -154,20 +228,14 @@ def _kind_of(error: BaseException) -> str:
     return next((word for exception, word in _KINDS if isinstance(error, exception)), "failed")
 
 
-def _of_error(error: BaseException, test: RankTest, explanation: Explanation) -> Verdict:
-    kind = _kind_of(error)
-    reason = str(getattr(error, "msg", None) or error)
-    longrepr, crash = explanation.of_error(error, test.definition)
-    pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)
-    return Verdict(kind, time.monotonic(), reason, longrepr if kind == "failed" else None, pickled, crash)
-
-
 def _completed(found: Verdict, watch: isolation.Watch, made: twins.Twins) -> Verdict:
     """Returns it with what was seen besides."""
     seen = {
         "properties": tuple(made.properties),
         "warnings": watch.warnings,
-        "logged": made.logged if found.outcome == "failed" else "",
+        "logged": made.logged,
+        "parts": tuple(made.parts),
+        "shown": "".join(made.shown),
         "left": watch.left,
         "resident": isolation.resident(),
         "entered": in_step.since_the_call(),

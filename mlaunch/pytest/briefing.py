@@ -24,6 +24,8 @@ def beginning_of(config: pytest.Config, size: int, board: int, log: int) -> Begi
         str(config.rootpath),
         ini,
         travel.plain_options(config),
+        travel.flags(config),
+        travel.settings(config),
         travel.explaining(config),
         f"{here}/{board}",
         f"{here}/{log}",

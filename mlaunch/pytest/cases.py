@@ -7,18 +7,26 @@ the ranks before the first method of its class, ``tearDownClass`` after the last
 from __future__ import annotations
 
 import functools
+import sys
 import unittest
 import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+from unittest.case import _subtest_msg_sentinel  # type: ignore[attr-defined]
 
 import pytest
+from _pytest._io.saferepr import saferepr
+from _pytest.unittest import TestCaseFunction
 
 from mlaunch.pytest import group_names, torch_cases
+from mlaunch.pytest.crossing import Part
 from mlaunch.pytest.mark import NAME
+from mlaunch.pytest.rank_request import Place
 
 _SET_UP_CLASS = "_unittest_setUpClass_fixture"  # what pytest calls it
+# Whether pytest has reports of parts of unittest's tests. With an older Python it asks the instance for them.
+REPORTS_PARTS = hasattr(TestCaseFunction, "addSubTest") and sys.version_info >= (3, 11)
 _begun: list[type[unittest.TestCase]] = []  # of this rank: the class that is set up, or none
 
 
@@ -56,11 +64,12 @@ def is_set_up_on_ranks(request: pytest.FixtureRequest, name: str) -> bool:
 
 
 class FirstProblem(unittest.TestResult):
-    """Notes what pytest would be told, of several problems the first."""
+    """Notes what pytest would be told, of several problems the first. ``parts``: where subtests are noted."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: list[Part], place: Place) -> None:
         super().__init__()
         self.found: BaseException | None = None
+        self._parts, self._place = parts, place
 
     def _note(self, error: BaseException) -> None:
         # tearDown often fails because setUp or the test did.
@@ -75,9 +84,15 @@ class FirstProblem(unittest.TestResult):
         self.addError(test, found)
 
     def addSubTest(self, _: Any, subtest: Any, found: Any) -> None:
-        """Notes an exception of a part, and of which."""
-        if found is not None:
-            error = _raised(found)
+        """Notes how a part was."""
+        error = None if found is None else _raised(found)
+        if REPORTS_PARTS:
+            message = None if subtest._message is _subtest_msg_sentinel else str(subtest._message)
+            described = None if error is None else self._place.describe(error)
+            self._parts.append(Part(message, {name: saferepr(one) for name, one in subtest.params.items()}, described))
+            if not self._place.leave_part(failed=error is not None) and error is not None:
+                raise error  # others wait in this part for this rank, which is not to go on
+        elif error is not None:
             notes = [*getattr(error, "__notes__", []), f"in the subtest {subtest._subDescription()}"]
             error.__dict__["__notes__"] = notes
             self._note(error)
@@ -121,10 +136,14 @@ def end_class() -> None:
                 warnings.warn(pytest.PytestWarning(told), stacklevel=1)
 
 
-def run_case(owner: type[unittest.TestCase], name: str, state: dict[str, Any]) -> None:
+def new_case(owner: type[unittest.TestCase], name: str) -> unittest.TestCase:
+    """Return an instance for one method."""
+    return torch_cases.on_ranks(owner)(name)
+
+
+def run_case(case: unittest.TestCase, parts: list[Part], place: Place) -> None:
     """Runs one method, with setUp, tearDown and cleanups; raises what was wrong first."""
-    case, result = torch_cases.on_ranks(owner)(name), FirstProblem()
-    case.__dict__.update(state)
+    result = FirstProblem(parts, place)
     case.run(result)
     if result.found is not None:
         raise result.found

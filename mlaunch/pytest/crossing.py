@@ -40,6 +40,8 @@ class Beginning:
     rootdir: str
     ini: str | None
     options: dict[str, Any]
+    flags: dict[str, str]  # of installed plugins, too: the names of their options
+    settings: dict[str, Any]  # of the configuration file, of installed plugins, too
     plugins: tuple[str, ...]  # that explain comparisons
     board: str
     log: str
@@ -58,24 +60,86 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class RequestFacts:
+    """What ``request`` says of a test or fixture on ranks. ``param``: none or one value; ``marks``: of the node."""
+
+    scope: str
+    fixturename: str | None
+    fixturenames: tuple[str, ...]
+    node: str
+    nodeid: str
+    originalname: str | None
+    path: str
+    keywords: tuple[str, ...]
+    marks: tuple[Any, ...]
+    param: tuple[Any, ...] = ()
+    params: dict[str, Any] | None = None  # of the test
+
+
+@dataclass(frozen=True)
+class ClassChanges:
+    """What pytest's process has set on a test's class since these ranks heard of it, and what it has removed.
+
+    ``told``: what is to be said of values that cannot travel, where a rank asks for them.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    gone: tuple[str, ...] = ()
+    told: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FixtureStep:
+    """The setup of a fixture on ranks, or its end. ``function``: by file, name, and which of these.
+
+    ``owner``: the class of its ``self``; ``test``: whose instance that is, "" for one of its own.
+    """
+
+    number: int
+    name: str
+    function: tuple[str, str, int]
+    ends: bool
+    values: dict[str, Any] = field(default_factory=dict)
+    twins: tuple[str, ...] = ()
+    owner: str = ""
+    test: str = ""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """How the ranks of a test with hypothesis draw the same examples. ``settings``: pickled."""
+
+    seed: int | str
+    settings: bytes | None
+
+
+@dataclass(frozen=True)
 class RankTest:
-    """One test, as a rank gets it. ``twins``: fixtures that are made there; ``state``: of the instance of its class."""
+    """One test, as a rank gets it, or a step for one of its fixtures.
+
+    ``state``: of the instance of its class; ``twins``: fixtures that are made there; ``rewritten``: modules whose
+    assertions are to explain themselves.
+    """
 
     number: int
     nodeid: str
     name: str
     definition: Definition
-    state: dict[str, Any] | None
-    values: dict[str, Any]
-    twins: tuple[str, ...]
     surroundings: Surroundings
-    marks: tuple[Any, ...]
-    param: Any
+    state: dict[str, Any] | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    twins: tuple[str, ...] = ()
+    marks: tuple[Any, ...] = ()
+    request: RequestFacts | None = None
+    changes: ClassChanges | None = None
+    step: FixtureStep | None = None
+    examples: Examples | None = None
+    rewritten: tuple[str, ...] = ()
 
 
 def light(test: RankTest) -> RankTest | bytes:
     """Returns a test as it travels: pickled by name where nothing in it needs more, in a fifth of the time."""
-    plain = test.state is None and test.param is None and not test.marks
+    plain = test.state is None and test.request is None and test.step is None and not test.marks
     if plain and payload.PLAIN.issuperset(map(type, test.values.values())):
         return pickle.dumps(test, pickle.HIGHEST_PROTOCOL)
     return test
@@ -96,11 +160,22 @@ class Verdict:
     error: bytes | None = None
     crash: tuple[str, int] | None = None
     properties: tuple[tuple[str, object], ...] = ()
-    warnings: tuple[tuple[str, str, str, int], ...] = ()  # class, text, file, line
+    warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()  # text, the warning pickled, file, line
     logged: str = ""
     left: tuple[str, ...] = ()
     resident: int = 0
     entered: Numbers = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    shown: str = ""  # written where nothing was to be captured
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one rank has found a part of a test. ``values``: as they are shown; ``verdict``: None if it has passed."""
+
+    message: str | None
+    values: dict[str, str]
+    verdict: Verdict | None
 
 
 @dataclass(frozen=True)

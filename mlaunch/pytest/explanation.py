@@ -14,7 +14,7 @@ import sys
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,27 @@ class Explanation:
             _bind_comparisons(self.config)
         self._conftests: set[str] = set()
 
-    def function_of(self, definition: Definition) -> Callable[..., Any]:
-        """Returns the test's function; imports its module, and the conftests that count for it, if need be."""
+    def function_of(self, definition: Definition) -> tuple[Callable[..., Any], type | None]:
+        """Return the test's function, and the class that it is found in; import what it needs."""
+        owner, _, name = definition.qualname.rpartition(".")
+        holder = self.found(definition, owner)
+        function: Callable[..., Any] = getattr(holder, name)
+        return function, holder if isinstance(holder, type) else None
+
+    def rewrite(self, names: Iterable[str]) -> None:
+        """Have the assertions of these modules explain themselves, as in pytest's process."""
+        with warnings.catch_warnings():  # of those that are imported already
+            warnings.simplefilter("ignore")
+            pytest.register_assert_rewrite(*names)
+
+    def found(self, definition: Definition, path: str) -> Any:
+        """Return what the module of a definition has at a path of names; at "" the module."""
         for name, file in definition.conftests:
             self._take_conftest(name, file)
         found: Any = _module(definition.module, definition.file)
-        owner = None
-        for part in definition.qualname.split("."):
-            found, owner = getattr(found, part), found
-        if isinstance(owner, type):
-            _note_owner(found, owner)
-        function: Callable[..., Any] = found
-        return function
+        for part in filter(None, path.split(".")):
+            found = getattr(found, part)
+        return found
 
     def _take_conftest(self, name: str, file: str) -> None:
         if file not in self._conftests:
@@ -58,17 +67,15 @@ class Explanation:
                 with contextlib.suppress(Exception):  # one that needs plugins which are not here
                     self.config.pluginmanager.register(module, file)
 
-    def of_error(self, error: BaseException, definition: Definition) -> tuple[Any, tuple[str, int] | None]:
-        """Returns what pytest shows of an exception, and where it was raised."""
+    def of_error(
+        self, error: BaseException, function: Callable[..., Any] | None, owner: type | None
+    ) -> tuple[Any, tuple[str, int] | None]:
+        """Returns what pytest shows of an exception of a function, and where it was raised."""
         excinfo = pytest.ExceptionInfo.from_exception(error)
-        function = None
-        with contextlib.suppress(Exception):  # the module itself may have raised
-            function = self.function_of(definition)
-        owner = getattr(function, "__mlaunch_owner__", object)
-        kind = TestCaseFunction if issubclass(owner, unittest.TestCase) else pytest.Function
-        item: Any = object.__new__(kind)  # its constructor sets up fixtures, which are set up already
+        is_case = owner is not None and issubclass(owner, unittest.TestCase)
+        item: Any = object.__new__(TestCaseFunction if is_case else pytest.Function)  # its constructor sets up fixtures
         item.config = self.config
-        if function is not None:
+        if function is not None:  # else the module itself has raised
             item._obj = function
         shown = item.repr_failure(excinfo)
         crash = getattr(shown, "reprcrash", None)
@@ -81,18 +88,17 @@ def is_colored(config: pytest.Config) -> bool:
     return reporter is not None and bool(reporter._tw.hasmarkup)
 
 
-def _note_owner(function: Any, owner: type) -> None:
-    with contextlib.suppress(AttributeError):  # a method that is bound already
-        function.__mlaunch_owner__ = owner
-
-
 def _configured(beginning: Beginning) -> pytest.Config:
     """Returns a configuration with the options that pytest was given, and few of its plugins."""
     # addopts and required_plugins were obeyed in pytest's process, and may name plugins that are not loaded here.
-    args = ["--rootdir", beginning.rootdir, "--noconftest", "-o", "addopts=", "-o", "required_plugins="]
+    args = ["--rootdir", beginning.rootdir, "--noconftest"]
+    for override in [*(beginning.options.get("override_ini") or ()), "addopts=", "required_plugins="]:
+        args += ["-o", override]
     args += ["-c", beginning.ini] if beginning.ini is not None else []
     config = pytest.Config.fromdictargs({**beginning.options, "plugins": []}, [*args, beginning.rootdir])
     config.option.__dict__.update(beginning.options)
+    getattr(config._parser if hasattr(config._parser, "_opt2dest") else config, "_opt2dest", {}).update(beginning.flags)
+    config._inicache.update(beginning.settings)
     for name in beginning.plugins:
         with contextlib.suppress(Exception):
             config.pluginmanager.import_plugin(name)

@@ -29,6 +29,13 @@ def for_test(number: int) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Have ranks count their operations from here on."""
+    in_step.begin_call(this_rank.call)
+    yield
+
+
+@contextlib.contextmanager
 def for_fixture(number: int) -> Iterator[None]:
     """Gives the setup of a fixture its names; the groups stay until the fixture destroys them."""
     with _own_names(f"fixture {number}", _FIXTURES + number * _SPACE):

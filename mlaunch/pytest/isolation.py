@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base import seeding
+from mlaunch.protocol import explain
 from mlaunch.pytest import process_states
 from mlaunch.pytest.crossing import Surroundings
 from mlaunch.rank.for_users import current_device
@@ -26,9 +27,9 @@ _MIB = 2**20
 _MANY_PIDS = 65_536  # bytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Baseline:
-    """The surroundings that a rank has begun with."""
+    """The surroundings that a rank has begun with, and what fixtures on ranks have changed in them."""
 
     variables: Mapping[bytes, bytes]
     directory: str
@@ -56,6 +57,25 @@ def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
         _put_back(baseline.variables)
         _go_to(baseline.directory)
         sys.path[:] = baseline.path
+
+
+@contextlib.contextmanager
+def kept(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
+    """Do the same for a fixture: what it changes stays for the tests after it, until it changes it back."""
+    with surrounded(baseline, changes):
+        before = Baseline.of_now()
+        try:
+            yield
+        finally:
+            after, variables = Baseline.of_now(), dict(baseline.variables)
+            for name, value in process_states.changed_variables(before.variables).items():
+                variables.pop(name, None)
+                variables.update({} if value is None else {name: value})
+            baseline.variables = variables
+            if after.directory != before.directory:
+                baseline.directory = after.directory
+            if after.path != before.path:
+                baseline.path = after.path
 
 
 def _put_back(wanted: Mapping[bytes, bytes]) -> None:
@@ -118,16 +138,18 @@ def _seed() -> None:
 class Watch:
     """Puts back what a test has changed, from its end to where it began; notes its warnings and what it leaves."""
 
-    def __init__(self, config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
-        self._config, self._marks = config, marks
+    def __init__(self, config: pytest.Config, marks: Sequence[pytest.Mark], *, keeps: bool = False) -> None:
+        """``keeps``: it is a fixture, which is to change what its tests find."""
+        self._config, self._marks, self._keeps = config, marks, keeps
         self.left: tuple[str, ...] = ()
-        self.warnings: tuple[tuple[str, str, str, int], ...] = ()
+        self.warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()
 
     def __enter__(self) -> Watch:
-        _seed()
-        self._before = [get() for get, _ in process_states.all_of()]
-        self._threads = set(threading.enumerate())
-        self._children = _children()
+        if not self._keeps:
+            _seed()
+            self._before = [get() for get, _ in process_states.all_of()]
+            self._threads = set(threading.enumerate())
+            self._children = _children()
         self._recorder = warnings.catch_warnings(record=True)
         log = self._recorder.__enter__()
         self._log = [] if log is None else log
@@ -137,6 +159,8 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._recorder.__exit__(None, None, None)
         self.warnings = tuple(dict.fromkeys(map(_plain, self._log)))
+        if self._keeps:
+            return
         for (get, put), value in zip(process_states.all_of(), self._before, strict=True):
             try:
                 if get() != value:
@@ -178,9 +202,10 @@ def _is_zombie(pid: int) -> bool:
     return True
 
 
-def _plain(found: warnings.WarningMessage) -> tuple[str, str, str, int]:
-    kind = found.category
-    return f"{kind.__module__}:{kind.__qualname__}", str(found.message), found.filename, found.lineno
+def _plain(found: warnings.WarningMessage) -> tuple[str, bytes | None, str, int]:
+    message = found.message
+    pickled = explain.pickle_exception(message) if isinstance(message, Warning) else None
+    return str(message), pickled, found.filename, found.lineno
 
 
 def _set_filters(config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:

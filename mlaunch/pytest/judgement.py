@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,9 @@ def is_out_of_step(findings: Findings) -> bool:
 
 def _agreed(verdict: Verdict) -> Judgement:
     if verdict.outcome == "skipped":
-        return Judgement(pytest.skip.Exception(verdict.reason), crash=verdict.crash)
+        # A skip by unittest has no place of its own: pytest then shows the test's.
+        error = pytest.skip.Exception(verdict.reason, _use_item_location=verdict.crash is None)
+        return Judgement(error, crash=verdict.crash)
     if verdict.outcome == "xfailed":
         return Judgement(pytest.xfail.Exception(verdict.reason))
     return Judgement()
@@ -105,7 +108,6 @@ def _sections(findings: Findings, cause: int | None) -> list[tuple[str, str]]:
         if verdicts[rank].outcome == "failed" and _shown(verdicts[rank]) not in shown:
             shown.add(_shown(verdicts[rank]))
             found.append((f"rank {rank}", str(verdicts[rank].longrepr)))
-    found += [(f"Captured log call, rank {rank}", one.logged) for rank, one in sorted(verdicts.items()) if one.logged]
     return found + [(f"stack of rank {rank}", text) for rank, text in sorted(findings.stacks.items())]
 
 
@@ -129,28 +131,82 @@ def _parts(findings: Findings) -> Iterable[str]:
         yield f"{name_ranks(missing)} did not answer"
 
 
+_JUDGED = "_mlaunch_judgement"  # the attribute of an error that says what its report is to show
+
+
+def raise_of(judgement: Judgement) -> None:
+    """Raise what a test or a step for one of its fixtures is to raise, if anything."""
+    if judgement.error is not None:
+        judgement.error.__dict__[_JUDGED] = judgement
+        raise judgement.error
+
+
+def judgement_of(error: BaseException | None) -> Judgement | None:
+    """Return the judgement that has raised an error, or None."""
+    found = None if error is None else getattr(error, _JUDGED, None)
+    return found if isinstance(found, Judgement) else None
+
+
+def show(report: pytest.TestReport, judgement: Judgement) -> None:
+    """Show what a rank has shown, in place of our own lines."""
+    if judgement.longrepr is not None and not report.passed:
+        report.longrepr = judgement.longrepr
+    elif report.skipped and judgement.crash is not None and not hasattr(report, "wasxfail"):
+        report.longrepr = (*judgement.crash, f"Skipped: {judgement.error}")
+    report.sections.extend(judgement.sections)
+
+
+def logged(findings: Findings) -> list[tuple[str, str]]:
+    """Return the sections of a report with what ranks have logged: one, if that is the same on all."""
+    verdicts = findings.verdicts
+    texts = {rank: verdict.logged for rank, verdict in sorted(verdicts.items()) if verdict.logged}
+    if len(texts) == findings.size and len(set(texts.values())) == 1:
+        return [("Captured log call", next(iter(texts.values())))]
+    return [(f"Captured log call, rank {rank}", text) for rank, text in texts.items()]
+
+
+def warn_of(findings: Findings) -> None:
+    """Warn of what ranks have warned of, of equal warnings once."""
+    told = dict.fromkeys(warning for verdict in findings.verdicts.values() for warning in verdict.warnings)
+    for text, pickled, file, line in told:
+        # With the instance itself: to make one of its text calls a constructor that may want something else.
+        warnings.warn_explicit(_warning(text, pickled), None, file, line)
+
+
 def pass_on(item: pytest.Function, findings: Findings) -> None:
     """Records properties, and warns of what ranks have warned of, and of what a test has left behind there."""
     verdicts = findings.verdicts
     if verdicts:
         item.user_properties.extend(verdicts[min(verdicts)].properties)
-    told = dict.fromkeys(warning for verdict in verdicts.values() for warning in verdict.warnings)
-    for kind, text, file, line in told:
-        warnings.warn_explicit(text, _category(kind), file, line)
-    left: dict[str, list[int]] = {}
-    for rank, verdict in sorted(verdicts.items()):
-        for what in verdict.left:
-            left.setdefault(what.rstrip("0123456789"), []).append(rank)
-    for what, ranks in left.items():
-        warnings.warn(pytest.PytestWarning(f"the test left a {what.strip()} on {name_ranks(ranks)}"), stacklevel=1)
+    warn_of(findings)
+    for text in _left({rank: verdict.left for rank, verdict in sorted(verdicts.items())}):
+        warnings.warn(pytest.PytestWarning(text), stacklevel=1)
 
 
-def _category(name: str) -> type[Warning]:
-    module, _, qualname = name.partition(":")
-    try:
-        found: Any = __import__(module, fromlist=["_"])
-        for part in qualname.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
-        return UserWarning
-    return cast("type[Warning]", found)
+def _left(found: Mapping[int, Sequence[str]]) -> Iterable[str]:
+    """Yield a sentence for each kind of thing that ranks have left, whatever their numbers."""
+    counts: dict[str, dict[int, int]] = {}
+    for rank, left in found.items():
+        for what in left:
+            of_ranks = counts.setdefault(what.rstrip("0123456789").strip(), {})
+            of_ranks[rank] = of_ranks.get(rank, 0) + 1
+    for what, of_ranks in counts.items():
+        ranks, most = sorted(of_ranks), max(of_ranks.values())
+        if most == 1:
+            yield f"the test left a {what} on {name_ranks(ranks)}"
+        else:
+            kind, _, name = what.partition(" ")
+            several = f"{kind}{'es' if kind.endswith('s') else 's'} {name}".strip()
+            numbers = "" if len(set(of_ranks.values())) == 1 else "up to "
+            where = f"{'each of ' if len(ranks) > 1 else ''}{name_ranks(ranks)}"
+            yield f"the test left {numbers}{most} {several} on {where}"
+
+
+def _warning(text: str, pickled: bytes | None) -> Warning:
+    """Return the warning of the rank; where it does not travel, one with its text."""
+    if pickled is not None:
+        with contextlib.suppress(Exception):  # whatever its class may raise here
+            found = pickle.loads(pickled)
+            if isinstance(found, Warning) and str(found) == text:
+                return found
+    return UserWarning(text)

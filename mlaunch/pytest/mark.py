@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,11 @@ class Wanted:
     fresh: bool | str
 
 
+ON_RANKS = "_mlaunch_on_ranks"  # the attribute of a fixture's function that stands for one on ranks
+POOL = pytest.StashKey[Any]()  # the sets of ranks of this session
 WANTED = pytest.StashKey[Wanted]()
+_READ = pytest.StashKey[list[pytest.Mark]]()  # the marks that WANTED was read from
+_OURS = pytest.StashKey[pytest.Mark]()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -44,18 +48,47 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(SIZE, sizes, indirect=True, ids=[f"ranks={size}" for size in sizes])
 
 
-def take_in(item: pytest.Item) -> None:
-    """Notes what a test wants, and adds the mark with its size by name: ``-m "ranks(n=4)"`` selects by that."""
-    mark = item.get_closest_marker(NAME)
-    if mark is None:
-        return
-    sizes, options = _sizes(mark, item.nodeid), _options(item)
-    callspec = getattr(item, "callspec", None)
-    size = sizes[0] if callspec is None else callspec.params.get(SIZE, sizes[0])
+def take_in(item: pytest.Item) -> bool:
+    """Note what a test wants, and add the mark with its size by name: ``-m "ranks(n=4)"`` selects by that.
+
+    Hooks may add or change marks later, so this may be called again. True if there is something new to run on ranks.
+    """
+    if item.get_closest_marker(NAME) is None:
+        return False
+    marks = _marks_of(item)
+    if marks == item.stash.get(_READ, None):
+        return False
+    item.stash[_READ] = marks
+    if not isinstance(item, pytest.Function):
+        item.warn(pytest.PytestWarning(f"{item.nodeid} is no test function; the mark ranks does not count for it"))
+        return False
+    options, size = _options(item, marks), _size_of(item, marks[0])
     shape = Shape(size, options.get("device_type") or "cpu", options.get("backend"))
     item.stash[WANTED] = Wanted(shape, options.get("deadline"), options.get("fresh", False))
     # pytest selects by keyword arguments of marks alone.
-    item.add_marker(pytest.mark.ranks(n=size))
+    before, item.stash[_OURS] = item.stash.get(_OURS, None), pytest.mark.ranks(n=size).mark
+    item.own_markers[:] = [*(mark for mark in item.own_markers if mark is not before), item.stash[_OURS]]
+    return True
+
+
+def _marks_of(item: pytest.Item) -> list[pytest.Mark]:
+    """Return the marks that a test was given, the nearest first; ``pytest.param`` is nearer than the function."""
+    callspec = getattr(item, "callspec", None)
+    own = [] if callspec is None else [mark for mark in callspec.marks if getattr(mark, "mark", mark).name == NAME]
+    own = [getattr(mark, "mark", mark) for mark in own]
+    ours = item.stash.get(_OURS, None)
+    return own + [mark for mark in item.iter_markers(NAME) if mark is not ours and mark not in own]
+
+
+def _size_of(item: pytest.Function, mark: pytest.Mark) -> int:
+    sizes, callspec = _sizes(mark, item.nodeid), getattr(item, "callspec", None)
+    if len(sizes) == 1:
+        return sizes[0]
+    if callspec is None or SIZE not in callspec.params:
+        where = "given by pytest.param or by a hook, comes too late for a test of each"
+        told = f"the mark ranks{_given(mark)}, {where}: write several sizes on the function, class or module, here one"
+        raise pytest.UsageError(f"{item.nodeid}: {told}")
+    return int(callspec.params[SIZE])
 
 
 def _sizes(mark: pytest.Mark, test: str) -> tuple[int, ...]:
@@ -65,10 +98,10 @@ def _sizes(mark: pytest.Mark, test: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _options(item: pytest.Item) -> Mapping[str, Any]:
+def _options(item: pytest.Item, marks: Sequence[pytest.Mark]) -> Mapping[str, Any]:
     """Returns the options of the mark, where a class or module has it too the nearest."""
     found: dict[str, Any] = {}
-    for mark in reversed(list(item.iter_markers(NAME))):
+    for mark in reversed(marks):
         found.update(mark.kwargs)
     unknown = sorted(found.keys() - _OPTIONS)
     if unknown:

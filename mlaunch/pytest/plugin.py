@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest.mark import NAME, SIZE, parametrize, take_in
+from mlaunch.pytest.mark import NAME, SIZE, WANTED, parametrize, take_in
 
 RUNNER = "mlaunch-ranks"
 _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
@@ -62,9 +62,35 @@ def _size(request: pytest.FixtureRequest) -> int:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Reads the mark, and hands what is marked to the plugin proper."""
-    if item.get_closest_marker(NAME) is None:
+    _take_in(item)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Read the marks that the hooks of conftest.py have given, before pytest selects by marks."""
+    for item in items:
+        _take_in(item)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Read those of hooks that come last."""
+    for item in session.items:
+        _take_in(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test on its ranks, if it has the mark: from wherever, and be it from one of its fixtures."""
+    _take_in(pyfuncitem)
+    if pyfuncitem.stash.get(WANTED, None) is None:
+        return None
+    runner: Any = pyfuncitem.config.pluginmanager.get_plugin(RUNNER)
+    runner.run(pyfuncitem)
+    return True
+
+
+def _take_in(item: pytest.Item) -> None:
+    if not take_in(item):
         return
-    take_in(item)
     runner: Any = item.config.pluginmanager.get_plugin(RUNNER)
     if runner is None:
         from mlaunch.pytest.runner import Runner

@@ -8,7 +8,7 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.pytest import rank_coverage, workers
-from mlaunch.pytest.mark import Shape
+from mlaunch.pytest.mark import ON_RANKS, Shape
 from mlaunch.pytest.shared_ranks import SharedRanks, Wide
 
 _SETS_ON_CPUS = 4
@@ -21,18 +21,19 @@ class RankPool:
         self._config = config
         self.sets: dict[Shape, SharedRanks] = {}
         self.wide: Wide = {}
+        self.suspects: set[int] = set()  # of these values
         self._next: SharedRanks | None = None  # that were started ahead
 
     def of(self, shape: Shape) -> SharedRanks:
         """Returns the set of this shape; a new one, if there is none or its ranks have ended. ValueError as Ranks."""
         found = self.sets.get(shape)
-        if found is not None and not found.gone:
+        if found is not None and not (found.gone or found.is_out_of_step):
             self.sets[shape] = self.sets.pop(shape)
             return found
         self.drop(shape)
         self._make_room(shape)
         workers.warn_of_cores(shape)
-        self.sets[shape] = made = self._started_ahead(shape) or SharedRanks(shape, self._config, self.wide)
+        self.sets[shape] = made = self._started_ahead(shape) or SharedRanks(shape, self._config, self)
         return made
 
     def _started_ahead(self, shape: Shape) -> SharedRanks | None:
@@ -61,12 +62,22 @@ class RankPool:
             self._next = None
         if self._next is None and like.shape.device_type == "cpu":
             with contextlib.suppress(LaunchError, OSError, ValueError):  # a limit; those who need them will hear of it
-                self._next = SharedRanks(like.shape, self._config, self.wide, like)
+                self._next = SharedRanks(like.shape, self._config, self, like)
+
+    def suspect(self, item: pytest.Function) -> None:
+        """Note which values of wider scope another fixture of a test asks for, which may change them."""
+        for fixtures in item._fixtureinfo.name2fixturedefs.values():
+            if getattr(fixtures[-1].func, ON_RANKS, False):
+                continue
+            for name in fixtures[-1].argnames:
+                if name in item.funcargs and id(item.funcargs[name]) in self.wide:
+                    self.suspects.add(id(item.funcargs[name]))
 
     def forget(self, owner: object) -> None:
         """Frees the values of a fixture that is torn down."""
         for key in [key for key, (whose, _) in self.wide.items() if whose is owner]:
             del self.wide[key]
+            self.suspects.discard(key)
             for shared in self.sets.values():
                 if (held := shared.fixtures.pop((owner, key), None)) is not None:
                     held.free()
@@ -97,9 +108,6 @@ class RankPool:
         most = _SETS_ON_CPUS if shape.device_type == "cpu" else 1
         for other in alike[: max(0, len(alike) - most + 1)]:
             self.drop(other)
-
-
-POOL = pytest.StashKey[RankPool]()  # of this session
 
 
 def only_devices_lack(error: ValueError, shape: Shape) -> bool:

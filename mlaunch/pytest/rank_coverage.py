@@ -54,11 +54,12 @@ def start(plan: CoveragePlan, directory: str) -> None:
     atexit.register(save)
 
 
-def enter(test: str) -> None:
-    """Counts what runs from here on for a test, where each test is a context."""
+def enter(test: str, ends: bool | None = None) -> None:
+    """Counts what runs from here on for a test, where each test is a context. ``ends``: of one of its fixtures."""
+    phase = "run" if ends is None else "teardown" if ends else "setup"
     for recorder, contexts in _recording:
         if contexts:
-            recorder.switch_context(f"{test}|run")
+            recorder.switch_context(f"{test}|{phase}")
 
 
 def save() -> None:

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from mlaunch.pytest.crossing import Definition
+from mlaunch.pytest.crossing import Definition, FixtureStep, RankTest
+from mlaunch.pytest.fixture_steps import Key, OnRank, rank_0s_value, registered
+from mlaunch.pytest.mark import ON_RANKS, POOL, Shape
+from mlaunch.pytest.rank_request import facts_of
 
 if TYPE_CHECKING:
-    from mlaunch.caller.ranks.held import Held
     from mlaunch.pytest.shared_ranks import SharedRanks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _numbers = itertools.count(1)
-_functions: dict[tuple[str, str], Callable[..., Any]] = {}  # by module and name, in every process that imports them
-_begun: dict[int, Iterator[Any]] = {}  # of this rank, by number: what is to be torn down
+_TWINS = ("monkeypatch", "pytestconfig")  # of pytest's fixtures, those that a fixture has on ranks besides request
 
 
 def rank_fixture(function: F | None = None, *, ranks: int | None = None, **options: Any) -> Any:
@@ -42,28 +43,31 @@ def rank_fixture(function: F | None = None, *, ranks: int | None = None, **optio
     """
     if function is None:
         return lambda found: rank_fixture(found, ranks=ranks, **options)
-    _functions[function.__module__, function.__qualname__] = function
-    return pytest.fixture(**options)(_stand_in(function, ranks))
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"rank_fixture {function.__name__!r} is async: write def, and asyncio.run() inside")
+    return pytest.fixture(**options)(_stand_in(function, registered(function), ranks))
 
 
-def _stand_in(function: Callable[..., Any], size: int | None) -> Callable[..., Any]:
+def _stand_in(function: Callable[..., Any], key: Key, size: int | None) -> Callable[..., Any]:
     """Returns the fixture that pytest sees: of the same name and arguments, and with ``request``."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
+    method = names[:1] == ["self"]
 
-    def stand_in(request: pytest.FixtureRequest, **values: Any) -> Iterator[Any]:
+    def stand_in(*instance: object, request: pytest.FixtureRequest, **values: Any) -> Iterator[Any]:
         wanted = {name: value for name, value in values.items() if name in names}
-        param = getattr(request, "param", None)
-        fixture = RankFixture(request, function, wanted, param, takes_request="request" in names)
+        fixture = RankFixture(request, function, key, wanted, instance[0] if instance else None, names)
         with contextlib.closing(fixture):
             yield fixture if size is None else fixture.value_of(size)
 
     ours = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     theirs = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
-    # pytest reads the names of arguments there, to set other fixtures up before.
-    stand_in.__signature__ = signature.replace(parameters=[*ours, *theirs])  # type: ignore[attr-defined]
+    # pytest reads the names of arguments there, to set other fixtures up before; of a method it leaves out the first.
+    parameters = [*theirs[:1], *ours, *theirs[1:]] if method else [*ours, *theirs]
+    stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(stand_in, name, getattr(function, name))
+    stand_in.__dict__[ON_RANKS] = True
     return stand_in
 
 
@@ -74,79 +78,89 @@ class RankFixture:
         self,
         request: pytest.FixtureRequest,
         function: Callable[..., Any],
+        key: Key,
         values: dict[str, Any],
-        param: Any,
-        *,
-        takes_request: bool,
+        instance: object,
+        names: list[str],
     ) -> None:
         self._request = request
-        self._function = function
-        self._values = values
-        self._param = (param,) if takes_request else ()
+        self._function, self._key = function, key
+        self._values, self._instance, self._names = values, instance, names
         self._number = next(_numbers)
-        self._placed: list[tuple[SharedRanks, Held]] = []
+        self._placed: list[SharedRanks] = []
 
-    def on(self, shared: SharedRanks) -> Held:
-        """Returns the handle of the values on these ranks, on which it is set up if need be."""
-        held = shared.fixtures.get(self._number)
-        if held is None:
-            given = {name: shared.given(value) for name, value in self._values.items()}
-            held = shared.ranks.hold(set_up, self._number, self._where(), given, self._param)
-            shared.fixtures[self._number] = held
-            self._placed.append((shared, held))
-        return held
+    def on(self, shared: SharedRanks) -> OnRank:
+        """Returns what stands for the values on these ranks, on which it is set up if need be."""
+        if self._number not in shared.placed:
+            from mlaunch.pytest.travel import split_values
+
+            values, twins = split_values(
+                self._values, f"rank_fixture {self._function.__name__!r}", (*_TWINS, "request")
+            )
+            given = {name: shared.given(value) for name, value in values.items()}
+            self._run(shared, self._step(values=given, twins=twins))
+            shared.placed[self._number] = self
+            self._placed.append(shared)
+        return OnRank(self._number)
 
     def value_of(self, size: int) -> Any:
         """Returns rank 0's value, of ranks of another number."""
-        from mlaunch.pytest.mark import Shape
-        from mlaunch.pytest.pool import POOL
-
-        return self.on(self._request.config.stash[POOL].of(Shape(size, "cpu", None))).fetch(0)
+        shared = self._request.config.stash[POOL].of(Shape(size, "cpu", None))
+        self.on(shared)
+        return shared.ranks.run(rank_0s_value, self._number)[0]
 
     def close(self) -> None:
         """Tears it down where it was set up and ranks are still there."""
         placed, self._placed = self._placed, []
-        for shared, held in reversed(placed):
-            if shared.fixtures.pop(self._number, None) is held and not shared.gone:
-                shared.ranks.run(tear_down, self._number)
-                held.free()
+        for shared in reversed(placed):
+            if shared.placed.pop(self._number, None) is self and not shared.gone:
+                self.end_on(shared)
 
-    def _where(self) -> Definition:
+    def end_on(self, shared: SharedRanks) -> None:
+        """Tear it down on these ranks."""
+        self._run(shared, self._step(ends=True))
+
+    def _run(self, shared: SharedRanks, step: FixtureStep) -> None:
+        request = self._request
+        test = RankTest(
+            shared.next_number(),
+            request.node.nodeid,
+            f"the fixture {step.name!r}",
+            self._where(step),
+            shared.surroundings(),
+            state=None if self._instance is None else dict(vars(self._instance)),
+            request=facts_of(request, (), of_test=False) if "request" in self._names and not step.ends else None,
+            step=step,
+        )
+        shared.run_step(test)
+
+    def _step(
+        self, *, ends: bool = False, values: dict[str, Any] | None = None, twins: tuple[str, ...] = ()
+    ) -> FixtureStep:
+        owner = self._owner()
+        # A fixture of a test shares the test's instance; others have one of their own.
+        test = self._request.node.nodeid if owner and self._request.scope == "function" else ""
+        return FixtureStep(
+            self._number, self._function.__name__, self._key, ends, values or {}, twins, owner=owner, test=test
+        )
+
+    def _owner(self) -> str:
+        """Return the path of the class whose instance is ``self``."""
+        if self._instance is None:
+            return ""
+        return ".".join(node.name for node in self._request.node.listchain() if isinstance(node, pytest.Class))
+
+    def _where(self, step: FixtureStep) -> Definition:
         from mlaunch.pytest.travel import found_at
 
-        return found_at(self._request.config, sys.modules[self._function.__module__], self._function.__qualname__)
+        config, module = self._request.config, sys.modules[self._function.__module__]
+        if step.owner:  # the class may be in another module than a base of it that has the fixture
+            module = self._request.node.getparent(pytest.Module).obj
+        return found_at(config, module, "")
+
+    def __reduce__(self) -> Any:
+        name = self._function.__name__
+        raise TypeError(f"the values of rank_fixture {name!r} are on the ranks: name it among the test's arguments")
 
     def __repr__(self) -> str:
         return f"<rank_fixture {self._function.__name__!r}: its values are on the ranks of a test with the mark ranks>"
-
-
-# On the ranks
-
-
-def set_up(number: int, where: Definition, values: dict[str, Any], param: tuple[Any, ...]) -> Any:
-    """Sets a fixture up on this rank, and returns its value."""
-    from mlaunch.pytest import group_names
-    from mlaunch.pytest.body import import_definition
-
-    import_definition(where)
-    request = {"request": _Param(param[0])} if param else {}
-    with group_names.for_fixture(number):
-        made = _functions[where.module, where.qualname](**request, **values)
-        if not inspect.isgenerator(made):
-            return made
-        _begun[number] = made
-        return next(made)
-
-
-def tear_down(number: int) -> None:
-    """Tears a fixture down on this rank."""
-    begun = _begun.pop(number, None)
-    if begun is not None:
-        next(begun, None)
-
-
-class _Param:
-    """What ``request`` is in a fixture on a rank."""
-
-    def __init__(self, param: Any) -> None:
-        self.param = param

@@ -6,28 +6,31 @@ Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: only
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import sys
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from mlaunch.base.exceptions import RanksLost
-from mlaunch.base.misuse import is_misuse
-from mlaunch.pytest import body, cases, travel
-from mlaunch.pytest.crossing import Findings, RankTest, Surroundings
+from mlaunch.pytest import body, cases, class_attributes, examples, subtests, travel
+from mlaunch.pytest.class_attributes import GivenAttributes
+from mlaunch.pytest.crossing import Examples, Findings, RankTest, Surroundings
 from mlaunch.pytest.debugged import Debugging
-from mlaunch.pytest.judgement import Judgement, is_out_of_step, judge, pass_on
-from mlaunch.pytest.mark import WANTED, Wanted
-from mlaunch.pytest.pool import POOL, RankPool, only_devices_lack
+from mlaunch.pytest.judgement import is_out_of_step, judge, judgement_of, logged, pass_on, raise_of, show
+from mlaunch.pytest.mark import POOL, WANTED, Shape, Wanted
+from mlaunch.pytest.pool import RankPool, only_devices_lack
+from mlaunch.pytest.rank_request import facts_of
 from mlaunch.pytest.shared_ranks import Placed, SharedRanks
 
 _PLUGIN = "pytest_timeout"
 _MANY = 10  # tests to come, for which it is worth to have ranks in reserve
 
-_JUDGED = pytest.StashKey[Judgement]()
+_SECTIONS = pytest.StashKey[list[tuple[str, str]]]()  # of the report of a test's call
+_RANKS = pytest.StashKey[SharedRanks]()  # of a test
+_EXAMPLES = pytest.StashKey[Examples | None]()
 _SMALL = (int, float, bool, str, bytes, type(None))
 _OUT_OF_STEP = (
     "the test left its ranks out of step: not all have entered the same collectives, or some have destroyed a group; "
@@ -41,48 +44,66 @@ class Runner:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self.pool = config.stash[POOL] = RankPool(config)
-        self._numbers = itertools.count(1)
+        self._fresh: Shape | None = None  # ranks of a test's own, to be ended with it
         self._debugging = Debugging(config)
         self._to_come = 0  # tests on ranks
 
     def take_in(self, item: pytest.Item) -> None:
         """Takes over a method of a TestCase, for which no hook would be asked."""
+        class_attributes.note(getattr(item, "cls", None))
         cases.take_in(item, self.run)
 
-    # Hooks
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Runs a test on its ranks, if it has the mark."""
-        if pyfuncitem.stash.get(WANTED, None) is None:
-            return None
-        self.run(pyfuncitem)
-        return True
-
     def run(self, pyfuncitem: pytest.Function) -> None:
-        """Runs a test on its ranks, and raises what they have found."""
+        """Runs a test on its ranks, and raises what they have found. In place of ``pytest_pyfunc_call``."""
         wanted = pyfuncitem.stash[WANTED]
-        pyfuncitem.stash[_JUDGED] = Judgement()
         self._to_come -= 1
         with _timeouts_suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
-        pyfuncitem.stash[_JUDGED] = judgement = judge(findings)
+        pyfuncitem.stash[_SECTIONS] = logged(findings)
         pass_on(pyfuncitem, findings)
-        if judgement.error is not None:
-            raise judgement.error
+        self._print(findings)
+        subtests.report(pyfuncitem, findings)
+        judgement = judge(findings)
+        if (drawn := pyfuncitem.stash.get(_EXAMPLES, None)) is not None:
+            told = examples.note(pyfuncitem, drawn, failed=judgement.error is not None)
+            judgement.sections = [*judgement.sections, *([("hypothesis", told)] if told else [])]
+        raise_of(judgement)
+
+    def _print(self, findings: Findings) -> None:
+        """Print what ranks have written where nothing was to be captured."""
+        texts = {rank: verdict.shown for rank, verdict in sorted(findings.verdicts.items()) if verdict.shown}
+        capturing: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        with contextlib.nullcontext() if capturing is None or not texts else capturing.global_and_fixture_disabled():
+            for rank, text in texts.items():
+                sys.stdout.write("".join(f"[{rank}] {line}\n" for line in text.splitlines()))
+
+    # Hooks
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Shows what a rank has shown, in place of our own lines."""
         report = yield
-        judgement = item.stash.get(_JUDGED, None)
-        if judgement is not None and judgement.error is not None and report.when == "call":
-            if judgement.longrepr is not None and not report.passed:
-                report.longrepr = judgement.longrepr
-            elif report.skipped and judgement.crash is not None and not hasattr(report, "wasxfail"):
-                report.longrepr = (*judgement.crash, f"Skipped: {judgement.error}")
-            report.sections.extend(judgement.sections)
+        judgement = judgement_of(None if call.excinfo is None else call.excinfo.value)
+        if report.when == "call":
+            report.sections[:0] = list(item.stash.get(_SECTIONS, ()))
+        if judgement is not None:
+            show(report, judgement)
         return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        """Set up the fixtures of a test that are made on its ranks, once pytest has set up all others."""
+        yield
+        wanted = item.stash.get(WANTED, None)
+        if wanted is None or not isinstance(item, pytest.Function) or not (made := _placed(item)):
+            return
+        with _timeouts_suspended(item):
+            try:
+                self._place(item, wanted, made)
+            except RanksLost:  # they have ended between two tests
+                self._place(item, wanted, made)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -103,7 +124,10 @@ class Runner:
         self.pool.forget(fixturedef)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Lets other xdist workers have devices that they wait for, and starts ranks for a bad moment."""
+        """Release devices to other xdist workers that wait for them; start spare ranks."""
+        if self._fresh is not None:
+            self.pool.drop(self._fresh)
+            self._fresh = None
         self.pool.give_back()
         if self._to_come >= _MANY:
             self.pool.start_ahead()
@@ -117,6 +141,10 @@ class Runner:
         finally:
             self.pool.close()
 
+    def pytest_sessionfinish(self) -> None:
+        """End ranks that there are all the same: a fixture gave the only mark, after the loop had begun."""
+        self.pool.close()
+
     # The run of a test
 
     def _found(self, item: pytest.Function, wanted: Wanted) -> Findings:
@@ -127,35 +155,51 @@ class Runner:
 
     def _run(self, item: pytest.Function, wanted: Wanted) -> Findings:
         values, made = travel.split(item)
-        if self._debugging.wanted and not any(isinstance(value, Placed) for value in values.values()):
+        if self._debugging.wanted and not _placed(item):
             return self._debugged(item, wanted, values, made)
-        shared = self._ranks(wanted)
-        try:
+        shared = self._place(item, wanted, _placed(item))
+        ran = list(shared.ran)
+        test = self._test(item, values, made)
+        findings = self._sent(shared, self._for(shared, item, test), values, self._deadline(item, wanted))
+        if not all(verdict.outcome == "passed" for verdict in findings.verdicts.values()) or findings.told:
+            item.add_report_section("call", "ranks", _history(ran)) if ran else None
+        self._look_after(shared, findings)
+        return findings
+
+    def _place(self, item: pytest.Function, wanted: Wanted, made: Sequence[Placed]) -> SharedRanks:
+        """Return the ranks of a test, on which its fixtures are that are made there."""
+        shared = item.stash.get(_RANKS, None)
+        if shared is None or shared.gone or shared.is_out_of_step:
+            item.stash[_RANKS] = shared = self._ranks(wanted)
             if wanted.fresh == "group":
                 shared.ranks.run(body.regroup)
-            ran = list(shared.ran)
-            sent = {name: shared.given(value) for name, value in values.items()}
-            findings = self._sent(
-                shared, self._test(item, shared.surroundings(), sent, made), values, self._deadline(item, wanted)
-            )
-            if not all(verdict.outcome == "passed" for verdict in findings.verdicts.values()) or findings.told:
-                item.add_report_section("call", "ranks", _history(ran)) if ran else None
-            self._look_after(shared, findings)
-            return findings
-        finally:
-            if self._is_fresh(wanted):
-                self.pool.drop(wanted.shape)
+        shared.deadline = self._deadline(item, wanted)
+        for fixture in made:
+            fixture.on(shared)
+        return shared
+
+    def _for(self, shared: SharedRanks, item: pytest.Function, test: RankTest) -> RankTest:
+        """Return a test as these ranks are to get it, who may have some of its values already."""
+        self.pool.suspect(item)
+        return dataclasses.replace(
+            test,
+            number=shared.next_number(),
+            surroundings=shared.surroundings(),
+            values={name: shared.given(value) for name, value in test.values.items()},
+            changes=shared.classes.changes(item.cls),
+        )
 
     def _debugged(
         self, item: pytest.Function, wanted: Wanted, values: dict[str, Any], made: tuple[str, ...]
     ) -> Findings:
-        test = self._test(item, Surroundings({}, None, None), values, made)
+        test = dataclasses.replace(self._test(item, values, made), changes=GivenAttributes().changes(item.cls))
         with self._devices_or_skip(wanted):
             return self._debugging.run(item, wanted.shape, test, self._deadline(item, wanted))
 
     def _ranks(self, wanted: Wanted) -> SharedRanks:
         if self._is_fresh(wanted):
             self.pool.drop(wanted.shape)
+            self._fresh = wanted.shape
         with self._devices_or_skip(wanted):
             return self.pool.of(wanted.shape)
 
@@ -167,7 +211,7 @@ class Runner:
             if not only_devices_lack(error, wanted.shape) or self._config.getoption("ranks_require"):
                 raise
             size, kind = wanted.shape.size, wanted.shape.device_type
-            raise pytest.skip.Exception(f"needs {size} {kind} devices: {error}") from None
+            raise pytest.skip.Exception(f"needs {size} {kind} devices: {error}", _use_item_location=True) from None
 
     def _is_fresh(self, wanted: Wanted) -> bool:
         return wanted.fresh is True or bool(self._config.getoption("ranks_fresh"))
@@ -175,26 +219,31 @@ class Runner:
     def _sent(self, shared: SharedRanks, test: RankTest, values: dict[str, Any], deadline: float) -> Findings:
         try:
             return shared.run(test, deadline)
-        except TypeError as error:
-            if not is_misuse(error) or not (told := travel.who_cannot(values)):
+        except RanksLost:
+            raise
+        except Exception:  # whatever a __reduce__ may raise
+            shared.classes = GivenAttributes()
+            if not (told := travel.who_cannot(values) or travel.state_that_cannot(test)):
                 raise
             raise pytest.fail.Exception(told, pytrace=False) from None
 
-    def _test(
-        self, item: pytest.Function, surroundings: Surroundings, values: dict[str, Any], made: tuple[str, ...]
-    ) -> RankTest:
-        callspec = getattr(item, "callspec", None)
+    def _test(self, item: pytest.Function, values: dict[str, Any], made: tuple[str, ...]) -> RankTest:
+        asks = "request" in made
+        item.stash[_EXAMPLES] = drawn = examples.examples_for(item)
+        marks = travel.marks_of(item, every=asks)
         return RankTest(
-            next(self._numbers),
+            1,  # of ranks that have run no other; others get their own
             item.nodeid,
             item.name,
             travel.definition_of(item),
+            Surroundings({}, None, None),
             cases.state_of(item),
             values,
             made,
-            surroundings,
-            travel.marks_of(item, every="request" in made),
-            dict(callspec.params) if callspec is not None and "request" in made else None,
+            tuple(mark for mark in marks if mark.name == "filterwarnings"),
+            facts_of(item._request, marks, of_test=True) if asks else None,
+            examples=drawn,
+            rewritten=travel.rewritten(item.config),
         )
 
     def _deadline(self, item: pytest.Item, wanted: Wanted) -> float:
@@ -205,6 +254,7 @@ class Runner:
     def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
         """Replaces ranks that are out of step, or whose memory has grown too much."""
         if is_out_of_step(findings):
+            shared.is_out_of_step = True
             self.pool.drop(shared.shape)
             if all(verdict.outcome == "passed" for verdict in findings.verdicts.values()):
                 warnings.warn(pytest.PytestWarning(_OUT_OF_STEP), stacklevel=1)
@@ -216,6 +266,11 @@ class Runner:
                 pytest.PytestWarning(f"ranks held {grown} MiB more than after their first test; new ones replace them"),
                 stacklevel=1,
             )
+
+
+def _placed(item: pytest.Function) -> list[Placed]:
+    """Return the fixtures of a test that are made on ranks, whether or not its arguments name them."""
+    return [value for value in item.funcargs.values() if isinstance(value, Placed)]
 
 
 def _nothing(request: pytest.FixtureRequest) -> None:

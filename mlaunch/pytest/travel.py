@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlaunch.protocol import payload
+from mlaunch.protocol import explain, payload
 from mlaunch.pytest import twins
-from mlaunch.pytest.crossing import Definition
+from mlaunch.pytest.crossing import Definition, RankTest
 
-_PYTESTS = "_pytest"  # where what pytest makes itself is defined
+_PYTESTS = ("_pytest", "pytest_mock")  # where what pytest makes itself is defined
 _TRAVELS = {"tmpdir", "testpath"}  # of that
 _SHOWN = 100  # characters
 
@@ -26,16 +28,22 @@ def split(item: pytest.Function) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         pytest.fail.Exception: One of them is of use in pytest's process alone.
     """
+    return split_values({name: item.funcargs[name] for name in item._fixtureinfo.argnames}, "this test", twins.NAMES)
+
+
+def split_values(
+    found: dict[str, Any], asker: str, on_ranks: Collection[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Do the same for the arguments of a test or fixture. ``on_ranks``: which of pytest's there are."""
     values, made = {}, []
-    for name in item._fixtureinfo.argnames:
-        value = item.funcargs[name]
+    for name, value in found.items():
         if not _is_pytests(value) or name in _TRAVELS:
             values[name] = value
-        elif name in twins.NAMES:
+        elif name in on_ranks:
             made.append(name)
         else:
             raise pytest.fail.Exception(
-                f"the fixture {name!r} is of use in pytest's process alone, and this test runs on ranks; "
+                f"the fixture {name!r} is of use in pytest's process alone, and {asker} runs on ranks; "
                 f"use it in a fixture of yours, and give the test what that returns",
                 pytrace=False,
             )
@@ -43,7 +51,7 @@ def split(item: pytest.Function) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _is_pytests(value: object) -> bool:
-    return str(getattr(value, "__module__", "")).split(".")[0] == _PYTESTS
+    return str(getattr(value, "__module__", "")).split(".")[0] in _PYTESTS
 
 
 def who_cannot(values: dict[str, Any]) -> str:
@@ -60,11 +68,48 @@ def who_cannot(values: dict[str, Any]) -> str:
     return ""
 
 
+def state_that_cannot(test: RankTest) -> str:
+    """Name the first attribute of the test's instance that cannot be pickled; "" if all can."""
+    for name, value in (test.state or {}).items():
+        try:
+            payload.check(value)
+        except Exception as error:  # whatever a __reduce__ may raise
+            what = explain.unpicklable(value, f"self.{name}")
+            return (
+                f"{what}, which cannot travel to the ranks ({type(error).__name__}: {str(error)[:_SHOWN]}); "
+                f"make it in the test, or there: @mlaunch.pytest.rank_fixture"
+            )
+    return ""
+
+
+def rewritten(config: pytest.Config) -> tuple[str, ...]:
+    """Name the modules whose assertions explain themselves by request: plugins, and what conftest.py registers."""
+    hook = getattr(config.pluginmanager, "rewrite_hook", None)
+    names: Iterable[str] = getattr(hook, "_must_rewrite", ())
+    return _rewritten(frozenset(names))
+
+
+@functools.lru_cache(4)
+def _rewritten(names: frozenset[str]) -> tuple[str, ...]:
+    installed = {file.parts[0].removesuffix(".py") for file in _files_of_plugins()}
+    return tuple(sorted(name for name in names if name.partition(".")[0] not in installed))
+
+
+@functools.lru_cache(1)
+def _files_of_plugins() -> list[Path]:
+    """Return the files of installed plugins, whose assertions are of no interest on ranks."""
+    found = importlib.metadata.distributions()
+    plugins = (one for one in found if any(point.group == "pytest11" for point in one.entry_points))
+    return [Path(str(file)) for one in plugins for file in one.files or ()]
+
+
 def definition_of(item: pytest.Function) -> Definition:
     """Says where the ranks find the test."""
-    owner = "" if item.cls is None else f"{item.cls.__qualname__}."
+    # By the names under which pytest has found it: a class may have another one of its own (an alias, one that a
+    # function has made).
+    owners = [node.name for node in item.listchain() if isinstance(node, pytest.Class)]
     name = item.originalname or item.name.partition("[")[0]
-    return found_at(item.config, item.module, f"{owner}{name}")
+    return found_at(item.config, item.module, ".".join([*owners, name]))
 
 
 def found_at(config: pytest.Config, module: Any, qualname: str) -> Definition:
@@ -109,6 +154,22 @@ def plain_options(config: pytest.Config) -> dict[str, Any]:
     return found
 
 
+def flags(config: pytest.Config) -> dict[str, str]:
+    """Return the names of options by their flags: of plugins that ranks do not load, too."""
+    known = config._parser if hasattr(config._parser, "_opt2dest") else config  # the latter before pytest 9
+    return dict(getattr(known, "_opt2dest", {}))
+
+
+def settings(config: pytest.Config) -> dict[str, Any]:
+    """Return the plain values of the configuration file, and the defaults of what it does not have."""
+    found = {}
+    for name in getattr(config._parser, "_inidict", {}):
+        with contextlib.suppress(Exception):  # one that the file has wrong, and nobody has asked for
+            if _is_plain(value := config.getini(name)):
+                found[name] = value
+    return found
+
+
 def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
@@ -120,4 +181,4 @@ def explaining(config: pytest.Config) -> tuple[str, ...]:
     hook: Callable[..., Any] = config.hook.pytest_assertrepr_compare
     plugins = [found.plugin for found in hook.get_hookimpls()]  # type: ignore[attr-defined]
     names = [str(getattr(plugin, "__name__", "")) for plugin in plugins if hasattr(plugin, "__file__")]
-    return tuple(name for name in names if not name.startswith(_PYTESTS) and name.rpartition(".")[2] != "conftest")
+    return tuple(name for name in names if not name.startswith("_pytest") and name.rpartition(".")[2] != "conftest")

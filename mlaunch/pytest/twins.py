@@ -3,85 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import _pytest.capture
 import _pytest.logging
 import pytest
 
-from mlaunch.pytest.crossing import RankTest
+from mlaunch.pytest.crossing import Part, RankTest, RequestFacts
+from mlaunch.pytest.rank_request import Place, RankRequest
+from mlaunch.pytest.subtests import RankSubtests
 
-_FORMATTER = logging.Formatter("%(levelname)-8s %(name)s:%(filename)s:%(lineno)d %(message)s")  # pytest's own
+_CAPTURE = "capturemanager"  # pytest's name for it
+_TO_DESCRIPTORS = (_pytest.capture.FDCapture, _pytest.capture.FDCaptureBinary)
 _HEARS_ALL = hasattr(_pytest.logging.catching_logs, "attached_loggers")  # also what never comes to the root
-
-
-class RankRequest:
-    """What ``request`` is on a rank: the test's name, marks, parameter and configuration; nothing can be asked for."""
-
-    def __init__(self, test: RankTest, config: pytest.Config) -> None:
-        self.config = config
-        self.node = RankNode(test)
-        if test.param is not None:
-            self.param = test.param
-
-    def getfixturevalue(self, name: str) -> Any:
-        """Raises: fixtures are set up before a test comes to its ranks."""
-        raise RuntimeError(f"no fixture can be set up on a rank: name {name!r} among the arguments of the test")
-
-
-class RankNode:
-    """What ``request.node`` is on a rank."""
-
-    def __init__(self, test: RankTest) -> None:
-        self.name, self.nodeid = test.name, test.nodeid
-        self.own_markers = list(test.marks)
-
-    def iter_markers(self, name: str | None = None) -> list[pytest.Mark]:
-        """Returns the marks, of this name or all, the nearest first."""
-        return [mark for mark in self.own_markers if name is None or mark.name == name]
-
-    def get_closest_marker(self, name: str, default: pytest.Mark | None = None) -> pytest.Mark | None:
-        """Returns the nearest mark of this name."""
-        return next(iter(self.iter_markers(name)), default)
 
 
 class Twins(contextlib.ExitStack):
     """Makes the twins that a test asks for, and ends them with it."""
 
-    def __init__(self, test: RankTest, config: pytest.Config) -> None:
+    def __init__(self, test: RankTest, config: pytest.Config, place: Place | None = None) -> None:
         super().__init__()
         self._test = test
-        self._config = config
-        self._handler = _pytest.logging.LogCaptureHandler()
-        self._handler.setFormatter(_FORMATTER)
+        self.config = config
+        self._place = place or Place()
+        self._for_caplog, self._for_report = _handler(config), _handler(config)
         self._catching: list[logging.Logger] = []
         self.properties: list[tuple[str, object]] = []
+        self.parts: list[Part] = []
+        self.shown: list[str] = []
 
     def __enter__(self) -> Twins:
         root = logging.getLogger()
         self._catching = [root, *(_apart() if _HEARS_ALL else ())]
         for logger in self._catching:  # torch has forty, and their own way to add one takes a lock
-            logger.handlers.append(self._handler)
+            logger.handlers += [self._for_caplog, self._for_report]
         self.callback(self._catch_no_more)
-        level = getattr(logging, str(self._config.getini("log_level") or "NOTSET").upper(), 0)
-        if level:
-            self._handler.setLevel(level)
+        level = _pytest.logging.get_log_level_for_setting(self.config, "log_level")
+        if level is not None:
+            self._for_caplog.setLevel(level)
+            self._for_report.setLevel(level)
             self.callback(root.setLevel, root.level)
             root.setLevel(min(root.level, level))
         return self
 
     def _catch_no_more(self) -> None:
         for logger in self._catching:
-            if self._handler in logger.handlers:  # the test may have removed it
-                logger.handlers.remove(self._handler)
+            for handler in (self._for_caplog, self._for_report):
+                if handler in logger.handlers:  # the test may have removed it
+                    logger.handlers.remove(handler)
 
     @property
     def logged(self) -> str:
         """What the test has logged."""
-        return str(self._handler.stream.getvalue()).strip()
+        return str(self._for_report.stream.getvalue()).strip()
 
     def make(self) -> dict[str, Any]:
         """Returns the twins, by name."""
@@ -92,19 +70,32 @@ class Twins(contextlib.ExitStack):
         self.callback(patch.undo)
         return patch
 
+    def _mocker(self) -> Any:
+        import pytest_mock  # pytest's process has it
+
+        mocker = pytest_mock.MockerFixture(self.config)
+        self.callback(mocker.stopall)
+        return mocker
+
     def _recwarn(self) -> pytest.WarningsRecorder:
         return self.enter_context(pytest.WarningsRecorder(_ispytest=True))
 
-    def _capture(self, kind: type[Any]) -> pytest.CaptureFixture[Any]:
-        capture: pytest.CaptureFixture[Any] = pytest.CaptureFixture(kind, self._request(), _ispytest=True)  # type: ignore[arg-type]
+    def _capture(self, kind: type[Any], **config: bool) -> pytest.CaptureFixture[Any]:
+        request: Any = types.SimpleNamespace(config=self.config)
+        options: dict[str, Any] = {"config": config} if config else {}  # which pytest 8.3 does not know yet
+        capture: pytest.CaptureFixture[Any] = pytest.CaptureFixture(kind, request, _ispytest=True, **options)
         capture._start()
         self.callback(capture.close)
+        manager = RankCapture(capture, kind, self.shown)
+        if (known := self.config.pluginmanager.get_plugin(_CAPTURE)) is not None:
+            self.config.pluginmanager.unregister(known)
+        self.config.pluginmanager.register(manager, _CAPTURE)
         return capture
 
     def _caplog(self) -> pytest.LogCaptureFixture:
-        item: Any = types.SimpleNamespace(stash=pytest.Stash(), config=self._config)
-        item.stash[_pytest.logging.caplog_handler_key] = self._handler
-        item.stash[_pytest.logging.caplog_records_key] = {"call": self._handler.records}
+        item: Any = types.SimpleNamespace(stash=pytest.Stash(), config=self.config)
+        item.stash[_pytest.logging.caplog_handler_key] = self._for_caplog
+        item.stash[_pytest.logging.caplog_records_key] = {"call": self._for_caplog.records}
         caplog = pytest.LogCaptureFixture(item, _ispytest=True)
         self.callback(caplog._finalize)
         return caplog
@@ -112,8 +103,50 @@ class Twins(contextlib.ExitStack):
     def _record(self) -> Callable[[str, object], None]:
         return lambda name, value: self.properties.append((name, value))
 
+    def _subtests(self) -> RankSubtests:
+        return RankSubtests(self.parts, self._place)
+
     def _request(self) -> RankRequest:
-        return RankRequest(self._test, self._config)
+        facts = cast("RequestFacts", self._test.request)  # it comes where the test asks for it
+        return RankRequest(facts, self.config, self._place, self.callback, self._test.values)
+
+
+class RankCapture:
+    """Stands for pytest's capturing where a test asks not to capture: pytest's process then prints the text."""
+
+    def __init__(self, capture: pytest.CaptureFixture[Any], kind: type[Any], shown: list[str]) -> None:
+        self._capture, self._kind, self._shown = capture, kind, shown
+
+    @contextlib.contextmanager
+    def global_and_fixture_disabled(self) -> Iterator[None]:
+        """Have what is written meanwhile printed where pytest prints."""
+        self._capture._suspend()
+        kind: Any = _pytest.capture.FDCapture if issubclass(self._kind, _TO_DESCRIPTORS) else _pytest.capture.SysCapture
+        direct: Any = _pytest.capture.MultiCapture(in_=None, out=kind(1), err=kind(2))
+        direct.start_capturing()
+        try:
+            yield
+        finally:
+            self._shown += filter(None, direct.readouterr())
+            direct.stop_capturing()
+            self._capture._resume()
+
+
+def _handler(config: pytest.Config) -> _pytest.logging.LogCaptureHandler:
+    handler = _pytest.logging.LogCaptureHandler()
+    handler.setFormatter(_formatter(config))
+    return handler
+
+
+@functools.lru_cache(1)
+def _formatter(config: pytest.Config) -> logging.Formatter:
+    """Return the formatter that pytest has made of the options."""
+    options = [
+        _pytest.logging.get_option_ini(config, f"log_{name}") for name in ("format", "date_format", "auto_indent")
+    ]
+    plugin: Any = _pytest.logging.LoggingPlugin
+    formatter: logging.Formatter = plugin._create_formatter(types.SimpleNamespace(_config=config), *options)
+    return formatter
 
 
 def _apart() -> Iterator[logging.Logger]:
@@ -128,11 +161,14 @@ _MAKE: dict[str, Callable[[Twins], Any]] = {
     "recwarn": Twins._recwarn,
     "capsys": lambda twins: twins._capture(_pytest.capture.SysCapture),
     "capsysbinary": lambda twins: twins._capture(_pytest.capture.SysCaptureBinary),
+    "capteesys": lambda twins: twins._capture(_pytest.capture.SysCapture, tee=True),
     "capfd": lambda twins: twins._capture(_pytest.capture.FDCapture),
     "capfdbinary": lambda twins: twins._capture(_pytest.capture.FDCaptureBinary),
     "caplog": Twins._caplog,
     "record_property": Twins._record,
+    "mocker": Twins._mocker,
+    "subtests": Twins._subtests,
     "request": Twins._request,
-    "pytestconfig": lambda twins: twins._config,
+    "pytestconfig": lambda twins: twins.config,
 }
 NAMES = frozenset(_MAKE)

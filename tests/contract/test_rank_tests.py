@@ -181,7 +181,7 @@ def test_lines_that_run_on_ranks_count(tmp_path: Path) -> None:
 def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]], tmp_path: Path) -> None:
     reports, printed = suite(rank_suite.CASES)
     told = outcomes(reports)
-    passed = {"test_all_reduce", "test_in_class", "test_torn_down", "test_without", "test_coroutine"}
+    passed = {"test_all_reduce", "test_in_class", "test_torn_down", "test_without", "test_coroutine", "test_subtests"}
     assert {name for name, outcome in told.items() if outcome == "passed"} == passed, printed
     assert {name for name, outcome in told.items() if outcome == "skipped"} == {
         "test_skips",
@@ -190,8 +190,9 @@ def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]], tmp_p
     }
     assert "Lists differ: [1, 2] != [1, 3]" in reports["test_fails"]["text"]
     assert "test_it.py:" in reports["test_fails"]["text"].splitlines()[-1]
-    assert "assert 1 != 1" in reports["test_subtests"]["text"]
-    assert "in the subtest (i=1)" in reports["test_subtests"]["text"]
+    # as without ranks: the test has passed, and one of its parts has not
+    assert re.search(r"test_subtests \(i=1\) ___+\n(.*\n)+E +assert 1 != 1", printed)
+    assert "SUBFAILED(i=1) test_it.py::TestCases::test_subtests - assert 1 != 1" in printed
     assert reports["test_unexpected"]["text"] == "Unexpected success"
     assert {path.name for path in tmp_path.glob("torn-*")} == {"torn-0", "torn-1"}
 

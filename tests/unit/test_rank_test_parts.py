@@ -34,6 +34,7 @@ from mlaunch.pytest.crossing import Definition, Findings, RankTest, Surroundings
 from mlaunch.pytest.debugged import Debugging
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from mlaunch.pytest.mark import Shape
+from mlaunch.pytest.rank_request import Place
 from tests.conftest import TORCH
 
 
@@ -79,7 +80,7 @@ def test_a_fork_server_that_is_there_stays() -> None:
 def test_a_rank_fixture_asks_for_what_its_function_asks_for() -> None:
     def mesh(tmp_path: object, size: int = 2) -> None: ...
 
-    stand_in = rank_fixtures._stand_in(mesh, None)
+    stand_in = rank_fixtures._stand_in(mesh, ("file", "mesh", 0), None)
     assert list(inspect.signature(stand_in).parameters) == ["request", "tmp_path", "size"]
     assert (stand_in.__name__, stand_in.__module__) == ("mesh", __name__)
 
@@ -119,19 +120,18 @@ def test_nothing_is_recorded_where_pytest_records_nothing(monkeypatch: pytest.Mo
     rank_coverage.save()
 
 
-def test_a_method_raises_what_was_wrong_first() -> None:
+def test_a_method_raises_what_was_wrong_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Example(unittest.TestCase):
-        given = 0
-
         def tearDown(self) -> None:
             raise OSError("later")
 
         def runTest(self) -> None:
-            with self.subTest(part=self.given):
+            with self.subTest(part=5):
                 raise KeyError("first")
 
+    monkeypatch.setattr(cases, "REPORTS_PARTS", False)  # an older pytest
     with pytest.raises(KeyError, match="first") as caught:
-        cases.run_case(Example, "runTest", {"given": 5})
+        cases.run_case(cases.new_case(Example, "runTest"), [], Place())
     assert caught.value.__dict__["__notes__"] == ["in the subtest (part=5)"]
 
 
@@ -225,9 +225,8 @@ def test_the_variables_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_loggers_apart_from_the_root_are_heard(pytestconfig: pytest.Config) -> None:
     """As in pytest's own process; and nothing of that stays, whatever the test has made of their handlers."""
-    test = RankTest(
-        1, "x", "x", Definition("x", "x", "x", ()), None, {}, ("caplog",), Surroundings({}, None, None), (), None
-    )
+    surroundings = Surroundings({}, None, None)
+    test = RankTest(1, "x", "x", Definition("x", "x", "x", ()), surroundings, twins=("caplog",))
     apart, replaced = logging.getLogger("mlaunch-apart"), logging.getLogger("mlaunch-replaced")
     apart.propagate = replaced.propagate = False
     before = list(logging.root.handlers)

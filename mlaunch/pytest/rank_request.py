@@ -1,0 +1,133 @@
+"""What ``request`` is on a rank: what pytest knew of the test or fixture, and the module, class and instance there."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlaunch.pytest.crossing import RequestFacts, Verdict
+
+_WIDE = ("session", "package", "module")
+
+
+def facts_of(request: Any, marks: Sequence[pytest.Mark], *, of_test: bool) -> RequestFacts:
+    """Return what travels of a request, of a test or of one of its fixtures."""
+    node = request.node
+    param = (request.param,) if hasattr(request, "param") else ()
+    callspec = getattr(node, "callspec", None) if of_test else None
+    return RequestFacts(
+        request.scope,
+        request.fixturename,
+        tuple(request.fixturenames),
+        node.name,
+        node.nodeid,
+        getattr(node, "originalname", None),
+        str(node.path),
+        tuple(node.keywords),
+        tuple(marks),
+        param,
+        None if callspec is None else dict(callspec.params),
+    )
+
+
+class NamesWhatIsMissing:
+    """An object whose missing attributes say what to do in place of asking for them."""
+
+    _what = ""
+
+    def __getattr__(self, name: str) -> Any:
+        __tracebackhide__ = True
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self._what}.{name} is not there on a rank, where pytest itself is not; "
+            f"use it in a fixture, and give the test what that returns"
+        )
+
+
+class RankRequest(NamesWhatIsMissing):
+    """``request`` of a test or a rank_fixture."""
+
+    _what = "request"
+
+    def __init__(
+        self,
+        facts: RequestFacts,
+        config: pytest.Config,
+        place: Place,
+        add: Callable[[Callable[[], object]], object],
+        values: Mapping[str, Any],
+    ) -> None:
+        self.config = config
+        self.scope, self.fixturename, self.fixturenames = facts.scope, facts.fixturename, list(facts.fixturenames)
+        self.node = RankNode(facts, config, place)
+        self.keywords = self.node.keywords
+        self.addfinalizer = add
+        self._values = values
+        if facts.param:
+            self.param = facts.param[0]
+        if facts.scope not in _WIDE[:1]:
+            self.path = Path(facts.path)
+        if facts.scope not in _WIDE[:2]:
+            self.module = place.module
+        if facts.scope not in _WIDE:
+            self.cls = place.owner
+            self.instance = place.instance if facts.scope == "function" else None
+        if facts.scope == "function":
+            self.function = place.function
+
+    def getfixturevalue(self, name: str) -> Any:
+        """Return an argument of the test; others are not set up on a rank."""
+        __tracebackhide__ = True
+        if name in self._values:
+            return self._values[name]
+        raise RuntimeError(f"no fixture can be set up on a rank: name {name!r} among the arguments of the test")
+
+
+class Place:
+    """Where on this rank a test is: its module, class, instance and function, and what its parts ask of the rank."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self.owner: type | None = None
+        self.instance: Any = None
+        self.function: Any = None
+
+    def describe(self, error: BaseException) -> Verdict:
+        """Return what pytest's process is to hear of an exception."""
+        raise NotImplementedError
+
+    def leave_part(self, *, failed: bool) -> bool:
+        """Say that this rank has left a part of the test. False if it failed there, and others are still in it."""
+        raise NotImplementedError
+
+
+class RankNode(NamesWhatIsMissing):
+    """``request.node`` of a test or a rank_fixture."""
+
+    _what = "request.node"
+
+    def __init__(self, facts: RequestFacts, config: pytest.Config, place: Place) -> None:
+        self.name, self.nodeid, self.config = facts.node, facts.nodeid, config
+        self.path = Path(facts.path)
+        self.own_markers = list(facts.marks)
+        self.keywords: dict[str, Any] = dict.fromkeys(facts.keywords, True) | {one.name: one for one in facts.marks}
+        self.module, self.cls, self.instance = place.module, place.owner, place.instance
+        if facts.originalname is not None:
+            self.originalname = facts.originalname
+            self.function = self.obj = place.function
+        if facts.params is not None:
+            test_id = facts.node.partition("[")[2].removesuffix("]")
+            self.callspec = types.SimpleNamespace(params=facts.params, id=test_id)
+
+    def iter_markers(self, name: str | None = None) -> Iterable[pytest.Mark]:
+        """Yield the marks, of this name or all, the nearest first."""
+        return (mark for mark in self.own_markers if name is None or mark.name == name)
+
+    def get_closest_marker(self, name: str, default: pytest.Mark | None = None) -> pytest.Mark | None:
+        """Return the nearest mark of this name."""
+        return next(iter(self.iter_markers(name)), default)
