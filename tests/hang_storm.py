@@ -1,9 +1,9 @@
-"""The causes of ``tests/contract/test_hangs.py``, many times: whether the culprit is named, and how soon.
+"""The causes of ``tests/contract/test_hangs.py`` and ``tests/hang_scenes.py``, many times: whether why() is right.
 
     python -m tests.hang_storm [runs of each] [causes]
 
-Each run is asked ``why()`` once it says the same three times. "right" counts the answers that name the rank, what it
-does and its line; "longest" is the longest that one took.
+A sentence is right if it comes within a few seconds, names who holds up whom and each line, and then stays the same.
+"longest" is the longest that one answer took.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from mlaunch import launcher
 from mlaunch.caller.many.run_future import Run
 from tests.contract.test_hangs import CASES, be_slow, cross, hold_up
+from tests.hang_scenes import SCENES
 
-_SAME, _MOST = 3, 600  # looks
+_SAME, _MOST = 3, 200  # looks
 _BETWEEN = 0.1  # seconds
 
 
@@ -33,39 +33,34 @@ class Answers:
     longest: float = 0.0  # seconds
     wrong: list[str] = field(default_factory=list)
 
-    def take(self, cause: Callable[..., Any], said: str, seconds: float) -> None:
+    def take(self, name: str, pattern: str, run: Run) -> None:
+        """Asks until the sentence stays."""
+        said: list[str] = []
+        right = 0
+        while right < _SAME and len(said) < _MOST:
+            signal.sigtimedwait([], _BETWEEN)
+            begun = time.monotonic()
+            said.append(run.why())
+            self.longest = max(self.longest, time.monotonic() - begun)
+            right = right + 1 if re.match(pattern, said[-1]) else 0
         self.runs += 1
-        self.longest = max(self.longest, seconds)
-        if re.match(CASES[cause], said):
-            self.right += 1
-        else:
-            self.wrong.append(f"{cause.__name__}: {said}")
-
-
-def _starts(said: str) -> bool:
-    """Tells whether that is said of ranks that are on their way: of which one is not in its function, or not beyond the
-    first barrier."""
-    return not said or said.startswith("no rank waits") or any(word in said for word in ("receiving", "barrier #1 of"))
-
-
-def settled(run: Run) -> None:
-    """Waits until its ranks have come to where they stay."""
-    said: list[str] = []
-    while len(said) < _MOST and (len(said) < _SAME or _starts(said[-1]) or len({*said[-_SAME:]}) > 1):
-        signal.sigtimedwait([], _BETWEEN)
-        said.append(re.sub(r"py:\d+", "", run.why()))
+        self.right += right == _SAME
+        self.wrong += [] if right == _SAME else [f"{name}: {said[-1]}"]
 
 
 def storm(runs: int, names: Collection[str] = ()) -> Answers:
     """Makes the runs, one after the other."""
     answers = Answers()
-    for cause in [cause for cause in CASES if not names or cause.__name__ in names]:
+    ways: dict[str, tuple[str, int, Callable[..., object], tuple[object, ...]]] = {
+        cause.__name__: (pattern, 3, cause if cause in {cross, be_slow} else hold_up, (cause,))
+        for cause, pattern in CASES.items()
+    }
+    ways |= {name: (scene.said, scene.ranks, scene.function, ()) for name, scene in SCENES.items()}
+    for name in [name for name in ways if not names or name in names]:
+        pattern, ranks, function, arguments = ways[name]
         for _ in range(runs):
-            function = cause if cause in {cross, be_slow} else hold_up
-            run = launcher(function, 3, grace_period=0.2, progress=False).submit(cause)
-            settled(run)
-            begun = time.monotonic()
-            answers.take(cause, run.why(), time.monotonic() - begun)
+            run = launcher(function, ranks, device_type="cpu", grace_period=0.2, progress=False).submit(*arguments)
+            answers.take(name, pattern, run)
             run.cancel()
     return answers
 

@@ -35,6 +35,15 @@ def resident(pid: int) -> int:
     return int(fields[1]) * _PAGE if fields else 0
 
 
+def asleep(pid: int) -> str:
+    """Names the place in the kernel where the main thread sleeps, "asleep" where that is not told; "" if it runs."""
+    state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
+    if state != ["S"]:
+        return ""
+    place = _read(f"/proc/{pid}/wchan")
+    return "asleep" if place in {"", "0"} else place
+
+
 def children_of(pid: int) -> list[int]:
     """Returns the children that each of its threads has started."""
     found: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlaunch.agent.questions import Questions
 from mlaunch.protocol.messages.control_messages import TellEntered, TellLooks, TellPlace
-from mlaunch.protocol.messages.launch_messages import EnteredGroups
+from mlaunch.protocol.messages.launch_messages import Operations
 
 
 class EnteredRequests:
@@ -15,7 +15,7 @@ class EnteredRequests:
         self._questions = questions
         self._asked: set[int] = set()  # numbers of the questions
         self.with_places = False  # they are asked for
-        self.told: dict[int, EnteredGroups] = {}
+        self.told: dict[int, Operations] = {}
         self.looks: dict[int, int] = {}
         self.places: dict[int, list[tuple[str, str, str]]] = {}
 

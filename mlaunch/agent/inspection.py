@@ -11,12 +11,13 @@ and 3.12 read a stack that is not there yet when a signal comes as C code enters
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.activity import activity, resident
+from mlaunch.agent.activity import activity, asleep, resident
 from mlaunch.agent.debug_visit import DebugVisit
 from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.questions import Questions
@@ -25,7 +26,7 @@ from mlaunch.agent.supervision.stack_requests import StackRequests, held_childre
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.debug_messages import HoldDeadline
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages.launch_messages import Operations, Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
@@ -213,9 +214,11 @@ class Inspection:
             frames = main_frames(rank.stacks) if told is None else told
             status["stacks"] = (rank.stacks if told is None else text_of(told)) if rank.alive else ""
             status["frames"] = frames if rank.alive else []
-            status["entered"] = None if self._entered is None else self._entered.told.get(rank.rank)
+            entered = None if self._entered is None else self._entered.told.get(rank.rank)
+            status["entered"] = None if entered is None else dataclasses.asdict(entered)
             status["children"] = held_children(rank.pid) if rank.alive else []
             status["activity"] = activity(rank.pid) if rank.alive else {}
+            status["asleep"] = asleep(rank.pid) if rank.alive else ""
         return status
 
     def _watched(self, rank: RankProcess) -> dict[str, Any]:
@@ -238,8 +241,14 @@ class Inspection:
         loop = self._board.loop(rank.local_rank)
         told = None if self._entered is None else self._entered.told.get(rank.rank)
         looks = None if self._entered is None else self._entered.looks.get(rank.rank)
-        entered = None if told is None else sum(number for _, _, number in told)
+        entered = None if told is None else _begun(told)
         return [phase.value, loop.number, loop.done, looks, entered]
+
+
+def _begun(operations: Operations) -> int:
+    """Returns how many collectives and messages that is."""
+    messages = (count for group in operations.groups for _, count in (*group.sent, *group.received))
+    return sum(group.number for group in operations.groups) + sum(messages)
 
 
 def _state(rank: RankProcess, phase: Phase) -> str:

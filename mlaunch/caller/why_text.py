@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlaunch.base.frames import is_library
+from mlaunch.base.frames import is_library, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report.failure_text import in_phase, in_words, operation_of, users_place
-from mlaunch.caller.wait_graph import RankView, why
-from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.caller.wait_graph import RankView, WaitView, why
+from mlaunch.protocol.messages.launch_messages import Operations, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
 
 _HANDLES = "handling an exception"
 _FINALLY = "in a finally block"
 
 _NOBODY = "no rank waits"
+UNKNOWN = "asleep"  # a thread that sleeps, where the kernel does not say in what
+# In which a thread waits for others of its process.
+_FOR_THREADS = {"threading", "queue", "concurrent.futures._base", "selectors", "multiprocessing.pool"}
+_LOADERS = ("/torch/utils/data/", "/torch/multiprocessing/")  # they wait for processes of their own
 _MOST_TOLD = 4
 _RUNNING = "running"
 _RETURNED = "(it returned)"
@@ -51,21 +56,24 @@ def is_outside(rank: Mapping[str, Any]) -> bool:
 
 def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]:
     """Says it of ranks that a deadline has ended; nothing if they wait for nobody, or were not asked."""
-    if not any(dump.entered for dump in dumps) or any(dump.entered == () for dump in dumps):
+    if not any(dump.entered for dump in dumps) or any(dump.entered == Operations() for dump in dumps):
         return []
-    ranks: list[dict[str, Any]] = [{"rank": rank, "state": _RETURNED, "frames": [], "entered": ()} for rank in returned]
+    nothing = dataclasses.asdict(Operations())
+    ranks: list[dict[str, Any]] = [
+        {"rank": rank, "state": _RETURNED, "frames": [], "entered": nothing} for rank in returned
+    ]
     for dump in dumps:
         held = f" ({STATES[dump.state]})" if dump.state in STATES else ""
-        told = {"state": f"{dump.phase.value}{held}", "frames": main_frames(dump.text), "entered": dump.entered}
+        entered = None if dump.entered is None else dataclasses.asdict(dump.entered)
+        told = {"state": f"{dump.phase.value}{held}", "frames": main_frames(dump.text), "entered": entered}
         ranks.append({"rank": dump.rank, **told})
-    return [said] if (said := why([view_of(rank) for rank in ranks])) and not said.startswith(_NOBODY) else []
+    return [said] if not (said := why([view_of(rank) for rank in ranks])).startswith(_NOBODY) else []
 
 
 def view_of(rank: Mapping[str, Any]) -> RankView:
     """Makes a rank's view of what its agent has told."""
     frames = [tuple(frame) for frame in rank["frames"]]
     told, children = rank.get("entered"), rank.get("children", [])
-    entered = None if told is None else {name: (tuple(members), number) for name, members, number in told}
     runs, returned, phase = rank["state"].startswith(_RUNNING), has_returned(rank), rank["state"].partition(" (")[0]
     doing = in_words(frames) if runs else in_phase(phase, frames)
     doing = rank["state"] if doing in {"", phase} else doing
@@ -73,14 +81,62 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
     doing += next((f", {block}" for block in blocks if block), "")
     if "(it " in rank["state"] and doing != rank["state"]:  # the kernel holds it, or a signal has stopped it
         doing += f" ({rank['state'].partition('(')[2]}"
-    elif entered is None and frames:
+    elif told is None and frames:
         doing += f", {_SILENT}"
     if children:
         doing += "".join(f"; its child {child}" for child in children[:2])
+    view = RankView(rank["rank"], doing, returned=returned, **_begun(told))
     if returned:
-        return RankView(rank["rank"], doing, "", False, entered, returned)
-    inside = any("/torch/" in file for file, _, _ in frames[: users_place(frames)])
-    return RankView(rank["rank"], doing, operation_of(frames), inside, entered)
+        return view
+    waits, is_free = _waits(rank, frames, doing)
+    return dataclasses.replace(view, operation=operation_of(frames), waits=tuple(waits), is_free=is_free)
+
+
+def _begun(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what a rank has begun in each group."""
+    if told is None:
+        return {}
+    groups = told["groups"]
+    counts = {way: {group["name"]: dict(map(tuple, group[way])) for group in groups} for way in ("sent", "received")}
+    return {
+        "entered": {group["name"]: (tuple(group["members"]), group["number"]) for group in groups},
+        "latest": {group["name"]: group["latest"] for group in groups},
+        "made": told["made"],
+        **counts,
+    }
+
+
+def _waits(
+    rank: Mapping[str, Any], frames: Sequence[tuple[str, str, str]], doing: str
+) -> tuple[list[WaitView], bool | None]:
+    """Returns what a rank waits for, and whether its main thread waits for none of it; None: unless it is ahead."""
+    told = rank.get("entered") or {"waits": [], "groups": []}
+    ours = [_awaited(wait, doing) for wait in told["waits"] if not wait["thread"] and wait["operation"]]
+    others = [_awaited(wait, _in_thread(wait)) for wait in told["waits"] if wait["thread"] and wait["operation"]]
+    if ours:
+        return [*ours, *others], False
+    asleep, inner = rank.get("asleep"), frames[: users_place(frames)]
+    if others:
+        return others, not (frames and module_of(frames[0][0]) in _FOR_THREADS)
+    if any("/torch/" in file for file, _, _ in inner):
+        spins = any(not group["name"].endswith(" cpu") for group in told["groups"])
+        loads = any(part in file for part in _LOADERS for file, _, _ in inner)
+        waits = not loads and (asleep != "" or spins)
+        return ([WaitView(operation_of(frames), doing)] if waits else []), None
+    # A method in C has no frame: Work.wait of another library's, Tensor.item.
+    may_wait = bool(frames) and not inner and asleep and ("futex" in asleep or asleep == UNKNOWN)
+    return ([WaitView("", doing, is_known=False)] if may_wait else []), None
+
+
+def _in_thread(wait: Mapping[str, Any]) -> str:
+    frames = [tuple(frame) for frame in wait["frames"]]
+    doing = f"in {wait['operation']}" if users_place(frames) is None else in_words(frames)
+    return f"{doing} in its thread {wait['thread']!r}"
+
+
+def _awaited(wait: Mapping[str, Any], doing: str) -> WaitView:
+    words = {name: wait[name] for name in ("operation", "group", "number", "peer", "tag")}
+    return WaitView(doing=doing, members=tuple(wait["members"]), **words)
 
 
 def _block_of(file: str, line: str) -> str:

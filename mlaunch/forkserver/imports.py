@@ -21,7 +21,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     Raises whatever an import does; PreloadError; TooOldError.
     """
     from mlaunch.forkserver import preloads
-    from mlaunch.rank import reload, slow_imports
+    from mlaunch.rank import operations, reload, slow_imports
     from mlaunch.rank.setup import device
 
     gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
@@ -40,6 +40,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
 
     # Begun here and heard of in finish(): it runs beside the caller, who has its answer by then.
     asked = tcp_store.ask_for_libuv()
+    operations.watch()  # here, as it takes a third of a millisecond
     Evidence()  # which looks for the cgroup's files once
     room.look()
     lacks_loopback()  # an agent that can do without does not try again

@@ -12,12 +12,13 @@ taken for the next. So a call that fails after it has begun to send or receive l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import EnteredGroups
+from mlaunch.protocol.messages.launch_messages import Operations
+from mlaunch.rank.operations import begun_messages, numbers_of, told
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,7 @@ class _Beginning:
 
     call: int = 0  # its number
     numbers: Mapping[str, int | None] = field(default_factory=dict)
+    messages: int = 0  # that were begun
 
 
 @dataclass
@@ -43,7 +45,6 @@ class _Present:
     """``beginning`` is exchanged as one, since a thread reads it."""
 
     beginning: _Beginning = field(default_factory=_Beginning)
-    has_messages: bool = False  # the call has begun to send or receive one
 
 
 _present = _Present()
@@ -69,40 +70,10 @@ def _groups() -> dict[str, dist.ProcessGroup]:
     return {names[group]: group for group in list(world.pg_map)}
 
 
-def _numbers(name: str, group: Any) -> Iterator[tuple[str, int | None]]:
-    """Yields what each backend of a group has numbered; the group itself knows the number of one of them."""
-    for device in group._device_types:
-        try:
-            yield f"{name} {device.type}", int(group._get_backend(device)._get_sequence_number_for_group())
-        except RuntimeError:
-            yield f"{name} {device.type}", None
-
-
-def watch_messages() -> None:
-    """Makes this process note each message that is begun from now on: no backend tells of these."""
-    from torch._C._distributed_c10d import Backend, ProcessGroup
-
-    # Where all of torch's functions pass. NCCL numbers no messages; counting them by sender, receiver and tag would
-    # not cover one that receives from anybody, or that was interrupted inside torch.
-    for kind in (ProcessGroup, Backend):
-        for name in ("send", "recv", "recv_anysource"):
-            setattr(kind, name, _noted(getattr(kind, name)))
-
-
-def _noted(begin: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(begin)
-    def begin_message(*args: Any, **kwargs: Any) -> Any:
-        _present.has_messages = True
-        return begin(*args, **kwargs)
-
-    return begin_message
-
-
 def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
-    numbers = {part: number for name, group in _groups().items() for part, number in _numbers(name, group)}
-    _present.beginning = _Beginning(call, {**numbers, GROUPS: _world().group_count})
-    _present.has_messages = False
+    numbers = {part: number for name, group in _groups().items() for part, number, _ in numbers_of(name, group)}
+    _present.beginning = _Beginning(call, {**numbers, GROUPS: _world().group_count}, begun_messages())
 
 
 def since_the_call(call: int | None = None) -> Numbers:
@@ -119,29 +90,18 @@ def since_the_call(call: int | None = None) -> Numbers:
         return found
     for name, group in _groups().items():
         members = tuple(dist.get_process_group_ranks(group))
-        for part, now in _numbers(name, group):
-            # As differences: gloo counts messages too, and a pipeline that worked leaves its ranks at different
-            # numbers.
+        for part, now, _ in numbers_of(name, group):
             found[part] = members, None if now is None else now - (beginning.numbers.get(part) or 0)
     if dist.is_initialized():  # the user may have destroyed all groups
         everyone = tuple(range(dist.get_world_size()))
         found[GROUPS] = everyone, _world().group_count - (beginning.numbers.get(GROUPS) or 0)
-        found[MESSAGES] = everyone, None if _present.has_messages else 0
+        found[MESSAGES] = everyone, None if begun_messages() > beginning.messages else 0
     return found
 
 
-def entered() -> EnteredGroups:
-    """Returns the name of each group, its members, and the number of the latest operation entered there.
-
-    One for each backend of a group, as the name tells.
-    """
-    import torch.distributed as dist
-
-    found: list[tuple[str, tuple[int, ...], int]] = []
-    for name, group in _groups().items():
-        members = tuple(dist.get_process_group_ranks(group))
-        found += [(part, members, number) for part, number in _numbers(name, group) if number is not None]
-    return tuple(found)
+def entered() -> Operations:
+    """Returns what this rank has begun in each group, and what its threads wait for."""
+    return told(_groups(), _world().group_count)
 
 
 def agree(told: Sequence[Numbers]) -> bool:

@@ -45,9 +45,6 @@ class KeptRank(FunctionRank):
     def _become_rank(self) -> None:
         super()._become_rank()
         held_objects.table.belong_to(self._spec.launch_id)
-        # Numbers of operations do not say that each isend has found its recv: n left by one rank equal n left by
-        # another.
-        in_step.watch_messages()
         reload.begin()
         signal.signal(signal.SIGINT, self._call_back)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable

@@ -5,12 +5,14 @@ from __future__ import annotations
 import linecache
 import socket
 import traceback
+from types import TracebackType
 
 from mlaunch.base.frames import RUNPY, is_ours
 from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import without_middle
 from mlaunch.protocol import explain
 from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
+from mlaunch.rank import operations
 
 # What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.
 # By their text: torch raises a plain RuntimeError for each of them.
@@ -106,7 +108,31 @@ def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException
         if trace.tb_next is None and keep_last:
             break
         trace = trace.tb_next
-    return error.with_traceback(trace)
+    _leave_out_watch(error.with_traceback(trace))
+    return error
+
+
+def _leave_out_watch(error: BaseException) -> None:
+    """Takes the frames of our watch out of tracebacks: they stand between torch's, and say nothing."""
+    seen: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and not any(found is one for one in seen):
+        seen.append(found)
+        if any(frame.f_code.co_filename == operations.__file__ for frame, _ in traceback.walk_tb(found.__traceback__)):
+            found.with_traceback(_without_watch(found.__traceback__))
+        found = found.__cause__ or found.__context__
+
+
+def _without_watch(trace: TracebackType | None) -> TracebackType | None:
+    parts = []
+    while trace is not None:
+        parts.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for part in reversed(parts):
+        if part.tb_frame.f_code.co_filename != operations.__file__:
+            kept = TracebackType(kept, part.tb_frame, part.tb_lasti, part.tb_lineno)
+    return kept
 
 
 def _message(error: BaseException) -> str:

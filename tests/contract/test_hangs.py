@@ -23,6 +23,7 @@ from mlaunch.caller.running_launches import ask, launches_of, why_launch
 from mlaunch.protocol.stack_dump import STACK_SIGNAL
 from mlaunch.protocol.visitors import END, STACKS
 from tests.contract.test_engine_calls import Threads
+from tests.hang_scenes import SCENES
 from tests.healthy_runs import healthy
 from tests.processes import wait_until
 
@@ -183,6 +184,55 @@ def test_the_rank_that_holds_up_the_others_is_named(case: Callable[[], None], tm
         wait_until(is_said)
     finally:
         assert run.cancel(), said[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "who_has_sent_more_is_behind",
+        "chain_of_receives",
+        "tags_that_differ",
+        "ahead_and_asleep",
+        "the_second_of_three_asynchronous",
+        "new_group_without_one",
+        "in_a_thread",
+        "gradients_after_messages",
+        "after_a_monitored_barrier",
+    ],
+)
+def test_why_in_scenes(name: str) -> None:
+    """Some of them; ``python -m tests.hang_storm`` makes all."""
+    scene = SCENES[name]
+    run = launcher(scene.function, scene.ranks, device_type="cpu", grace_period=0.2).submit()
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(run.why())
+        return re.match(scene.said, said[-1]) is not None
+
+    try:
+        wait_until(is_said)
+    finally:
+        assert run.cancel(), said[-1]
+
+
+@pytest.mark.slow
+def test_a_deadline_says_the_same() -> None:
+    scene = SCENES["chain_of_receives"]
+    with pytest.raises(LaunchError) as caught:
+        launcher(scene.function, scene.ranks, device_type="cpu", deadline=6, grace_period=0.2)()
+    assert re.match(scene.said, str(caught.value).split("\n")[1])
+
+
+def test_what_torch_raises_has_no_frame_of_the_watch() -> None:
+    def fail() -> None:
+        dist.broadcast(torch.ones(1).to_sparse(), 0)
+
+    with pytest.raises(NotImplementedError) as caught:
+        launcher(fail, 1, device_type="cpu")()
+    assert "distributed_c10d.py" in str(caught.value.__cause__)
+    assert "operations.py" not in str(caught.value.__cause__)
 
 
 @pytest.mark.slow

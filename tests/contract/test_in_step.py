@@ -144,7 +144,7 @@ def test_a_rank_that_waits_in_vain_is_out_of_step(ranks: Ranks) -> None:
         assert isinstance(error, ValueError)
         assert "what they held is lost, and the next call starts fresh ones" in notes(error)
         told = f"{error.__cause__}\n{notes(error)}"
-        assert told.count("rank 0 was in wait_in_vain") == 1, told  # once: the report says it
+        assert told.count("rank 0 was in wait at functions.py:") == 1, told  # once: the report says it
         assert STAYED not in notes(error)
 
 

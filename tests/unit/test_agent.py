@@ -1034,7 +1034,9 @@ def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.Mon
     numbers = {"cpu": 1, "cuda": 1}
 
     def backend_of(device: Any) -> Any:
-        return SimpleNamespace(_get_sequence_number_for_group=lambda: numbers[device.type])
+        return SimpleNamespace(
+            _get_sequence_number_for_group=lambda: numbers[device.type], _get_backend_name=lambda: "nccl"
+        )
 
     kinds = [SimpleNamespace(type=kind) for kind in numbers]
     group: Any = SimpleNamespace(_device_types=kinds, _get_backend=backend_of, _get_sequence_number_for_group=lambda: 1)

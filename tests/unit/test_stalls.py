@@ -21,6 +21,11 @@ IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9}
 TORCH = ["/x/site-packages/torch/distributed/distributed_c10d.py", "9", "all_reduce"]
 
 
+def operations(entered: int, group: str = "0 cpu") -> dict[str, Any]:
+    begun = {"name": group, "members": [0, 1], "number": entered, "latest": "", "sent": [], "received": []}
+    return {"groups": [begun], "waits": [], "made": 1}
+
+
 def rank(number: int, entered: int, line: int, *, within: bool = True, **changes: Any) -> dict[str, Any]:
     """One as its agent tells of it, in an operation or beside one."""
     told: dict[str, Any] = {
@@ -28,7 +33,7 @@ def rank(number: int, entered: int, line: int, *, within: bool = True, **changes
         "state": "running the function",
         "marks": ["running the function", 0, 0, 0, entered],
         "frames": [*([TORCH] if within else []), ["/home/me/train.py", str(line), "train"]],
-        "entered": [["0 cpu", [0, 1], entered]],
+        "entered": operations(entered),
         "activity": IDLE,
         "children": [],
     }
@@ -64,8 +69,8 @@ def test_a_rank_that_works_is_known(changes: dict[str, Any], works: bool) -> Non
 def test_a_rank_that_spins_does_not_work() -> None:
     spun = {"activity": used(main=1.0, threads=1.0)}
     assert not stall_signs.work([WAITS, LATE], [{**WAITS, **spun}, LATE])
-    there = {"entered": [["0 cuda", [0, 1], 5]], "frames": [["/home/me/train.py", "22", "train"]]}
-    ahead, behind = {**WAITS, **there}, {**LATE, "entered": [["0 cuda", [0, 1], 4]]}
+    there = {"entered": operations(5, "0 cuda"), "frames": [["/home/me/train.py", "22", "train"]]}
+    ahead, behind = {**WAITS, **there}, {**LATE, "entered": operations(4, "0 cuda")}
     assert not stall_signs.work([ahead, behind], [{**ahead, **spun}, behind])  # it waits for what the device does
     assert stall_signs.work([ahead, behind], [ahead, {**behind, **spun}])
     assert stall_signs.work([ahead, ahead], [{**ahead, **spun}, ahead])

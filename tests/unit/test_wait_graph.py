@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.running_launches import whole
-from mlaunch.caller.wait_graph import RankView, why
+from mlaunch.caller.wait_graph import RankView, WaitView, why
 from mlaunch.caller.why_text import of_stacks, sentence, view_of
-from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.protocol.messages.launch_messages import ANY, GroupNumbers, Operations, Phase, RankStacks
 from mlaunch.rank import function
 
 WORLD = (0, 1, 2)
 BOTTOM = function.__file__
+OPERATIONS: dict[str, Any] = {"groups": [], "waits": [], "made": 1}
+GROUP = {"name": "0 cpu", "members": [0, 1], "number": 3, "latest": "all_reduce", "sent": [[0, 2]], "received": []}
 
 
 def view(rank: int, number: int | None, line: int = 0, operation: str = "", **others: int) -> RankView:
@@ -23,7 +25,8 @@ def view(rank: int, number: int | None, line: int = 0, operation: str = "", **ot
     if number is not None:
         entered = {"0 cpu": (WORLD, number)} | {name: ((0, 1), count) for name, count in others.items()}
     doing = f"in {operation or 'next'} at train.py:{line}"
-    return RankView(rank, doing, operation, bool(operation), entered)
+    waits = (WaitView(operation, doing),) if operation else ()
+    return RankView(rank, doing, operation, waits, None, entered)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +67,63 @@ def view(rank: int, number: int | None, line: int = 0, operation: str = "", **ot
             [view(rank, 4, 7, "all_reduce") for rank in WORLD[:2]],
             "the ranks here are in all_reduce, and none is behind; ask for rank 2 on their machines",
         ),
-        ([view(0, 5, 7), view(1, 4, 7)], "no rank waits for another one in a collective"),  # one computes ahead
+        (
+            [view(0, 5, 7), view(1, 4, 7)],
+            "no rank waits for another one in a collective or for a message",
+        ),  # one computes ahead
     ],
 )
 def test_why(views: list[RankView], said: str) -> None:
+    assert why(views) == said
+
+
+def waiting(rank: int, *waits: WaitView, sent: Any = None, received: Any = None, number: int = 4) -> RankView:
+    """A rank that waits for these, or rests; ``sent`` and ``received``: by rank."""
+    counts = {"sent": {"0 cpu": sent or {}}, "received": {"0 cpu": received or {}}}
+    doing = waits[0].doing if waits else "in rest"
+    return RankView(rank, doing, "", waits, not waits, {"0 cpu": (WORLD, number)}, **counts)
+
+
+def recv(peer: int) -> WaitView:
+    return WaitView("recv", "in recv", "0 cpu", peer=peer, members=WORLD)
+
+
+REDUCE = WaitView("all_reduce", "in all_reduce", "0 cpu", 5, members=WORLD)
+SEEMS = WaitView("", "in step", is_known=False)
+
+
+@pytest.mark.parametrize(
+    ("views", "said"),
+    [
+        (  # who may be sent to already is not named
+            [waiting(0, recv(1), received={1: 1, ANY: 2}), waiting(1, sent={0: 1}), waiting(2)],
+            "rank 0 receives from rank 1, in recv, which sends as many messages: their tags or sizes differ, or the "
+            "network is slow or stuck; rank 1 is in rest",
+        ),
+        (
+            [waiting(0, recv(5), received={5: 1}), waiting(1), waiting(2)],
+            "no rank waits for one that was asked; ask for rank 5 on their machines",
+        ),
+        (  # rank 2 waits for nobody, though it is ahead of rank 1 in the group
+            [waiting(0, recv(2), received={2: 1}), waiting(1), waiting(2, number=5)],
+            "rank 2 has not sent to rank 0 (rank 0 waits for it, in recv); rank 2 is in rest",
+        ),
+        (  # who seems to wait, in a circle, is its cause
+            [waiting(0, SEEMS, number=5), waiting(1, recv(0), received={0: 1}), waiting(2, number=5)],
+            "rank 0 has not sent to rank 1 (rank 1 waits for it, in recv); rank 0 is in step",
+        ),
+        (
+            [waiting(0, SEEMS, number=5), waiting(1), waiting(2, number=5)],
+            "rank 1 has not entered operation #5 of the default group (rank 0 is ahead of it, in step); rank 1 is in "
+            "rest",
+        ),
+        (
+            [waiting(0, REDUCE, number=5), RankView(1, "in match"), waiting(2, REDUCE, number=5)],
+            "rank 1 does not answer (ranks 0, 2 wait for it, in all_reduce); rank 1 was in match",
+        ),
+    ],
+)
+def test_messages_and_who_is_ahead(views: list[RankView], said: str) -> None:
     assert why(views) == said
 
 
@@ -77,11 +133,13 @@ def test_a_rank_as_its_agent_tells_of_it() -> None:
         "rank": 1,
         "state": "running the function (it was stopped by a signal)",
         "frames": [inner, ["/home/me/train.py", "21", "train"]],
-        "entered": [["0 cpu", [0, 1], 3]],
+        "entered": OPERATIONS | {"groups": [GROUP]},
         "children": ["(pid 8): it waits in the kernel"],
     }
     doing = "in all_reduce at train.py:21 (it was stopped by a signal); its child (pid 8): it waits in the kernel"
-    assert view_of(told) == RankView(1, doing, "all_reduce", True, {"0 cpu": ((0, 1), 3)})
+    begun = {"latest": {"0 cpu": "all_reduce"}, "sent": {"0 cpu": {0: 2}}, "received": {"0 cpu": {}}, "made": 1}
+    known = {"entered": {"0 cpu": ((0, 1), 3)}, **begun}
+    assert view_of(told) == RankView(1, doing, "all_reduce", (WaitView("all_reduce", doing),), None, **known)
     told |= {"entered": None, "children": [], "state": "running the function"}
     assert "where its control thread does not answer" in view_of(told).doing
     told |= {"frames": [], "state": "ended (it returned)"}
@@ -91,7 +149,7 @@ def test_a_rank_as_its_agent_tells_of_it() -> None:
 def test_a_rank_that_has_returned_and_does_not_end() -> None:
     close = ["/home/me/train.py", "7", "close"]
     ended = {"rank": 0, "state": "ended (it returned)", "frames": []}
-    leaves = {"rank": 1, "state": "shutting down (it returned)", "frames": [close], "entered": []}
+    leaves = {"rank": 1, "state": "shutting down (it returned)", "frames": [close], "entered": OPERATIONS}
     said = "all ranks have returned, and rank 1 is shutting down, in close at train.py:7 (it returned)"
     assert sentence([ended, leaves]) == said
     lacks = {**leaves, "frames": [[threading.__file__, "9", "_shutdown"]]}
@@ -103,10 +161,10 @@ def test_a_rank_that_has_returned_holds_up_the_others() -> None:
         'Current thread 0x1 (most recent call first):\n  File "/x/site-packages/torch/distributed/a.py", line 9 in '
         'barrier\n  File "/home/me/train.py", line 21 in train\n  File "' + BOTTOM + '", line 3 in live\n'
     )
-    waits = RankStacks(0, Phase.RUNNING, "", stack, (("0 cpu", (0, 1), 3),))
+    waits = RankStacks(0, Phase.RUNNING, "", stack, Operations((GroupNumbers("0 cpu", (0, 1), 3),)))
     assert of_stacks([waits], [1]) == ["rank 1 has returned (rank 0 waits for it, in barrier at train.py:21)"]
     assert of_stacks([RankStacks(0, Phase.RUNNING, "", stack)], [1]) == []  # nobody has asked
-    assert of_stacks([waits, RankStacks(1, Phase.RUNNING, "", stack, ())], []) == []  # too much to be told
+    assert of_stacks([waits, RankStacks(1, Phase.RUNNING, "", stack, Operations())], []) == []  # too much to be told
 
 
 def test_parts_of_one_launch_on_one_machine_are_asked_together() -> None:

@@ -22,7 +22,7 @@ from mlaunch.agent.supervision.stack_requests import StackRequests, state_of
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT
-from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Phase, RankStacks
+from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Operations, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
 
 _LEAVING_TIMEOUT = 5.0  # seconds, at least, in which ranks that have all answered end: they run exit handlers
@@ -214,8 +214,8 @@ class Stopping:
         text = last_bytes(rank.stacks, TEXT_LIMIT)
         state = "" if is_whole(text) else state_of(rank.pid)
         entered = None if self._entered is None else self._entered.told.get(rank.rank)
-        if entered is not None and sum(len(members) for _, members, _ in entered) > _MOST_MEMBERS:
-            entered = ()
+        if entered is not None and sum(len(group.members) for group in entered.groups) > _MOST_MEMBERS:
+            entered = Operations()
         return RankStacks(rank.rank, self._board[rank.local_rank], state, text, entered)
 
     def _working(self) -> list[RankProcess]:

@@ -19,8 +19,9 @@ import signal
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.prepared_messages import Details
 
-# Of each group: its name, its members, and the number of the latest operation that a rank has entered there.
-EnteredGroups = tuple[tuple[str, tuple[int, ...], int], ...]
+Frames = tuple[tuple[str, str, str], ...]  # file, line and name, innermost first
+Counts = tuple[tuple[int, int], ...]  # messages, by global rank
+ANY = -1  # a rank that receives from whoever sends
 CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
 
 
@@ -195,15 +196,65 @@ class RankGone:
 
 
 @frozen_record
+class GroupNumbers:
+    """What a rank has begun with one backend of a process group: ``number`` collectives, and messages.
+
+    ``latest``: the collective of that number; "": not known.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    number: int
+    latest: str = ""
+    sent: Counts = ()
+    received: Counts = ()
+
+
+@frozen_record
+class RankWait:
+    """What a thread of a rank waits for.
+
+    Attributes:
+        thread: Its name; "": the main thread.
+        operation: As users call it; "": not known.
+        group: Names a ``GroupNumbers``; of a group that is being made, its name for torch.
+        number: Which collective of the group.
+        peer: Of a message: the other rank, or ``ANY``; None: it is no message.
+        tag: Of a message.
+        members: Of the group.
+        frames: Of another thread than the main one.
+    """
+
+    thread: str
+    operation: str
+    group: str = ""
+    number: int = 0
+    peer: int | None = None
+    tag: int = 0
+    members: tuple[int, ...] = ()
+    frames: Frames = ()
+
+
+@frozen_record
+class Operations:
+    """What a rank has begun in each of its process groups, and what its threads wait for. ``made``: how many groups
+    torch has made there."""
+
+    groups: tuple[GroupNumbers, ...] = ()
+    waits: tuple[RankWait, ...] = ()
+    made: int = 0
+
+
+@frozen_record
 class RankStacks:
     """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
-    ``state`` is the kernel's letter for it. ``entered``: what its process groups have entered, if known."""
+    ``state`` is the kernel's letter for it. ``entered``: what it has begun in its process groups, if known."""
 
     rank: int
     phase: Phase
     state: str
     text: str
-    entered: EnteredGroups | None = None
+    entered: Operations | None = None
 
 
 @frozen_record
