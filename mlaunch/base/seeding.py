@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 PER_RANK = "per-rank"
 _DEFAULT = 1024  # ColossalAI's
@@ -37,6 +40,39 @@ def apply(seed: int) -> None:
 
     torch.manual_seed(seed)
     apply_on_cpu(seed)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds as ``apply`` does for the time of the block; after it, the generators go on where they were."""
+    import torch
+
+    python, cpu, numpys = random.getstate(), torch.get_rng_state(), _state_of_numpy()
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices: Any = None if there is None else torch.get_device_module(there.type)
+    # To ask a device for its state would start it.
+    states = devices.get_rng_state_all() if devices is not None and devices.is_initialized() else None
+    apply(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if numpys is not None:
+            sys.modules["numpy"].random.set_state(numpys)
+        if states is not None:
+            devices.set_rng_state_all(states)
+        elif devices is not None:
+            devices.seed_all()
+
+
+def _state_of_numpy() -> Any:
+    """Returns the state of numpy's generator; None without numpy."""
+    if "numpy" not in sys.modules and not _numpy_exists():
+        return None
+    import numpy
+
+    return numpy.random.get_state()
 
 
 def apply_on_cpu(seed: int) -> None:

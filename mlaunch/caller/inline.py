@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,8 @@ def run_inline(
         )
     bound = _device(options)
     variables = {**(options.env or {}), **environment.identity(0, 1, 0, 1, "127.0.0.1", options.port)}
-    with _environment(variables), _world_of_one(options, bound):
-        if options.seed is not None:
-            seeding.apply(seeding.of_rank(options.seed, 0))
+    seeded = contextlib.nullcontext() if options.seed is None else seeding.seeded(seeding.of_rank(options.seed, 0))
+    with _environment(variables), _world_of_one(options, bound), seeded:
         return [function(*args, **kwargs)]
 
 
@@ -86,7 +86,9 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
         backend = device.choose_backend(options.backend, bound.type, device.offered())
     except ValueError as error:
         raise misuse(error) from None
+    hook, index = sys.excepthook, 0
     if bound.type != "cpu":
+        index = torch.accelerator.current_device_index()
         torch.accelerator.set_device_index(bound.index)
     group.join_world(dist.HashStore(), group.Membership(0, 1, backend, options.timeout_seconds, bound))
     before = current_device.note_device(bound)
@@ -95,3 +97,6 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
     finally:
         current_device.note_device(before)
         leave()
+        sys.excepthook = hook  # torch puts one more around it each time
+        if bound.type != "cpu":
+            torch.accelerator.set_device_index(index)

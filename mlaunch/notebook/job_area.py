@@ -5,23 +5,45 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
 from mlaunch.base.text import in_seconds, last_bytes
 from mlaunch.caller.cells.cell_job import CellJob
+from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.report import notebook
 from mlaunch.notebook.told import traceback_lines
+from mlaunch.protocol import rich_output
+from mlaunch.protocol.messages.cell_messages import Bundle
 
 _MOST = 64 * 1024  # bytes of output that it shows, of the end
 # A frontend draws each update anew, and would fall behind ranks that print in a loop.
 _PERIOD = 0.1  # seconds between two looks
 
 
+class _OfOwnCell:
+    """Publishes as a kernel does, but in the cell in which it was made, whichever runs now."""
+
+    def __init__(self, display_pub: Any) -> None:
+        self._pub, self._parent = display_pub, getattr(display_pub, "parent_header", None)
+
+    def publish(
+        self, data: Mapping[str, Any], metadata: Any = None, *, transient: Any = None, update: bool = False
+    ) -> None:
+        if self._parent is None or not hasattr(self._pub, "pub_socket"):  # another kernel than ipykernel
+            self._pub.publish(data, metadata or {}, transient=transient or {}, update=update)
+            return
+        content = {"data": dict(data), "metadata": dict(metadata or {}), "transient": dict(transient or {})}
+        kind = "update_display_data" if update else "display_data"
+        self._pub.session.send(self._pub.pub_socket, kind, content, parent=self._parent, ident=self._pub.topic)
+
+
 class JobArea:
     """An output of the cell that began the job, which is replaced as the job goes on. At a prompt, lines of its own."""
 
     def __init__(self, shell: Any, job: CellJob) -> None:
-        self._display_pub = shell.display_pub
+        self._publisher = _OfOwnCell(shell.display_pub)
         self._in_kernel = getattr(shell, "kernel", None) is not None
         self._job, self._id = job, uuid.uuid4().hex
         self._text = ""
@@ -61,7 +83,10 @@ class JobArea:
         self._timer.daemon = True
         self._timer.start()
 
-    def _take(self, _stream: int, data: bytes) -> None:
+    def _take(self, stream: int, data: bytes) -> None:
+        if stream == rich_output.STREAM:
+            self._take_display(data)
+            return
         with self._lock:
             self._text = last_bytes(self._text + data.decode(errors="replace"), _MOST)
             wait = self._shown_at + _PERIOD - time.monotonic()
@@ -69,6 +94,14 @@ class JobArea:
                 self._start_timer(wait)
         if wait <= 0:
             self._show_text()
+
+    def _take_display(self, line: bytes) -> None:
+        if notebook.clears(line):  # of this output, and not of the cell that runs
+            with self._lock:
+                self._text = ""
+            self._show_text()
+        elif text := notebook.publish(line, self._publisher):
+            self._take(1, text.encode(errors="backslashreplace"))
 
     def _show_text(self) -> None:
         with self._turn:
@@ -86,6 +119,9 @@ class JobArea:
             how, lines = "cancelled", []
         else:
             how, lines = "failed", traceback_lines(error) or [f"{type(error).__name__}: {error}"]
+        if error is None and self._in_kernel:
+            for label, bundle in job.result().displays():
+                self._show_display(label, bundle)
         with self._turn:
             self._is_over = True
             with self._lock:
@@ -94,12 +130,23 @@ class JobArea:
                     self._timer.cancel()
             self._show(f"{job.name}: {how} after {took}")
 
+    def _show_display(self, label: str, bundle: Bundle) -> None:
+        with harmless():
+            if label and not bundle.update:
+                self._publisher.publish({"text/plain": label})
+            # Through JSON, as what comes by the pipe: a picture may be in bytes.
+            sent = rich_output.line_of({"data": bundle.data, "metadata": bundle.metadata,
+                                        "transient": bundle.transient, "update": bundle.update})  # fmt: skip
+            if sent is not None:
+                notebook.publish(sent.strip(), self._publisher)
+
     def _show(self, head: str, *, update: bool = True) -> None:
         with self._lock:
             self._shown_at = time.monotonic()
             text = f"{head}\n{self._text}".rstrip()
-        if self._in_kernel:
-            data = {"text/plain": text}
-            self._display_pub.publish(data, {}, transient={"display_id": self._id}, update=update)
-        else:
-            print(text, flush=True)
+        with harmless():
+            if self._in_kernel:
+                data = {"text/plain": text}
+                self._publisher.publish(data, {}, transient={"display_id": self._id}, update=update)
+            else:
+                print(text, flush=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
+import keyword
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -84,7 +86,7 @@ def cell_words(line: str) -> CellWords:
         given[name] = _targets(text) if name == "targets" else _seconds(name, text) if name == "deadline" else text
     if given.get("rich", "all") not in {"all", "first"}:
         raise WordError(f"--rich {given['rich']}: allowed: first (of the ranks), all")
-    if not given.get("bg", "job").isidentifier():
+    if not _is_name(given.get("bg", "job")):
         raise WordError(f"--bg {given['bg']}: allowed: a name for the job")
     return CellWords(**given)
 
@@ -116,7 +118,7 @@ def _naming(verb: str, words: list[str]) -> LineWords:
             if name != "targets" or verb not in {"pull", "push"}:
                 raise WordError(f"{word}: allowed with --{verb}: names, and --targets")
             targets = _targets(text)
-        elif word.isidentifier():
+        elif _is_name(word):
             names.append(word)
         else:
             raise WordError(f"{word}: allowed with --{verb}: names, as in %ranks --{verb} loss")
@@ -137,11 +139,19 @@ def _targets(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _is_name(word: str) -> bool:
+    return word.isidentifier() and not keyword.iskeyword(word)
+
+
 def _seconds(name: str, text: str) -> float:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
         raise WordError(f"--{name} {text}: allowed: a number of seconds") from None
+    if not 0 < seconds < math.inf:
+        raise WordError(f"--{name} {text}: allowed: a number of seconds above 0; without it there is no limit but that "
+                        f"of the ranks")  # fmt: skip
+    return seconds
 
 
 def _options(words: list[str]) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from mlaunch.base.text import name_ranks
 from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.caller.cells.cell_result import CellResult
 from mlaunch.caller.cells.cell_source import CellSource, cell_source
-from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.ranks.ranks import Ranks
+from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.ranks.ranks import Ranks, check
 from mlaunch.notebook.job_area import JobArea
 from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.notebook.name_matcher import RankNames, install
 from mlaunch.notebook.table import table
-from mlaunch.notebook.told import told_in_cell
+from mlaunch.notebook.told import show_syntax_errors, told_in_cell
 
 _MAGIC = re.compile(r"\s*(\w+\s*=\s*)?%{1,2}ranks\b")
 _HERE = re.compile(r"\s*%%ranks\s+--local\s*$")
@@ -34,7 +34,10 @@ class CellRanks:
         self._ranks: Ranks | None = None
         self._options: Mapping[str, Any] = {}
         self.automatic = Automatic()
-        self.stop_completing = install(shell, RankNames(self._names, self.automatic.takes, self._names_here))
+        self._installed = [
+            install(shell, RankNames(self._names, self.automatic.takes, self._names_here)),
+            show_syntax_errors(shell),
+        ]
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """Opens ranks, runs cells on them, and brings names to and fro.
@@ -52,15 +55,23 @@ class CellRanks:
         %ranks --restart [...]           fresh ranks, with the same options or others
         %ranks --close                   ends them
         """
-        self.automatic.paused = True
         try:
+            self.automatic.paused = True
             return self._run_line(line_words(line)) if cell is None else self._run_cell(line, cell)
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, WordError):
                 raise UsageError(str(error)) from None
-            raise told_in_cell(error) from error.__cause__
+            told: BaseException = error
+            with harmless():
+                told = told_in_cell(error)
+            raise told from error.__cause__
         finally:
             self.automatic.paused = False
+
+    def uninstall(self) -> None:
+        """Takes out of the shell what was put there."""
+        for take_out in self._installed:
+            take_out()
 
     def close(self) -> None:
         """Ends the ranks, if there are any."""
@@ -96,14 +107,15 @@ class CellRanks:
             self._begin_job(words, cell, ranks)
             return None
         result = ranks.run_cell(cell, words.targets, words.deadline, words.rich)
-        result.show_displays()
+        with harmless():
+            result.show_displays()
         return None if result.is_empty else result
 
     def _begin_job(self, words: CellWords, cell: CellSource, ranks: Ranks) -> None:
         job = CellJob(words.bg)
         area = JobArea(self._shell, job)
         job.sink = area.sink
-        ranks.submit_cell(job, cell, words.targets, words.deadline)
+        ranks.submit_cell(job, cell, words.targets, words.deadline, words.rich)
         # Once it is queued: a name that stands for no job would be worse than none.
         self._shell.user_ns[words.bg] = job
         area.open()
@@ -144,7 +156,7 @@ class CellRanks:
     def _restart(self, words: LineWords) -> None:
         options = words.options or self._options
         # Checked before the old ranks end: a mistyped option must not cost what they hold.
-        Options().replaced({name: value for name, value in options.items() if name not in {"restart", "idle_timeout"}})
+        check(options)
         self.close()
         self._open_ranks(LineWords("open", options=options))
 
@@ -192,7 +204,7 @@ def unload(shell: Any) -> None:
     if ranks is not None:
         shell.mlaunch_ranks = None
         shell.input_transformers_cleanup.remove(ranks.automatic)
-        ranks.stop_completing()
+        ranks.uninstall()
         for kind in ("line", "cell"):
             shell.magics_manager.magics[kind].pop("ranks", None)
         ranks.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import this_rank
+from mlaunch.rank import by_looking
 
 
 @frozen_record
@@ -70,26 +70,7 @@ def pick(values: Sequence[Any]) -> Any:
 
 
 def describe(value: object) -> Description:
-    """Describes an object."""
-    kind = type(value)
-    module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
-    found = getattr(value, "shape", None)
+    """Describes an object; runs none of its code."""
+    found = by_looking.field(value, "shape")
     shape = tuple(map(int, found)) if isinstance(found, tuple) else None
-    return Description(f"{module}{kind.__qualname__}", shape, _size(value))
-
-
-def _size(value: object) -> int:
-    """Returns the bytes of what can be large: tensors, modules, arrays, and these in lists, tuples and dicts."""
-    import torch
-
-    if isinstance(value, torch.nn.Module):
-        return sum(_size(tensor) for tensor in (*value.parameters(), *value.buffers()))
-    if isinstance(value, list | tuple | set):
-        return sum(_size(part) for part in value)
-    if isinstance(value, dict):
-        return sum(_size(part) for part in value.values())
-    size = getattr(value, "nbytes", None)
-    if isinstance(size, int):
-        return size
-    # Of anything else the object alone counts: to follow all references may lead through the whole process.
-    return len(value) if isinstance(value, bytes | bytearray) else sys.getsizeof(value, 0)
+    return Description(by_looking.type_name(value), shape, by_looking.size(value))

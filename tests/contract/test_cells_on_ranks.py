@@ -86,6 +86,25 @@ def test_a_cell_is_ipythons(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> 
     assert all(answer.displays for answer in ranks.cell("display(1)", rich="all").answers.values())
 
 
+def test_the_latest_value_and_what_ends_a_program(ranks: Ranks) -> None:
+    ranks.cell(f"{RANK}\nrank + 3")
+    assert repr(ranks.cell("_ + 1")) == "[0] 4\n[1] 5"
+    assert repr(ranks.cell("_ = 'mine'\n7; _")) == "'mine'"
+    ranks.cell("8")
+    assert repr(ranks.cell("_")) == "'mine'"
+    for source in ("exit", "quit()"):
+        with pytest.raises(RuntimeError, match=r"called sys.exit\(\); ranks end with %ranks --close") as raised:
+            ranks.cell(f"{source}")
+        assert raised.value.__notes__[-1] == "the ranks are in step and stay, with what they hold"
+
+
+def test_a_name_that_cannot_be_looked_at_costs_the_table_nothing_else(ranks: Ranks) -> None:
+    ranks.cell("class Bad:\n    def __getattr__(self, name): raise RuntimeError(name)\n"
+               "bad = Bad()\nring = []\nring.append(ring)\nx = b'123'")  # fmt: skip
+    (names,) = {tuple(one.names.items()) for one in ranks.cell_names()}
+    assert dict(names) == {"bad": ("Bad", dict(names)["bad"][1]), "ring": ("list", 0), "x": ("bytes", 3)}
+
+
 def test_a_failure_names_the_line_and_names_live_on_where_ranks_are_in_step(ranks: Ranks) -> None:
     ranks.cell(f"{RANK}\nx = 3")
     with pytest.raises(ValueError, match="no") as raised:
@@ -143,11 +162,25 @@ def test_the_magics(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(run("%%ranks\nx = 1\ndef f(:").error_in_exec, SyntaxError)
     run("%%ranks\nx = 2")
     assert "n_gpus=0: allowed" in str(run("%ranks --restart 0").error_in_exec)
+    assert "backend='glo': torch" in str(run("%ranks --restart 2 --backend glo").error_in_exec)
+    assert "Ranks does not take debug" in str(run("%ranks --restart 2 --debug").error_in_exec)
     assert repr(run("%%ranks\nx").result) == "2"  # what is wrong costs nothing that ranks hold
     run("%ranks --restart")
     assert isinstance(run("%%ranks\nx").error_in_exec, NameError)
     run("%ranks --close")
     assert "no ranks are open" in str(run("%ranks").error_in_exec)
+
+
+def test_an_interrupt_before_the_ranks_know_of_it_shows_no_frames(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    run("%load_ext mlaunch")
+    run("%ranks 1 --device-type cpu")
+    monkeypatch.setattr("mlaunch.notebook.magics.cell_source", interrupted)
+    shown = run("%%ranks\n1").error_in_exec
+    assert isinstance(shown, KeyboardInterrupt)
+    assert shown._render_traceback_() == ["KeyboardInterrupt"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -160,6 +193,8 @@ def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.Capt
     assert "2 ranks on cpu, running" in capsys.readouterr().out
     run("%ranks --stop job")
     assert repr(run("job.result()").result) == "3"
+    run("%%ranks --bg job --rich all\ndisplay(1)")
+    assert [label for label, _ in run("job.result()").result.displays()] == ["[0]", "[1]"]
     run("%%ranks --bg job\nwhile True: pass")
     run("%ranks --cancel job")
     assert isinstance(run("job.result()").error_in_exec, concurrent.futures.CancelledError)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 
 import pytest
 import torch
@@ -36,6 +38,26 @@ def test_a_call_in_this_process() -> None:
     assert seen[:8] == [os.getpid(), "0", "1", "0", "1", "1", 1, "cpu"]
     assert dict(os.environ) == before
     assert not dist.is_initialized()
+
+
+def test_the_callers_generators_go_on_where_they_were() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), torch.rand(1).item(), float(np.random.rand())
+
+    np = pytest.importorskip("numpy")
+    inside: list[object] = []
+    train = launcher(lambda: inside.append(draw()), device_type="cpu", seed=3, inline=True)
+    hook = sys.excepthook
+    wanted, found = [], []
+    for calls in (0, 1):
+        for seed in (random.seed, torch.manual_seed, np.random.seed):
+            seed(1)
+        for _ in range(2):
+            (found if calls else wanted).append(draw())
+            [train() for _ in range(calls)]
+    assert found == wanted
+    assert inside[0] == inside[1]
+    assert sys.excepthook is hook
 
 
 def test_a_failure_is_raised_as_it_is() -> None:

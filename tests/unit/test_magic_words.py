@@ -90,7 +90,10 @@ def test_lines_that_say_nothing(line: str, said: str) -> None:
         ("0 --targets 1", "targets is given twice"),
         ("--timeout 3", "options of the ranks belong to %ranks"),
         ("--deadline soon", "allowed: a number of seconds"),
+        ("--deadline 0", "--deadline 0: allowed: a number of seconds above 0"),
+        ("--deadline nan", "--deadline nan: allowed: a number of seconds above 0"),
         ("--bg 1", "--bg 1: allowed: a name for the job"),
+        ("--bg class", "--bg class: allowed: a name for the job"),
         ("--rich none", "allowed: first (of the ranks), all"),
     ],
 )
@@ -231,4 +234,7 @@ def test_a_syntax_error_is_told_before_a_rank_has_it() -> None:
     with pytest.raises(SyntaxError) as raised:
         cell_source("x = 1\ndef f(:", magic="%%ranks")
     assert raised.value.lineno == 3
+    for half in ("x = 1\nreturn 3", "yield 1", "x ="):  # of which a part would have run
+        with pytest.raises(SyntaxError):
+            cell_source(half)
     assert cell_source("!ls\n%time 1").text == "!ls\n%time 1"  # IPython's, on the ranks

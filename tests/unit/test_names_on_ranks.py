@@ -245,5 +245,6 @@ def test_modules_and_tensors_of_torch(names: dict[str, Any]) -> None:
     assert found("attributes", "net.layers[0]", "wei") == ["weight"]
     assert found("attributes", "net.layers[-1].weight", "requires") == ["requires_grad", "requires_grad_"]
     assert found("attributes", "net.parts['head'][0]", "inpl") == ["inplace"]
+    assert not {"0", "head"} & {*found("attributes", "net.layers"), *found("attributes", "net.parts['head']")}
     assert found("attributes", "net.layers[5]") == found("attributes", "net.cost") == []
     assert found("attributes", "x.data", "is_le") == ["is_leaf"]

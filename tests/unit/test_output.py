@@ -294,8 +294,7 @@ def test_a_place_that_breaks_is_free_again() -> None:
 
     display, place = Display(Broken(), 0.0), Place()
     display.draw(["line"], 1.0)
-    with pytest.raises(BrokenPipeError):
-        display.close([])
+    display.close([])
     later = Display(place, 0.0)
     later.draw(["line"], 2.0)
     later.close([])

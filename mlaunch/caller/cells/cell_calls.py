@@ -114,11 +114,11 @@ class RunsCells:
         return result_of(ended.result())
 
     def submit_cell(
-        self, job: CellJob, cell: CellSource, targets: Sequence[int] | None, deadline: float | None
+        self, job: CellJob, cell: CellSource, targets: Sequence[int] | None, deadline: float | None, rich: str
     ) -> None:
         """Queues one whose job is made already."""
         options = self._set.options if deadline is None else self._set.options.replaced({"deadline": deadline})
-        call = self._cell_call(cell, targets, "first")
+        call = self._cell_call(cell, targets, rich)
         self._open_shells_first()
         self._set.submit(options, call, job)
         job.add_done_callback(self._set.note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.text import name_ranks, ranges
@@ -42,12 +42,17 @@ class CellResult:
 
     def show_displays(self) -> None:
         """Displays what the cell displayed, where this process can; the ranks one after the other."""
+        for label, bundle in self.displays():
+            _display(bundle, label)
+
+    def displays(self) -> Iterator[tuple[str, Bundle]]:
+        """Yields what the cell displayed, each with its rank where several ranks did."""
         several = sum(1 for answer in self.answers.values() if answer.displays) > 1
         for rank, answer in self.answers.items():
             for bundle in answer.displays:
-                _display(bundle, f"[{rank}]" if several else "")
+                yield f"[{rank}]" if several else "", bundle
             if answer.last is not None and not self._is_equal and len(answer.last.data) > 1 and several:
-                _display(answer.last, f"[{rank}]")
+                yield f"[{rank}]", answer.last
 
     def __repr__(self) -> str:
         return self.text

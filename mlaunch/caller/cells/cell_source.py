@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -14,8 +15,8 @@ from mlaunch.base.misuse import misuse
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import sources
 
-_FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _MAGIC = re.compile(r"^\s*[!%?]|\?\s*$", re.MULTILINE)
+_COMMAND = re.compile(r"\s*(\w+)(\s|$)")
 _numbers = itertools.count(1)
 
 
@@ -68,11 +69,23 @@ def _number_of_cell(shell: Any) -> int:
 
 
 def _check_syntax(cell: CellSource, shell: Any) -> None:
-    """Raises SyntaxError before n ranks do. What IPython may know as a command (``ls``) is left to them."""
+    """Raises SyntaxError before n ranks do, of which each may have run a part of the cell by then.
+
+    What IPython knows as a command (``ls``) is left to them.
+    """
     try:
         text = cell.text if shell is None else shell.input_transformer_manager.transform_cell(cell.text)
-        compile("\n" * cell.lines_above + text, cell.file, "exec", _FLAGS, dont_inherit=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a ranks' compiler, once, is enough
+            whole = "\n" * cell.lines_above + text
+            compile(whole, cell.file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
-        is_line = len(cell.text.strip().splitlines()) == 1
-        if not (is_line if shell is not None else _MAGIC.search(cell.text)):
+        if not (_MAGIC.search(cell.text) if shell is None else _is_command(cell.text, shell)):
             raise misuse(error.with_traceback(None)) from None
+
+
+def _is_command(text: str, shell: Any) -> bool:
+    """True if it is a line of which IPython makes a magic, as of ``ls -l``."""
+    word = _COMMAND.match(text)
+    one_line = len(text.strip().splitlines()) == 1
+    return one_line and word is not None and shell.find_line_magic(word[1]) is not None

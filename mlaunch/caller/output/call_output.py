@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
+from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import LaunchNumber, OutputPlan, Policy
@@ -46,7 +47,10 @@ class WrittenLines:
 
 
 class CallOutput:
-    """Prefixes, merges, shows and keeps. ``size``: ranks of this machine; ``clock`` gives monotonic seconds."""
+    """Prefixes, merges, shows and keeps. ``size``: ranks of this machine; ``clock`` gives monotonic seconds.
+
+    It is called by who supervises, so its own errors end in it; then what ranks print is shown as it comes.
+    """
 
     def __init__(self, plan: OutputPlan, size: int, attempt: int, clock: Callable[[], float]) -> None:
         self.plan = plan
@@ -62,6 +66,7 @@ class CallOutput:
         self.status: Callable[[], list[str]] = list  # the lines above the bars
         self._like: OutputPlan | None = None  # another plan that it can serve
         self._touched = False  # something has come, or was shown
+        self._is_broken = False  # an error of this class or what it uses
 
     def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> RankStream:
         """Begins a stream, with a file if the plan wants one. ``board``: where the rank notes when it writes."""
@@ -98,7 +103,17 @@ class CallOutput:
         """Takes what a rank has printed."""
         self._touched = True
         if stream.file is not None:
-            stream.file.write(data)
+            with harmless():
+                stream.file.write(data)
+        if not self._is_broken:
+            with harmless():
+                self._take(stream, data)
+                return
+            self._break()
+        if stream.policy.shown and stream.number != rich_output.STREAM:
+            self._print(stream.number, data)
+
+    def _take(self, stream: RankStream, data: bytes) -> None:
         if not self._splits(stream):
             stream.times.skip(len(data))
             return
@@ -114,19 +129,23 @@ class CallOutput:
     def end_stream(self, stream: RankStream) -> None:
         """Takes the line that was never completed, and closes the stream's file."""
         self._streams.remove(stream)
-        if self._touched and self._splits(stream):
-            self._release(stream)
-            self._take_lines(stream, stream.splitter.end(), self._clock())
-        if stream.file is not None:
-            stream.file.close()
+        with harmless():
+            if self._touched and self._splits(stream) and not self._is_broken:
+                self._release(stream)
+                self._take_lines(stream, stream.splitter.end(), self._clock())
+        with harmless():
+            if stream.file is not None:
+                stream.file.close()
 
     def tails(self) -> dict[int, bytes] | None:
         """Returns the end of what each rank printed, shown or not; None if it is not kept."""
-        return None if self._tails is None else self._tails.of_ranks()
+        with harmless():
+            return None if self._tails is None else self._tails.of_ranks()
+        return None
 
     def due(self) -> float | None:
         """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
-        if not self._touched:  # as most calls, which print nothing
+        if not self._touched or self._is_broken:  # as most calls, which print nothing
             return self._display.due
         held = [stream.held + WINDOW for stream in self._streams if stream.held is not None]
         steps = (self._merger.due if self._merger is not None else None, self._display.due, *held)
@@ -142,20 +161,29 @@ class CallOutput:
         if self.console.blocked is not None:
             self._display.postpone(now)
             return
-        looks = [*self._status(), *self._bars()]
-        with self._display.lock:
-            self.console.write(2, self._display.draw(looks, now).encode())
+        with harmless():
+            looks = [*self._status(), *self._bars()]
+            with self._display.lock:
+                self.console.write(2, self._display.draw(looks, now).encode())
+            return
+        self._display.give_up()
 
     def show_lines(self) -> None:
         """Show the lines that need wait no longer, once all that was written by some moment has been taken."""
-        self._release_held(self._clock())
-        self._show_waiting()
+        if not self._is_broken:
+            with harmless():
+                self._release_held(self._clock())
+                self._show_waiting()
+                return
+            self._break()
 
     def finish(self) -> None:
         """Shows what still waits, and leaves of the lines that change what should stay."""
-        self._show_waiting(everything=True)
+        self._show_rest()
         with self._display.lock:
-            status = self._status() if self.plan.area is not None else []
+            status: list[str] = []
+            with harmless():
+                status = self._status() if self.plan.area is not None else []
             self.console.write(2, self._display.close(status).encode())
 
     def close(self) -> None:
@@ -172,7 +200,7 @@ class CallOutput:
 
     def write(self, text: str) -> None:
         """Shows a text as it is, after all that has come."""
-        self._show_waiting(everything=True)
+        self._show_rest()
         self._print(1, text.encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
@@ -198,7 +226,8 @@ class CallOutput:
     def _print(self, stream: int, data: bytes) -> None:
         self._touched = True
         if self.plan.sink is not None:
-            self.plan.sink(stream, data)
+            with harmless():
+                self.plan.sink(stream, data)
             return
         with self._display.lock:
             self.console.write(2, self._display.make_room().encode())
@@ -206,7 +235,12 @@ class CallOutput:
 
     def _publish(self, line: bytes) -> None:
         """Shows what a rank displays, below what was printed before."""
-        with self._display.lock:
+        if self.plan.sink is not None:
+            with harmless():
+                self.plan.sink(rich_output.STREAM, line)
+            return
+        instead = ""
+        with self._display.lock, harmless():
             self.console.write(2, self._display.make_room().encode())
             instead = notebook.publish(line)
             if notebook.clears(line):
@@ -226,6 +260,16 @@ class CallOutput:
     def _take_lines(self, stream: RankStream, lines: Sequence[bytes], at: float, *, flood: bool = False) -> None:
         if lines:
             self._fresh.append(WrittenLines(at, stream, lines, flood or self._merger is None))
+
+    def _show_rest(self) -> None:
+        with harmless():
+            if not self._is_broken:
+                self._show_waiting(everything=True)
+
+    def _break(self) -> None:
+        """Leaves out what has failed: lines are not cut, compared or kept any more."""
+        self._is_broken = True
+        self._display.give_up()
 
     def _splits(self, stream: RankStream) -> bool:
         return stream.policy.shown or self._tails is not None

@@ -110,10 +110,11 @@ class Console:
             return len(data)
         try:
             return self._write(stream, data)
-        except Exception:  # None, gone, full, closed; a stream object may raise anything
-            self._lost.add(stream)
-        except BaseException as interrupt:
-            self._interrupt = interrupt
+        except BaseException as error:
+            if isinstance(error, Exception) and not interrupts.by_handler(error):
+                self._lost.add(stream)  # None, gone, full, closed; a stream object may raise anything
+                return len(data)
+            self._interrupt = error
             if time.monotonic() - began > _READER_TIMEOUT:  # it waits, and would the next time, too
                 self._lost.add(stream)
             elif not self._begun:  # it came in the flush before; a file can wait for the next turn

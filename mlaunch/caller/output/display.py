@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from mlaunch.caller.output.console import Console
+from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
 
 _FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
@@ -220,38 +221,52 @@ class Display:
         self.due: float | None = None if place is None else since + _FIRST_LOOK_DELAY
 
     def draw(self, lines: list[str], now: float) -> str:
-        if self._area is None or not self._take_place():
-            self._area = self.due = None
-            return ""
-        self.postpone(now)
-        return self._area.show("\n".join(lines))
+        with harmless():
+            if self._area is not None and self._take_place():
+                self.postpone(now)
+                return self._area.show("\n".join(lines))
+        self.give_up()
+        return ""
 
     def postpone(self, now: float) -> None:
         self.due = now + _PERIOD
 
     def make_room(self) -> str:
         """Makes room for what is about to be printed."""
-        if self._area is not None:
-            self._take_place()
-        return str(Display._holder.hide()) if Display._holder is not None else ""
+        with harmless():
+            if self._area is not None:
+                self._take_place()
+            return str(Display._holder.hide()) if Display._holder is not None else ""
+        Display._holder = None
+        self.give_up()
+        return ""
 
     def take_over(self) -> str:
         """Takes the place from who has it, whose lines are not shown any more."""
-        hidden = str(Display._holder.hide()) if Display._holder not in {None, self._whole} else ""
-        Display._holder = self._whole
-        return hidden
+        holder, Display._holder = Display._holder, self._whole
+        with harmless():
+            return str(holder.hide()) if holder not in {None, self._whole} else ""
+        return ""
 
     def forget(self) -> None:
         """Begins anew where somebody has cleared all output."""
         if Display._holder is not None:
-            Display._holder.forget()
+            with harmless():
+                Display._holder.forget()
 
     def close(self, lines: list[str]) -> str:
         area, self._area, self.due = self._area, None, None
         try:
-            return area.close(lines) if area is not None and Display._holder is self._whole else ""
+            with harmless():
+                return area.close(lines) if area is not None and Display._holder is self._whole else ""
+            return ""
         finally:
             self._leave_place()
+
+    def give_up(self) -> None:
+        """Draws nothing more."""
+        self._area = self.due = None
+        self._leave_place()
 
     def _take_place(self) -> bool:
         if Display._holder is None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.output.call_output import CallOutput, RankStream
+from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.protocol.board import Board
 
@@ -138,7 +139,7 @@ class Relay:
 
         ``stays``: they do, and what they have printed until now is carried.
         """
-        self.output.console.wait(until)
+        self._wait_for_reader(until)
         self._await(None)
         if stays:
             self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())
@@ -147,12 +148,17 @@ class Relay:
         else:
             while self._read_round(set(self._streams)) or self._more_comes():
                 self.output.show_lines()
-                self.output.console.wait(until)
+                self._wait_for_reader(until)
             for fd in list(self._streams):  # somebody who outlived the launch holds the other end
                 self._close(fd)
         if not self.output.untouched:
             self.output.finish()
-            self.output.console.finish(until)
+            with harmless():
+                self.output.console.finish(until)
+
+    def _wait_for_reader(self, until: float) -> None:
+        with harmless():
+            self.output.console.wait(until)
 
     def _more_comes(self) -> bool:
         """Waits for more, or an end, where all ends come; False if there is nothing to wait for."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.display import Area, Display
+from mlaunch.caller.output.harmless import harmless
 
 
 class SharedArea:
@@ -44,7 +45,7 @@ class SharedArea:
 
     def settle(self) -> None:
         """Leaves of all of it what should stay, once the launches are over."""
-        with Display.lock:
+        with Display.lock, harmless():
             left = self._place.close([self._total()]) if self._shown and not self._texts else ""
             console = Console()
             console.write(2, left.encode())

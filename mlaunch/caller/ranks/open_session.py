@@ -19,6 +19,7 @@ from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.caller.report.history import History
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 
@@ -61,6 +62,21 @@ def open_session(options: Options, rules: StayRules, surroundings: Context | Non
                 server.close()
             raise
         return RanksLaunch(handle, rules, own_server=owned)
+
+
+def check_session(options: Options) -> None:
+    """Raises what ``open_session`` would, of options with which no ranks can be started here; starts none.
+
+    An engine checks its own, as it asks for machines.
+    """
+    _check(options)
+    if options.engine is not None:
+        return
+    with interrupts.deferred():
+        environ = {**os.environ, **(options.env or {})}
+        server = warm_server.get(environ)  # whatever the start method, this machine has the same
+        machine = ThisMachine(server.ready(None, lambda: None), server.count_devices)
+        planned(options, machine, "Ranks", environ, Attempt(0, None))
 
 
 def _check(options: Options) -> None:

@@ -13,6 +13,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.kept_call import RanksFuture
+from mlaunch.caller.ranks.open_session import check_session
 from mlaunch.caller.ranks.rank_set import RankSet
 from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -263,6 +264,12 @@ def ranks_of(options: Mapping[str, Any], idle_timeout: float | None, surrounding
     checked = _checked(options, idle_timeout)
     made._have(RankSet(checked, restart=True, idle_timeout=idle_timeout, surroundings=surroundings))
     return made
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises what ``Ranks(**options)`` would, of what is wrong with the options; starts none."""
+    of_launch = {name: value for name, value in options.items() if name not in {"restart", "idle_timeout"}}
+    check_session(_checked(of_launch, options.get("idle_timeout")))
 
 
 def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:

@@ -11,7 +11,7 @@ from typing import Any
 from mlaunch.protocol import rich_output
 
 # As tracebacks write it, those of groups too, and faulthandler, which has no comma.
-_FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>,? in .*)')
+_FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>(?:,? in .*)?)')
 
 _CELL_FILE = re.compile(r"[^\s(\"]*ipykernel_[^\s(\"]*\.py")
 
@@ -88,14 +88,17 @@ def clears(line: bytes) -> bool:
     return found is not None and "clear" in found[1]
 
 
-def publish(line: bytes) -> str:
-    """Shows what a rank has sent; returns what is to be printed instead, if the notebook takes none of it."""
+def publish(line: bytes, publisher: Any = None) -> str:
+    """Shows what a rank has sent; returns what is to be printed instead, if the notebook takes none of it.
+
+    ``publisher``: None for that of the cell that runs.
+    """
     found = rich_output.read(line)
     if found is None:  # the rank was interrupted as it wrote
         return ""
     content: dict[str, Any] = found[1]
     try:
-        publisher = shell().display_pub
+        publisher = shell().display_pub if publisher is None else publisher
         if "clear" in content:
             publisher.clear_output(wait=bool(content["clear"]))
         else:

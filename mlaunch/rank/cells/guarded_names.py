@@ -12,19 +12,15 @@ import builtins
 import keyword
 import sys
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlaunch.base.frames import is_library
+from mlaunch.rank.by_looking import MISSING, in_classes, is_a, is_just, mro, names_of_class, own_names, registries
 from mlaunch.rank.cells.run_cell import main, rank
 
 _NO_VALUES = (types.ModuleType, types.FunctionType, type)
 _IPYTHONS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})
-_REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module of torch
-_MISSING = object()
-_mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__  # a metaclass may have another
-_names_of_class: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
 
 
 class UnknownError(Exception):
@@ -57,21 +53,22 @@ def _all_names(_: str) -> Iterable[str]:
 
 def _values(_: str) -> Iterable[str]:
     names = vars(main)
-    return [name for name in names.keys() - _IPYTHONS if not any(_is_a(names[name], kind) for kind in _NO_VALUES)]
+    return [name for name in names.keys() - _IPYTHONS if not any(is_a(names[name], kind) for kind in _NO_VALUES)]
 
 
 def _attributes(source: str) -> Iterable[str]:
     value = _value(ast.parse(source, mode="eval").body)
     if _has_names_of_library(value):
         return dir(value)
-    classes = _mro(value if _is_a(value, type) else type(value))
-    found = {name for one in classes for name in _names_of_class(one)} | _own_names(value).keys()
-    return found.union(*_registries(value))
+    classes = mro(value if is_a(value, type) else type(value))
+    found = {name for one in classes for name in names_of_class(one)} | own_names(value).keys()
+    # The parts of a Sequential are "0", "1", ..., which nobody can write after a dot.
+    return (name for name in found.union(*registries(value)) if type(name) is str and name.isidentifier())
 
 
 def _keys(source: str) -> Iterable[str]:
     value = _value(ast.parse(source, mode="eval").body)
-    if not _is_a(value, dict):
+    if not is_a(value, dict):
         raise UnknownError
     return dict.keys(value)
 
@@ -88,8 +85,8 @@ def _value(node: ast.expr) -> Any:
     """Returns what an expression stands for, if that can be looked up."""
     match node:
         case ast.Name(name):
-            found = vars(main).get(name, vars(builtins).get(name, _MISSING))
-            if found is _MISSING:
+            found = vars(main).get(name, vars(builtins).get(name, MISSING))
+            if found is MISSING:
                 raise UnknownError
             return found
         case ast.Attribute(inner, name):
@@ -103,18 +100,18 @@ def _value(node: ast.expr) -> Any:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    for own in (_own_names(value), *_registries(value)):
+    for own in (own_names(value), *registries(value)):
         if name in own:
             return own[name]
-    found = _in_classes(_mro(value if _is_a(value, type) else type(value)), name)
-    if found is _MISSING:
+    found = in_classes(mro(value if is_a(value, type) else type(value)), name)
+    if found is MISSING:
         raise UnknownError
-    if _is_a(found, types.FunctionType):
+    if is_a(found, types.FunctionType):
         return found
-    is_slot = _is_just(found, types.MemberDescriptorType)
-    if is_slot or (_is_just(found, types.GetSetDescriptorType) and _is_plain_tensor(value)):
+    is_slot = is_just(found, types.MemberDescriptorType)
+    if is_slot or (is_just(found, types.GetSetDescriptorType) and _is_plain_tensor(value)):
         return found.__get__(value)
-    if any("__get__" in _names_of_class(one) for one in _mro(type(found))):  # a property, and the like
+    if any("__get__" in names_of_class(one) for one in mro(type(found))):  # a property, and the like
         raise UnknownError
     return found
 
@@ -122,74 +119,40 @@ def _attribute(value: Any, name: str) -> Any:
 def _item(value: Any, key: Any) -> Any:
     """Looks up an item. LookupError, TypeError: there is none."""
     for kind in (list, tuple):
-        if _is_a(value, kind):
+        if is_a(value, kind):
             return kind.__getitem__(value, key)
-    if _is_a(value, dict):
-        found = dict.get(value, key, _MISSING)
+    if is_a(value, dict):
+        found = dict.get(value, key, MISSING)
     elif _is_container_of_torch(type(value)):
-        modules = _own_names(value)["_modules"]
+        modules = own_names(value)["_modules"]
         found = list(modules.values())[key] if type(key) is int else modules[key]
     else:
-        found = _MISSING
-    if found is _MISSING:
+        found = MISSING
+    if found is MISSING:
         raise UnknownError
     return found
-
-
-def _own_names(value: Any) -> Mapping[str, Any]:
-    """Returns what the object itself holds, not its class."""
-    if _is_a(value, type):
-        return _names_of_class(value)
-    found = _in_classes(_mro(type(value)), "__dict__")
-    if not _is_just(found, types.GetSetDescriptorType, types.MemberDescriptorType):
-        return {}
-    own = found.__get__(value)
-    return own if _is_just(own, dict) else {}
-
-
-def _registries(value: Any) -> list[Mapping[str, Any]]:
-    """Returns the parameters, buffers and submodules of a module of torch, which are no attributes of Python's."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not _is_a(value, torch.nn.Module):
-        return []
-    own = _own_names(value)
-    return [own[name] for name in _REGISTRIES if _is_just(own.get(name), dict, OrderedDict)]
-
-
-def _in_classes(classes: tuple[type, ...], name: str) -> Any:
-    return next((_names_of_class(one)[name] for one in classes if name in _names_of_class(one)), _MISSING)
-
-
-def _is_a(value: Any, kind: type) -> bool:
-    """Tells whether it is an instance. ``isinstance`` would ask the object, and ``in`` the classes."""
-    return any(one is kind for one in _mro(type(value)))
-
-
-def _is_just(value: Any, *kinds: type) -> bool:
-    """Tells whether it is of one of these classes, not of one made of them."""
-    return any(type(value) is kind for kind in kinds)
 
 
 def _has_names_of_library(value: Any) -> bool:
     """Tells whether a library's own ``__dir__`` knows more: in its lazy modules, and columns in pandas' frames."""
     kind = type(value)
-    if not _is_a(value, types.ModuleType):
-        module = _in_classes((kind,), "__module__")
-        return _is_just(module, str) and module.startswith("pandas.")
-    names = _own_names(value)
+    if not is_a(value, types.ModuleType):
+        module = in_classes((kind,), "__module__")
+        return is_just(module, str) and module.startswith("pandas.")
+    names = own_names(value)
     file = names.get("__file__")
-    return (kind is not types.ModuleType or "__dir__" in names) and _is_just(file, str) and is_library(str(file))
+    return (kind is not types.ModuleType or "__dir__" in names) and is_just(file, str) and is_library(str(file))
 
 
 def _is_plain_tensor(value: Any) -> bool:
     torch: Any = sys.modules.get("torch")
-    return torch is not None and _is_just(value, torch.Tensor, torch.nn.Parameter)
+    return torch is not None and is_just(value, torch.Tensor, torch.nn.Parameter)
 
 
 def _is_container_of_torch(kind: type) -> bool:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False
-    item = _in_classes(_mro(kind), "__getitem__")
+    item = in_classes(mro(kind), "__getitem__")
     containers = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-    return any(item is _names_of_class(one)["__getitem__"] for one in containers)
+    return any(item is names_of_class(one)["__getitem__"] for one in containers)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlaunch.protocol.messages.cell_messages import NamesOfRank
-from mlaunch.rank import held_objects
+from mlaunch.rank.by_looking import is_a, size, type_name
 from mlaunch.rank.cells.run_cell import main, main_of_cells, rank, shell
 
 # What is imported or defined is in the cells to be seen; asked for is what takes memory.
@@ -41,14 +41,24 @@ def describe_names() -> NamesOfRank:
     """Says what this rank holds."""
     import torch
 
-    names = {}
-    for name, value in sorted(vars(main).items()):
-        if not name.startswith("_") and name not in _THEIRS and not isinstance(value, _HIDDEN):
-            described = held_objects.describe(value)
-            names[name] = described.type_name, described.size
+    names = {name: _look(value) for name, value in list(vars(main).items()) if _is_told(name, value)}
     with open("/proc/self/statm", encoding="ascii") as file:
         resident = int(file.read().split()[1]) * resource.getpagesize()
     cuda: Any = torch.cuda  # untyped in part
     # Only where the function has used CUDA: to ask would start it, which takes hundreds of MB of the device.
     on_device = cuda.memory_allocated() if cuda.is_initialized() else 0
     return NamesOfRank(os.getpid(), resident, on_device, names)
+
+
+def _is_told(name: object, value: object) -> bool:
+    """True for what a cell has made, and is not there to be seen in the cell alone."""
+    is_cells = type(name) is str and not name.startswith("_") and name not in _THEIRS
+    return is_cells and not any(is_a(value, kind) for kind in _HIDDEN)
+
+
+def _look(value: object) -> tuple[str, int]:
+    """Returns the type and the bytes; "?" of what cannot be looked at, which costs the others nothing."""
+    try:
+        return type_name(value), size(value)
+    except Exception:  # there are fields in C that raise
+        return "?", 0

@@ -20,7 +20,7 @@ class PlainShell:
     def __init__(self, module: types.ModuleType) -> None:
         self._names = vars(module)
 
-    def run(self, source: str, file: str, _number: int, lines_above: int, /) -> CellAnswer:
+    def run(self, source: str, file: str, _number: int, lines_above: int, /, *, collects: bool = False) -> CellAnswer:  # noqa: ARG002
         """Runs a cell; raises what the cell raises."""
         source = "\n" * lines_above + source
         # Before it is compiled: a traceback of a syntax error shows the line, too.
@@ -31,6 +31,8 @@ class PlainShell:
         last = body.pop() if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";") else None
         self._evaluate(ast.Module(body, []), file, "exec")
         value = self._evaluate(ast.Expression(last.value), file, "eval") if isinstance(last, ast.Expr) else None
+        if value is not None:
+            self._names["_"] = value
         return CellAnswer(None if value is None else _bundle(value), (), without_ipython=True)
 
     def _evaluate(self, tree: ast.Module | ast.Expression, file: str, mode: str) -> Any:

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from mlaunch.base.frames import is_library
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.messages.cell_messages import CellAnswer
 from mlaunch.rank.cells.plain_shell import PlainShell
@@ -20,8 +21,8 @@ main = types.ModuleType("__main__")  # the cells'
 class CellRunner(Protocol):
     """What runs cells."""
 
-    def run(self, source: str, file: str, number: int, lines_above: int, /) -> CellAnswer:
-        """Runs one; raises what the cell raises."""
+    def run(self, source: str, file: str, number: int, lines_above: int, /, *, collects: bool = False) -> CellAnswer:
+        """Runs one; raises what the cell raises. ``collects``: what it displays goes back with the answer."""
 
 
 def run_cell(
@@ -37,17 +38,31 @@ def run_cell(
         rich: All targets answer with all forms of what they show, not only the first of them.
     """
     here = rank()
+    first = 0 if targets is None else min(targets)
     if targets is not None and here not in targets:
         return None
     with main_of_cells():
         try:
-            answer = shell().run(source, file, *place)
+            # Rank 0 has a pipe to a notebook, which shows at once what it displays; not in order with what others do.
+            answer = shell().run(source, file, *place, collects=rich or here == first != 0)
         except SystemExit as leaving:
             # A SystemExit would end this rank, and with it all that the cells have made.
             said = "" if leaving.code is None else repr(leaving.code)
-            raise RuntimeError(f"the cell called sys.exit({said}); ranks end with %ranks --close") from None
+            raised = RuntimeError(f"the cell called sys.exit({said}); ranks end with %ranks --close")
+            raise raised.with_traceback(_of_user(leaving.__traceback__)) from None
     # Each rank has made all forms, which may take a collective; one rank's are enough to be seen.
-    return answer if rich or here == (0 if targets is None else min(targets)) else _in_short(answer)
+    return answer if rich or here == first else _in_short(answer)
+
+
+def _of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Cuts off the frames of what ends a program, such as IPython's ``exit``."""
+    last, following = None, trace
+    while following is not None:
+        last = last if is_library(following.tb_frame.f_code.co_filename) else following
+        following = following.tb_next
+    if last is not None:
+        last.tb_next = None
+    return trace
 
 
 def rank() -> int:

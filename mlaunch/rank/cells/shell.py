@@ -6,6 +6,7 @@ exception goes back.
 
 from __future__ import annotations
 
+import builtins
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from traitlets.config import Config
 
 from mlaunch.protocol import sources
 from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
+from mlaunch.rank.setup import rich_display
 
 
 class _Collector(DisplayPublisher):
@@ -46,6 +48,12 @@ class _LastExpression(DisplayHook):
     def quiet(self) -> bool:
         ends_silently: Any = self.semicolon_at_end_of_expression
         return bool(ends_silently(self.shell.source))
+
+    def update_user_ns(self, result: Any) -> None:
+        """Keeps the latest value alone, as ``_``: they may be large. If the cells have a ``_`` of their own, none."""
+        names = self.shell.user_ns
+        if names.get("_", self._) is self._ and not hasattr(builtins, "_"):
+            self._ = names["_"] = result
 
     def start_displayhook(self) -> None: ...
 
@@ -80,12 +88,13 @@ class CellShell(InteractiveShell):
     displays: list[Bundle] = []  # noqa: RUF012  # each instance gets its own, before traitlets are told of it
     _lines_above = 0
 
-    def run(self, source: str, file: str, number: int, lines_above: int, /) -> CellAnswer:
-        """Runs a cell; raises what the cell raises."""
+    def run(self, source: str, file: str, number: int, lines_above: int, /, *, collects: bool = False) -> CellAnswer:
+        """Runs a cell; raises what the cell raises. ``collects``: what it displays goes back with the answer."""
         self.source, self._lines_above, self.compile.file, self.execution_count = source, lines_above, file, number
         self.last, self.displays = None, []
         run_cell: Any = self.run_cell  # untyped, as what it calls
-        done = run_cell(source)
+        with rich_display.in_cell(self.display_formatter, self.display_pub if collects else None):
+            done = run_cell(source)
         error = done.error_before_exec or done.error_in_exec
         try:
             if error is not None:
@@ -112,6 +121,10 @@ class CellShell(InteractiveShell):
 
     def enable_gui(self, gui: Any = None) -> None:
         """Does nothing: ranks have no loop of events, and ``%matplotlib inline`` asks for none."""
+
+    def ask_exit(self) -> None:
+        """Ends the cell, as ``sys.exit`` does."""
+        raise SystemExit
 
     def init_virtualenv(self) -> None: ...
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,10 +22,14 @@ _FUNCTIONS = "IPython.core.display_functions"
 _COPIES = ("IPython.display", "IPython.core.display")  # which take names from there
 
 
+_senders: list[_Sender] = []  # that of this process, if a notebook has called
+
+
 def install(fd: int) -> None:
     """Affects ``IPython.display``, imported before or after. ``fd``: the pipe; -1: this rank prints text."""
     builtins.display = _display  # type: ignore[attr-defined]  # as in each cell
     sender = _Sender(linux.aside(fd) if fd >= 0 else -1)
+    _senders[:] = [sender]
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     # Its own shell is replaced: the kernel's sockets and threads are not in this process.
     if shell is not None:  # this is a fork of the notebook's own process
@@ -35,6 +39,18 @@ def install(fd: int) -> None:
     else:
         # Replaced as it is imported, not imported here: that takes half a second, also of ranks that display nothing.
         sys.meta_path.insert(0, _Finder(sender))
+
+
+@contextlib.contextmanager
+def in_cell(formatter: Any, publisher: Any) -> Iterator[None]:
+    """Gives objects the forms that a cell's shell has for them. ``publisher``: takes them, too; None: as outside."""
+    for sender in _senders:
+        sender.formatter, sender.publisher = formatter, publisher
+    try:
+        yield
+    finally:
+        for sender in _senders:
+            sender.formatter = sender.publisher = None
 
 
 def _display(*objects: Any, **options: Any) -> Any:
@@ -52,14 +68,23 @@ class _Sender:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._formatter: Any = None
+        self.formatter: Any = None  # of the cell that runs
+        self.publisher: Any = None
 
     def publish(self, data: dict[str, Any], metadata: Any = None, **options: Any) -> None:
-        """Sends a bundle; its text alone where that is too large."""
+        """Sends a bundle; its text alone where that is too large. What cannot be sent is printed as text."""
+        if self._is_collected:
+            self.publisher.publish(data, metadata, **options)
+            return
         if not self._is_heard:
             print(data.get("text/plain", ""))
             return
         options = {name: options[name] for name in ("transient", "update") if options.get(name)}
-        line = rich_output.line_of({"data": data, "metadata": metadata or {}, **options})
+        try:
+            line = rich_output.line_of({"data": data, "metadata": metadata or {}, **options})
+        except (TypeError, ValueError):  # what it has made of itself is no JSON: a key that is no text, a cycle
+            print(data.get("text/plain", "") if isinstance(data, dict) else data)
+            return
         if line is None:
             most = f"{rich_output.LIMIT >> 20} MiB"
             text = f"{str(data.get('text/plain', 'an object'))[:200]} (not shown: it takes more than {most})"
@@ -69,8 +94,14 @@ class _Sender:
 
     def clear_output(self, wait: bool = False) -> None:
         """Clears the cell's output."""
-        if self._is_heard:
+        if self._is_collected:
+            self.publisher.clear_output(wait=wait)
+        elif self._is_heard:
             self._write(rich_output.line_of({"clear": bool(wait)}) or b"")
+
+    @property
+    def _is_collected(self) -> bool:
+        return self.publisher is not None and os.getpid() == self._pid
 
     @property
     def _is_heard(self) -> bool:
@@ -78,7 +109,7 @@ class _Sender:
         return os.getpid() == self._pid and self._pipe.intact()
 
     def _write(self, line: bytes) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(BrokenPipeError):  # the notebook is gone
             rest = memoryview(line)
             while rest:
                 # A pipe takes a part of a large bundle; the lock keeps another thread's out of it.
@@ -86,7 +117,9 @@ class _Sender:
 
     def format(self, thing: Any, include: Any, exclude: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns data and metadata in all forms that the object has; text alone if nothing else is of use."""
-        include = include if self._is_heard else {"text/plain"}
+        include = include if self._is_collected or self._is_heard else {"text/plain"}
+        if self.formatter is not None:
+            return self.formatter.format(thing, include=include, exclude=exclude)  # type: ignore[no-any-return]
         if self._formatter is None:
             from IPython.core.formatters import DisplayFormatter
 
