@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,8 +207,10 @@ def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.Capt
     run("%ranks --local")
     assert isinstance(run("y").error_in_exec, NameError)
     run("%%ranks --bg job\nwhile True: pass")
-    run("%ranks --close")
-    assert run("job.exception()").result is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that ranks had returned their values, and had not ended
+        run("%ranks --close")
+        assert run("job.exception()").result is not None
 
 
 HANGS = """import torch, time

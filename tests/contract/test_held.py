@@ -122,6 +122,7 @@ def test_objects_of_a_failed_call_are_let_go(ranks: Ranks) -> None:
         gc.disable()
         model = {dist.get_rank()}
         sys.left_here = weakref.ref(model)  # type: ignore[attr-defined]
+        dist.barrier()  # else the failure of one may end the other before that
         try:
             raise ValueError("no such luck")
         except ValueError as error:

@@ -47,10 +47,11 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool =
     try:
         if outcome.failed:
             _raise(outcome)
-        if lacking := [] if lost else _lacking(outcome):  # that nothing has failed does not mean that all is there
+        lacking = _lacking(outcome)
+        if lacking and not lost:  # that nothing has failed does not mean that all is there
             raise _lacks_values(outcome, lacking)
         values = _values(outcome)
-        if outcome.late_ends or outcome.stopped:
+        if outcome.late_ends or (outcome.stopped and not lacking):
             _warn_of_ends(outcome)
         return Ended(report, values, None)
     except BaseException as error:
