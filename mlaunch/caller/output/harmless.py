@@ -27,11 +27,11 @@ class harmless:
         if place not in _told:
             _told.add(place)
             log.warning(
-                "showing what ranks do failed, and is left out: %s: %s (%s). The call goes on, and its values are "
-                "not concerned; please report this, with the traceback that logging has at level DEBUG",
+                "could not show what ranks do or print, and left it out: %s: %s (%s). The call goes on and loses no "
+                "value. Please report this; the traceback is logged at level DEBUG",
                 type(error).__name__, error, place,
             )  # fmt: skip
-        log.debug("showing what ranks do failed", exc_info=error)
+        log.debug("could not show what ranks do or print", exc_info=error)
         return True
 
 
