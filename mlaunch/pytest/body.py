@@ -169,7 +169,7 @@ class _Place(Place):
         if isinstance(error, unittest.SkipTest):
             crash = None  # raised where unittest, or mlaunch for it, reports it
         pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)
-        return Verdict(kind, time.monotonic(), reason, longrepr if kind == "failed" else None, pickled, crash)
+        return Verdict(kind, time.monotonic(), reason, None if kind == "skipped" else longrepr, pickled, crash)
 
     def leave_part(self, *, failed: bool) -> bool:
         """Say that this rank has left a part of the test. False if it failed there, and others are still in it."""
@@ -232,6 +232,7 @@ def _completed(found: Verdict, watch: isolation.Watch, made: twins.Twins) -> Ver
     """Returns it with what was seen besides."""
     seen = {
         "properties": tuple(made.properties),
+        "marks": tuple(made.marks),
         "warnings": watch.warnings,
         "logged": made.logged,
         "parts": tuple(made.parts),

@@ -160,6 +160,7 @@ class Verdict:
     error: bytes | None = None
     crash: tuple[str, int] | None = None
     properties: tuple[tuple[str, object], ...] = ()
+    marks: tuple[Any, ...] = ()  # that the test has given itself
     warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()  # text, the warning pickled, file, line
     logged: str = ""
     left: tuple[str, ...] = ()

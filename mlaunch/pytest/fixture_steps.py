@@ -79,7 +79,7 @@ def _made(test: RankTest, step: FixtureStep, place: Place, config: pytest.Config
         ends.callback(patch.undo)
     request: Any = _Finalized(step.name, ends.callback)
     if test.request is not None:
-        values["request"] = request = RankRequest(test.request, config, place, ends.callback, values)
+        values["request"] = request = RankRequest(test.request, config, place, ends, values)
         request.fixturename = step.name
     if place.instance is not None:
         function = function.__get__(place.instance)

@@ -73,7 +73,7 @@ def _agreed(verdict: Verdict) -> Judgement:
         error = pytest.skip.Exception(verdict.reason, _use_item_location=verdict.crash is None)
         return Judgement(error, crash=verdict.crash)
     if verdict.outcome == "xfailed":
-        return Judgement(pytest.xfail.Exception(verdict.reason))
+        return Judgement(pytest.xfail.Exception(verdict.reason), verdict.longrepr)
     return Judgement()
 
 
@@ -156,13 +156,13 @@ def show(report: pytest.TestReport, judgement: Judgement) -> None:
     report.sections.extend(judgement.sections)
 
 
-def logged(findings: Findings) -> list[tuple[str, str]]:
-    """Return the sections of a report with what ranks have logged: one, if that is the same on all."""
-    verdicts = findings.verdicts
-    texts = {rank: verdict.logged for rank, verdict in sorted(verdicts.items()) if verdict.logged}
+def _logged(findings: Findings) -> Iterable[tuple[str, str]]:
+    """Yield what ranks have logged: once, if that is the same on all."""
+    texts = {rank: verdict.logged for rank, verdict in sorted(findings.verdicts.items()) if verdict.logged}
     if len(texts) == findings.size and len(set(texts.values())) == 1:
-        return [("Captured log call", next(iter(texts.values())))]
-    return [(f"Captured log call, rank {rank}", text) for rank, text in texts.items()]
+        yield "log", next(iter(texts.values()))
+    else:
+        yield from ((f"log of rank {rank}", text) for rank, text in texts.items())
 
 
 def warn_of(findings: Findings) -> None:
@@ -178,6 +178,10 @@ def pass_on(item: pytest.Function, findings: Findings) -> None:
     verdicts = findings.verdicts
     if verdicts:
         item.user_properties.extend(verdicts[min(verdicts)].properties)
+        for mark in verdicts[min(verdicts)].marks:
+            item.add_marker(getattr(pytest.mark, mark.name).with_args(*mark.args, **mark.kwargs))
+    for title, text in _logged(findings):
+        item.add_report_section("call", title, text)
     warn_of(findings)
     for text in _left({rank: verdict.left for rank, verdict in sorted(verdicts.items())}):
         warnings.warn(pytest.PytestWarning(text), stacklevel=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -59,15 +60,14 @@ class RankRequest(NamesWhatIsMissing):
         facts: RequestFacts,
         config: pytest.Config,
         place: Place,
-        add: Callable[[Callable[[], object]], object],
+        end: contextlib.ExitStack,
         values: Mapping[str, Any],
     ) -> None:
         self.config = config
         self.scope, self.fixturename, self.fixturenames = facts.scope, facts.fixturename, list(facts.fixturenames)
-        self.node = RankNode(facts, config, place)
+        self.node = RankNode(facts, config, place, getattr(end, "marks", []))
         self.keywords = self.node.keywords
-        self.addfinalizer = add
-        self._values = values
+        self._end, self._values = end, values
         if facts.param:
             self.param = facts.param[0]
         if facts.scope not in _WIDE[:1]:
@@ -79,6 +79,14 @@ class RankRequest(NamesWhatIsMissing):
             self.instance = place.instance if facts.scope == "function" else None
         if facts.scope == "function":
             self.function = place.function
+
+    def addfinalizer(self, finalizer: Callable[[], object]) -> None:
+        """Have something called at the end of the test or fixture."""
+        self._end.callback(finalizer)
+
+    def applymarker(self, marker: str | pytest.MarkDecorator) -> None:
+        """Give the test a mark, for what pytest does once it has run: ``xfail``."""
+        self.node.add_marker(marker)
 
     def getfixturevalue(self, name: str) -> Any:
         """Return an argument of the test; others are not set up on a rank."""
@@ -111,7 +119,8 @@ class RankNode(NamesWhatIsMissing):
 
     _what = "request.node"
 
-    def __init__(self, facts: RequestFacts, config: pytest.Config, place: Place) -> None:
+    def __init__(self, facts: RequestFacts, config: pytest.Config, place: Place, given: list[pytest.Mark]) -> None:
+        self._given = given
         self.name, self.nodeid, self.config = facts.node, facts.nodeid, config
         self.path = Path(facts.path)
         self.own_markers = list(facts.marks)
@@ -123,6 +132,12 @@ class RankNode(NamesWhatIsMissing):
         if facts.params is not None:
             test_id = facts.node.partition("[")[2].removesuffix("]")
             self.callspec = types.SimpleNamespace(params=facts.params, id=test_id)
+
+    def add_marker(self, marker: str | pytest.MarkDecorator, append: bool = True) -> None:
+        """Give the test a mark; pytest's process hears of it with the outcome."""
+        mark = (getattr(pytest.mark, marker) if isinstance(marker, str) else marker).mark
+        self.own_markers.insert(len(self.own_markers) if append else 0, mark)
+        self._given.append(mark)
 
     def iter_markers(self, name: str | None = None) -> Iterable[pytest.Mark]:
         """Yield the marks, of this name or all, the nearest first."""

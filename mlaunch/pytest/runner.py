@@ -19,7 +19,7 @@ from mlaunch.pytest import body, cases, class_attributes, examples, subtests, tr
 from mlaunch.pytest.class_attributes import GivenAttributes
 from mlaunch.pytest.crossing import Examples, Findings, RankTest, Surroundings
 from mlaunch.pytest.debugged import Debugging
-from mlaunch.pytest.judgement import is_out_of_step, judge, judgement_of, logged, pass_on, raise_of, show
+from mlaunch.pytest.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, show
 from mlaunch.pytest.mark import POOL, WANTED, Shape, Wanted
 from mlaunch.pytest.pool import RankPool, only_devices_lack
 from mlaunch.pytest.rank_request import facts_of
@@ -28,7 +28,6 @@ from mlaunch.pytest.shared_ranks import Placed, SharedRanks
 _PLUGIN = "pytest_timeout"
 _MANY = 10  # tests to come, for which it is worth to have ranks in reserve
 
-_SECTIONS = pytest.StashKey[list[tuple[str, str]]]()  # of the report of a test's call
 _RANKS = pytest.StashKey[SharedRanks]()  # of a test
 _EXAMPLES = pytest.StashKey[Examples | None]()
 _SMALL = (int, float, bool, str, bytes, type(None))
@@ -59,7 +58,6 @@ class Runner:
         self._to_come -= 1
         with _timeouts_suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
-        pyfuncitem.stash[_SECTIONS] = logged(findings)
         pass_on(pyfuncitem, findings)
         self._print(findings)
         subtests.report(pyfuncitem, findings)
@@ -81,13 +79,11 @@ class Runner:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
+        self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Shows what a rank has shown, in place of our own lines."""
         report = yield
         judgement = judgement_of(None if call.excinfo is None else call.excinfo.value)
-        if report.when == "call":
-            report.sections[:0] = list(item.stash.get(_SECTIONS, ()))
         if judgement is not None:
             show(report, judgement)
         return report

@@ -33,6 +33,7 @@ class Twins(contextlib.ExitStack):
         self._for_caplog, self._for_report = _handler(config), _handler(config)
         self._catching: list[logging.Logger] = []
         self.properties: list[tuple[str, object]] = []
+        self.marks: list[pytest.Mark] = []
         self.parts: list[Part] = []
         self.shown: list[str] = []
 
@@ -108,7 +109,7 @@ class Twins(contextlib.ExitStack):
 
     def _request(self) -> RankRequest:
         facts = cast("RequestFacts", self._test.request)  # it comes where the test asks for it
-        return RankRequest(facts, self.config, self._place, self.callback, self._test.values)
+        return RankRequest(facts, self.config, self._place, self, self._test.values)
 
 
 class RankCapture:

@@ -472,6 +472,57 @@ def test_too_few_devices(): pass
 def test_on_cpus(): assert "MLAUNCH_LEASED" not in os.environ
 """
 
+GIVEN_BACK = """
+import os, signal, time
+from pathlib import Path
+import pytest
+from mlaunch.leases.acquisition import standing
+from mlaunch.leases.site import place
+from mlaunch.pytest import workers
+
+workers._TERM = 0.0
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+@pytest.fixture
+def there(request): return lambda name: (Path(request.config.rootpath) / name).exists()
+
+class TestKeeps:
+    @pytest.mark.ranks(1, device_type="toy", backend="gloo")
+    def test_takes(self, request): (Path(request.config.rootpath) / "taken").touch()
+    def test_others_wait(self): wait_until(lambda: standing(place(os.environ))[1])
+    def test_others_have_it(self, there): wait_until(lambda: there("had"))
+
+class TestWaits:
+    def test_it_is_taken(self, there): wait_until(lambda: there("taken"))
+    @pytest.mark.ranks(2, device_type="toy", backend="gloo")
+    def test_wants_all(self, request): (Path(request.config.rootpath) / "had").touch()
+"""
+
+ENDED_BY_ITS_DEADLINE = """
+import pytest, torch.distributed as dist
+from covered import waiting
+
+@pytest.mark.ranks(2, deadline=1)
+def test_waits():
+    if dist.get_rank() == 0: waiting.wait()
+    dist.barrier()
+"""
+
+WAITING = """
+import atexit, signal, threading
+
+def wait():
+    atexit.register(threading.Event().wait)  # as of a library that waits for its peers: the rank will be killed
+    waits = True
+    while waits:
+        signal.pause()
+"""
+
 TORCH_CASES = """
 import os, pytest, torch, torch.distributed as dist
 from torch.testing._internal import common_distributed

@@ -178,6 +178,17 @@ def test_lines_that_run_on_ranks_count(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_lines_of_a_test_that_its_deadline_ends_count(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_cov")
+    files = {"covered/__init__.py": "", "covered/waiting.py": rank_suite.WAITING}
+    files["test_it.py"] = rank_suite.ENDED_BY_ITS_DEADLINE
+    reports, printed = run(tmp_path, files, "-p", "pytest_cov.plugin", "--cov=covered", "--cov-report=json")
+    assert outcomes(reports) == dict.fromkeys(reports, "failed"), printed
+    told = json.loads((tmp_path / "coverage.json").read_text())["files"]["covered/waiting.py"]
+    assert told["missing_lines"] == [], printed
+
+
 def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]], tmp_path: Path) -> None:
     reports, printed = suite(rank_suite.CASES)
     told = outcomes(reports)
@@ -242,3 +253,19 @@ def test_workers_of_xdist_lease_devices(tmp_path: Path) -> None:
     assert {report["outcome"] for report in told.values()} == {"passed"}, printed
     assert len(told) == 7
     assert {len(report["properties"]["devices"]) for report in told.values() if report["properties"]} == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
+def test_a_worker_of_xdist_gives_devices_back_between_tests(tmp_path: Path) -> None:
+    """Another worker waits for all of them: it has them before the tests of the first one are over."""
+    pytest.importorskip("xdist")
+    (tmp_path / "toy").mkdir()
+    toy.install(tmp_path / "toy")
+    path = os.pathsep.join([str(ROOT), str(tmp_path / "toy")])
+    flags = ("-p", "xdist.plugin", "-n", "2", "--dist", "loadscope")
+    files = {"test_it.py": rank_suite.GIVEN_BACK}
+    reports, printed = run(
+        tmp_path, files, *flags, python=sys.executable, PYTHONPATH=path, TOY_LOG=str(tmp_path / "log")
+    )
+    assert list(outcomes(reports).values()) == ["passed"] * 5, printed
