@@ -122,7 +122,7 @@ def request_of(options: Options, server: ForkServer, environ: Mapping[str, str],
                 f"without a lease, or on other devices"
             )
         )
-    return LeaseRequest(options, environ, Wish(left, count, name), numbers)
+    return LeaseRequest(options, environ, Wish(left, count, name, held_around(environ)), numbers)
 
 
 def _wanted(
@@ -197,7 +197,7 @@ def granted(
             if (text := request.waits_for(acquisition)) != told:
                 tell(text)
                 told = text
-            interrupts.wait_readable(acquisition.fds())
+            interrupts.wait_readable(acquisition.fds(), acquisition.timeout())
     finally:
         acquisition.close()
     return request.granted(lease)

@@ -47,7 +47,10 @@ def rows(environ: Mapping[str, str]) -> list[str]:
     held, waiting = standing(place(environ))
     found = ["leases"] if held or waiting else []
     found += [f"  {one['device']}  {_who(one)}" for one in held]
-    return found + [f"  {_who(one, ', waits')} for {_wanted(one.get('count', 1), one['names'])}" for one in waiting]
+    for one in waiting:
+        over = ": it has stopped, and is passed over" if one.get("stopped") else ""
+        found.append(f"  {_who(one, ', waits')} for {_wanted(one.get('count', 1), one['names'])}{over}")
+    return found
 
 
 def _who(one: Mapping[str, Any], does: str = ", for") -> str:

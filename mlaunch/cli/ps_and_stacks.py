@@ -59,9 +59,18 @@ def add_commands(commands: Commands) -> None:
     why.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
     why.set_defaults(run=_why)
     stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
-    stop.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)")
+    shown = "as ps shows it, or its start (default: the one)"
+    stop.add_argument("id", nargs="?", type=_id, default=None, metavar="ID", help=shown)
     stop.add_argument("--now", action="store_true", help="end it at once, whatever its ranks do")
     stop.set_defaults(run=_stop)
+
+
+def _id(text: str) -> str:
+    if text:
+        return text
+    raise argparse.ArgumentTypeError(
+        "'' is no ID (a shell variable that is not set?); without one, the only launch ends"
+    )
 
 
 def _period(text: str) -> float:
@@ -134,10 +143,11 @@ def _stacks(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    found = ask(STATUS, args.id)
+    start = args.id or ""
+    found = ask(STATUS, start)
     ids = {launch["id"] for launch in found}  # the parts of one launch that are on this machine have the same
     if len(ids) != 1:
-        raise LookupError(which(args.id, found, "stop"))
+        raise LookupError(which(start, found, "stop"))
     for launch in found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
     told = ask(END if args.now else STOP, *ids, patient=True)

@@ -70,8 +70,15 @@ class LeaseSite:
             raise
 
     def __enter__(self) -> None:
-        """Keeps all others from changing anything, until the block ends."""
+        """Keeps all others from changing anything, until the block ends. FileNotFoundError: it was removed."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if os.fstat(self.fd).st_nlink == 0:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            raise FileNotFoundError(
+                errno.ENOENT, f"somebody has removed {self.path}, the directory of device leases, while this launch "
+                f"waited: who has which device is not known any more. Wait for the end of the launches that hold "
+                f"devices (mlaunch ps), and call again"
+            )  # fmt: skip
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
@@ -93,7 +100,7 @@ class LeaseSite:
             # A FIFO: its reader hears HUP when the last writer is gone, killed or not, and nobody polls.
             os.mkfifo(name, 0o600, dir_fd=self.fd)
         # For reading, too, or Linux would refuse to open a FIFO for writing that nobody reads.
-        fd = os.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+        fd = self._opened(name, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._say(name + ".json", said)
@@ -105,7 +112,7 @@ class LeaseSite:
     def watch(self, name: str) -> int | None:
         """Returns a descriptor that hangs up when who has this FIFO is gone; None: nobody has it. Under the lock."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = self._opened(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
@@ -115,6 +122,21 @@ class LeaseSite:
             return fd
         os.close(fd)
         return None
+
+    def _opened(self, name: str, flags: int) -> int:
+        """Open a FIFO. FileNotFoundError: there is none; OSError for anything else of this name."""
+        fd = -1
+        with contextlib.suppress(IsADirectoryError, PermissionError):
+            try:
+                fd = os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+            except OSError as error:
+                if error.errno not in {errno.ELOOP, errno.ENXIO}:  # a link, a socket
+                    raise
+        if fd >= 0 and stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return fd
+        if fd >= 0:
+            os.close(fd)
+        raise FileExistsError(errno.EEXIST, f"{self.path / name} is in the way of a device's lease: remove it")
 
     def said(self, name: str) -> dict[str, Any]:
         """Returns what who has it, or had it last, says of itself; nothing of who was killed while saying so."""

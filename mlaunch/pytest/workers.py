@@ -96,7 +96,7 @@ def _wait(request: leasing.LeaseRequest, patience: float) -> DeviceLease:
         while (lease := acquisition.step()) is None:
             if (left := end - time.monotonic()) <= 0:
                 raise pytest.fail.Exception(_told(request, acquisition, patience), pytrace=False)
-            interrupts.wait_readable(acquisition.fds(), left)
+            interrupts.wait_readable(acquisition.fds(), min(left, acquisition.timeout() or left))
     finally:
         acquisition.close()
     return lease

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -77,6 +78,27 @@ def nested() -> list[int]:
 def test_a_launch_inside_the_one_that_holds_its_devices_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"getpid\(\) would wait for ever: it wants 1 of place on the CPUs 0, and"):
         launcher(nested, n_gpus=1, concurrent=1)()
+
+
+def crossed(folder: Path, number: int) -> list[int]:
+    """Launches once both of them have what the other one's launch wants."""
+    (folder / f"{number}.begun").touch()
+    while len(list(folder.glob("*.begun"))) < 2:
+        os.sched_yield()
+    return launcher(os.getpid, n_gpus=1, concurrent=2, join=False)()
+
+
+@pytest.mark.slow
+def test_two_launches_that_want_what_the_other_has_are_not_left_waiting(tmp_path: Path) -> None:
+    """One is refused; it leaves its device to the other."""
+    runs = [launcher(crossed, n_gpus=1, concurrent=2).submit(tmp_path, number) for number in range(2)]
+    (error,) = (found for run in runs if (found := run.exception(120)) is not None)
+    assert isinstance(error, RuntimeError)
+    told = (
+        r"getpid\(\) would wait for ever: it wants 1 of place on the CPUs (\d) and waits for getpid\(\) \(pid \d+\), "
+    )
+    told += r"which is called in crossed\(\) \(pid \d+\), on place on the CPUs \1, and wants place"
+    assert re.search(told, str(error))
 
 
 def forever(folder: Path) -> None:

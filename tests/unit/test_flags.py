@@ -141,6 +141,14 @@ def test_the_command_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]
     assert all(re.search(rf"^    {name} ", said, re.MULTILINE) for name in ("run", "ps", "why", "stop", "doctor"))
 
 
+def test_an_id_that_is_empty_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a shell variable that is not set: it is the start of each ID."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["stop", ""])
+    assert caught.value.code == 2
+    assert "'' is no ID (a shell variable that is not set?)" in capsys.readouterr().err
+
+
 def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     said = refused(capsys, "--print-completion", "bash")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.linux import wait_readable
+from mlaunch.cli import on_lease
 from mlaunch.leases import acquisition, site
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
 from tests.lease_storm import storm
@@ -152,6 +154,90 @@ def test_tells_who_holds_and_who_waits(tmp_path: Path) -> None:
     waiter.close()
     lease.close()
     assert acquisition.standing(tmp_path) == ([], [])
+
+
+def test_who_has_stopped_is_passed_over(tmp_path: Path) -> None:
+    """It blocked all behind it, though the device is free; it has its place again once it goes on."""
+    lease = take(tmp_path, "a")
+    stopped = in_child(lambda: (one := Acquisition(tmp_path, Wish("a", 1, "search()")), one.step()))
+    ours = Acquisition(tmp_path, Wish("a", 1))
+    assert ours.step() is None
+    assert ours.timeout() is not None  # since nobody is told of a process that stops
+    os.kill(stopped, signal.SIGSTOP)
+    os.waitpid(stopped, os.WUNTRACED)
+    assert ours.step() is None
+    over = f"search() (pid {stopped}), which has stopped and is passed over"
+    assert ours.waits_for() == f"test (pid {os.getpid()}), {over}"
+    assert [one.get("stopped") for one in acquisition.standing(tmp_path)[1]] == [True, None]
+    assert "it has stopped, and is passed over" in on_lease.rows({site.VARIABLE: str(tmp_path)})[2]
+    os.kill(stopped, signal.SIGCONT)
+    os.waitpid(stopped, os.WCONTINUED)
+    assert ours.step() is None
+    assert ours.waits_for() == f"search() (pid {stopped})"
+    os.kill(stopped, signal.SIGSTOP)
+    os.waitpid(stopped, os.WUNTRACED)
+    lease.close()
+    taken = ours.step()
+    assert taken is not None
+    for one in (ours, taken):
+        one.close()
+    kill(stopped)
+
+
+def test_a_circle_is_refused_as_it_closes(tmp_path: Path) -> None:
+    """Each is called in the launch that has what the other wants; directly, or behind one that came before it."""
+    leases = [take(tmp_path, name) for name in "ab"]
+    first = Acquisition(tmp_path, Wish("b", 1, "first()", "a"))
+    assert first.step() is None
+    free = Acquisition(tmp_path, Wish("bc", 1, "free()", "z"))  # of the two one is free, though not in its turn
+    assert free.step() is None
+    second = Acquisition(tmp_path, Wish("a", 1, "second()", "b"))
+    with pytest.raises(RuntimeError, match=r"second\(\) would wait for ever: it wants 1 of a and waits for first\(\) "):
+        second.step()
+    free.close()
+    second.close()
+    leases[1].close()
+    got = first.step()
+    assert got is not None
+    for one in (first, got):
+        one.close()
+    large = Acquisition(tmp_path, Wish("ab", 2, "large()"))
+    assert large.step() is None
+    behind = Acquisition(tmp_path, Wish("b", 1, "behind()", "a"))
+    with pytest.raises(
+        RuntimeError, match=r"behind\(\) .* waits for large\(\) .*, which came before it and wants 2 of"
+    ):
+        behind.step()
+    for other in (behind, large, leases[0]):
+        other.close()
+
+
+def test_strange_things_in_the_directory_are_told_of_only_where_they_are_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "ticket.mine").touch()
+    (tmp_path / "ticket.5").mkdir()
+    (tmp_path / "device.b").mkdir()
+    take(tmp_path, "a").close()
+    for make in (Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/null")):
+        make(tmp_path / "device.c")
+        ours = Acquisition(tmp_path, Wish("c", 1))
+        with pytest.raises(OSError, match=r"device\.c is in the way of a device's lease: remove it"):
+            ours.step()
+        ours.close()
+        assert acquisition.standing(tmp_path) == ([], [])
+        (tmp_path / "device.c").rmdir() if make is Path.mkdir else (tmp_path / "device.c").unlink()
+
+
+def test_a_directory_that_is_removed_is_told_of(tmp_path: Path) -> None:
+    lease = take(tmp_path / "leases", "a")
+    ours = Acquisition(tmp_path / "leases", Wish("a", 1))
+    assert ours.step() is None
+    shutil.rmtree(tmp_path / "leases")
+    for look in (ours.step, ours.waits_for):
+        with pytest.raises(FileNotFoundError, match=r"somebody has removed .*/leases, the directory of device leases"):
+            look()
+    ours.close()
+    lease.close()
+    take(tmp_path / "leases", "a").close()
 
 
 def test_refuses_a_directory_that_is_not_this_users_alone(tmp_path: Path) -> None:

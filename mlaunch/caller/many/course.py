@@ -132,7 +132,7 @@ def _leased(
         acquisition = request.begin()
         try:
             while (lease := request.look(acquisition)) is None:
-                yield Need(tuple(acquisition.fds()), later=True)
+                yield Need(tuple(acquisition.fds()), acquisition.timeout(), later=True)
                 go_on(course)
         finally:
             acquisition.close()
