@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
 import _thread
-import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from mlaunch.base import linux
+from mlaunch.base import forks, linux
 
 _Handler = Callable[[int, FrameType | None], Any]
 _MARK = "_mlaunch_by_handler"
@@ -107,7 +106,7 @@ class _MainThread:
 
     def __init__(self) -> None:
         self.ident = threading.main_thread().ident
-        os.register_at_fork(after_in_child=self._take_over)
+        forks.in_forks(self._take_over)
 
     def _take_over(self) -> None:
         self.ident = threading.get_ident()
@@ -172,6 +171,11 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
     def __init__(self) -> None:
         self._waiters: list[threading.Lock] = []
         self._inside: list[deferred] = []  # of whoever holds the lock, once for each time
+        forks.renewed(self)
+
+    def _at_fork_reinit(self) -> None:
+        super()._at_fork_reinit()  # type: ignore[misc]  # as all locks have, for this
+        self._waiters, self._inside = [], []
 
     def __enter__(self) -> bool:  # type: ignore[override]  # which may be called with what acquire takes
         signals = deferred()

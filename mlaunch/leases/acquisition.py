@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlaunch.base import linux
+from mlaunch.base import forks, linux
 from mlaunch.base.fds import close_all
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.misuse import misuse
@@ -239,7 +239,7 @@ def _let_go() -> None:
 
 
 # A lease is an open file, and a fork that outlives its parent would keep the devices.
-os.register_at_fork(after_in_child=_let_go)
+forks.in_forks(_let_go)
 
 
 def standing(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -35,8 +35,8 @@ def in_words(mine: Said, others: Sequence[Said], held: Mapping[str, Said]) -> st
     rest = " and ".join(f"{_name(one)}, {_place(one, held)}" for one in others)
     return (
         f"{mine['who']} would wait for ever: it wants {mine['count']} of {_names(mine)} and waits for {rest}, while "
-        f"the launch that it is called in, {_holders(mine, held)}, holds {', '.join(mine['holds'])} until this rank has "
-        f"returned. Launch it without a lease, or on other devices"
+        f"the launch that it is called in, {_holders(mine, held)}, holds {', '.join(mine['holds'])} until this rank "
+        f"has returned. Launch it without a lease, or on other devices"
     )
 
 

@@ -7,7 +7,6 @@ server's business (``late_imports``), and take their time once.
 from __future__ import annotations
 
 import importlib.machinery
-import os
 import sys
 import sysconfig
 import time
@@ -15,6 +14,7 @@ import types
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from mlaunch.base import forks
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 
@@ -79,7 +79,7 @@ def prepare() -> None:
 def begin(board: Board, local_rank: int) -> None:
     """Notes imports of this process on the board from now on."""
     _watch.board, _watch.local_rank, _watch.inside = board, local_rank, False
-    os.register_at_fork(after_in_child=_forget)
+    forks.in_forks(_forget)
 
 
 def conclude() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
 import os
 import re
 import signal
@@ -11,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -181,6 +184,46 @@ def ranks_of(runs: Sweep, folder: Path) -> list[int]:
     wait_until(lambda: len(standing(place(os.environ))[1]) == 1)
     assert [run.state for run in runs] == ["running", "waiting", "waiting"]
     return pids
+
+
+def in_a_fork(runs: Sweep, folder: Path) -> bool:
+    """True if it leaves its parent's runs alone, and makes calls of its own."""
+    own = launcher(int, n_gpus=1, concurrent=1).submit(7)
+    gc.collect()
+    for refused in (runs.results, runs.cancel, runs.retry, runs[0].result, runs[1].cancel, runs[1].stop):
+        with pytest.raises(RuntimeError, match=f"by process {os.getppid()}, of which this one is a fork: ask there"):
+            refused()
+    (folder / "refused").touch()
+    return runs[0].state == "running" and own.result(120) == [7]
+
+
+@pytest.mark.slow
+def test_a_fork_beside_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As a data loader makes one: it says nothing, holds nothing of the sweep's, and waits for nobody in its parent."""
+    given: dict[str, Any] = {"folder": [tmp_path], "name": ["first", "second"], "resume": tmp_path / "sweep.jsonl"}
+    runs = launcher(hold, n_gpus=1, concurrent=1).grid(**given)
+    wait_until(lambda: [run.state for run in runs] == ["running", "waiting"] and [*tmp_path.glob("first-*")])
+    wait_until(lambda: standing(place(os.environ))[1])
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            os.close(writer)
+            signal.alarm(120)
+            found = in_a_fork(runs, tmp_path)
+            os.read(reader, 1)
+            os._exit(0 if found else 1)
+        os._exit(2)
+    os.close(reader)
+    wait_until((tmp_path / "refused").exists)
+    for name in ("first", "second"):
+        wait_until(lambda name=name: list(tmp_path.glob(f"{name}-*")))  # type: ignore[misc]
+        for mark in tmp_path.glob(f"{name}-*"):
+            mark.unlink()
+    assert runs.results(120) == [["first"], ["second"]]
+    assert launcher(hold, n_gpus=1, concurrent=1).grid(**given).results(120) == runs.results()
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert capfd.readouterr().err == ""
 
 
 INTERRUPTED = "the trials of hold() were interrupted; 0 of 3 had returned, and their values stay"

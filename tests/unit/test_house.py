@@ -209,6 +209,13 @@ def lacks_encoding(call: ast.Call) -> bool:
     return name in {"read_text", "write_text"} or "text" in given or "universal_newlines" in given
 
 
+def test_one_module_knows_forks() -> None:
+    """So that a fork forgets, closes and unlocks what is its parent's in one order, whatever of it fails."""
+    sources = (ROOT / "mlaunch").rglob("*.py")
+    found = [path.name for path in sources if "register_at_fork" in path.read_text(encoding="utf-8")]
+    assert found == ["forks.py"]
+
+
 def test_texts_have_their_encoding() -> None:
     paths = [path for folder in ("mlaunch", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     found = [

@@ -93,12 +93,14 @@ class Run(Future[list[Any]]):
 
     @raises_from_caller
     def result(self, timeout: float | None = None) -> list[Any]:
-        self._course.before_wait()
+        if not self.done():
+            self._course.before_wait()
         return super().result(timeout)
 
     @raises_from_caller
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._course.before_wait()
+        if not self.done():
+            self._course.before_wait()
         return super().exception(timeout)
 
     def running(self) -> bool:
@@ -115,6 +117,8 @@ class Run(Future[list[Any]]):
             Whether it ended by that: not if it was over, or all ranks had returned, or one had failed. Where it does
             not wait, whether it is asked to.
         """
+        if not self.done():
+            self._course.check_process()
         self._course.ask_to_cancel()
         if self._course.in_callback() or (not self.done() and stops_an_event_loop()):
             return self.cancelled() or not self.done()
@@ -155,6 +159,8 @@ class Run(Future[list[Any]]):
         Returns:
             Whether it is not over.
         """
+        if not self.done():
+            self._course.check_process()
         self._course.stop_reason = self._course.stop_reason or reason
         self._course.notify()
         return not self.done()
@@ -237,10 +243,16 @@ class RunCourse:
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
     place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
+    pid: int = field(default_factory=os.getpid)  # of the process that has submitted it
     _telling: int | None = None  # the thread that calls back for its reports
 
     def notify(self) -> None:
         self.loop.notify()
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a fork of the process that has submitted it, which hears no more of it."""
+        if self.pid != os.getpid():
+            raise RuntimeError(f"this run was submitted by process {self.pid}, of which this one is a fork: ask there")
 
     def in_callback(self) -> bool:
         """True in a callback, for the end of which the thread that drives waits."""
@@ -251,6 +263,7 @@ class RunCourse:
 
         RuntimeError: it waits for the run that calls it back, which goes on only after that.
         """
+        self.check_process()
         if self._telling == threading.get_ident():
             raise RuntimeError("a callback waits for the run that has called it, which goes on only after that")
         self.loop.hand_over()

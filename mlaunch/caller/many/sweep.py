@@ -7,6 +7,7 @@ what it waits for, the next one gets in line.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -15,8 +16,9 @@ from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a
 from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
+from mlaunch.base import forks
 from mlaunch.base.log import log
-from mlaunch.base.misuse import hides_our_frames
+from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.many import sweep_table, trial_arguments
@@ -48,7 +50,8 @@ class Sweep(Sequence[Run]):
         self._ended: list[Trial] = []  # in the order in which they did
         self._changed = interrupts.Condition()
         self._failed: Trial | None = None  # the first that did
-        self._lock = threading.Lock()
+        self._lock = forks.renewed(threading.Lock())
+        self._pid = os.getpid()
         self._begun = time.monotonic()
         place = area(blocks=False) if plan.options.progress else None
         self._area = None if place is None else SharedArea(place, self._total, self._begun)
@@ -110,6 +113,8 @@ class Sweep(Sequence[Run]):
     @raises_from_caller
     def cancel(self) -> None:
         """Ends all that run, starts none that wait, and returns when their processes are gone."""
+        if not all(trial.done() for trial in self._trials):
+            self._check_process()
         # All are asked first, so that their grace periods pass at the same time.
         for trial in self._trials:
             trial.ask_to_cancel()
@@ -125,6 +130,7 @@ class Sweep(Sequence[Run]):
 
     def retry(self) -> Sweep:
         """Begins again what failed or was cancelled, with new runs in the places of the old; returns itself."""
+        self._check_process()
         with self._changed:
             over = [trial for trial in self._ended if trial.state != "returned"]
         surroundings = surroundings_of(self._plan.options)
@@ -138,6 +144,12 @@ class Sweep(Sequence[Run]):
                 self._failed = None
         self._begin([*again.values()], done)
         return self
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise misuse(
+                RuntimeError(f"this sweep was begun by process {self._pid}, of which this one is a fork: ask there")
+            )
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a dict for each run, for pandas.
@@ -236,6 +248,8 @@ class Sweep(Sequence[Run]):
 
     def _wait(self, is_so: Callable[[], bool], until: float) -> None:
         """Waits. TimeoutError; an interrupt ends all."""
+        if not is_so():
+            self._check_process()
         loop.hand_over()  # in a callback
         try:
             with self._changed:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from mlaunch.base import forks
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
@@ -72,7 +73,7 @@ class Trial(Run):
         course.begins, course.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key
         self._plan, self._sweep = plan, sweep
-        self._lock = threading.Lock()
+        self._lock = forks.renewed(threading.Lock())
         self._is_driven = False
         self._then: Callable[[], None] | None = None
         self._begun: float | None = None  # in monotonic seconds
@@ -100,7 +101,9 @@ class Trial(Run):
         self._course.notify()
 
     def cancel(self) -> bool:
-        self.ask_to_cancel()
+        if not self.done():
+            self._course.check_process()
+            self.ask_to_cancel()
         return super().cancel()
 
     def end(self) -> None:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mlaunch.base.forks import close_in_forks
 from mlaunch.base.misuse import misuse
 from mlaunch.caller.many.identity import identity_of
 from mlaunch.caller.warn import warn_caller
@@ -58,6 +59,7 @@ class TrialFile:
         self._head = {**_KIND, "function": identity.function, "source": identity.source}
         self._fd = -1
         self._records: dict[TrialKey, Mapping[str, Any]] = {}
+        close_in_forks(self)  # which would keep it locked
 
     def look_up(self, keys: Sequence[TrialKey]) -> list[Done | None]:
         """Opens the file, unless it is open; returns which of these trials are done, None for the others.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import linux
+from mlaunch.base import forks, linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.caller import interrupts
 from mlaunch.caller.server.attachments import in_memfds, standard_streams
@@ -262,4 +262,4 @@ def forget_inherited() -> None:
         channel.close()
 
 
-os.register_at_fork(after_in_child=forget_inherited)
+forks.in_forks(forget_inherited)

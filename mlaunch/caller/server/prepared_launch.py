@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.supervision.stack_requests import STOPPED, state_of
-from mlaunch.base import linux
+from mlaunch.base import forks, linux
 from mlaunch.base.fds import close_all
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
@@ -138,4 +138,4 @@ def _streams() -> _Streams:
 
 
 preparation = Preparation()
-os.register_at_fork(after_in_child=preparation.forget)
+forks.in_forks(preparation.forget)

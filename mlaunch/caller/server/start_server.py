@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from mlaunch.base import linux
+from mlaunch.base import forks, linux
 from mlaunch.base.child_debugging import not_debugged, stay_undebugged
 from mlaunch.base.fds import KeptFd
 from mlaunch.base.frozen_record import frozen_record
@@ -87,7 +87,7 @@ def _disown() -> None:
 
 
 _interpreters: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_disown)
+forks.in_forks(_disown)
 
 
 def start_fork(call: Call) -> ForkServer:

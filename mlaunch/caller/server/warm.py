@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 
+from mlaunch.base import forks
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
@@ -76,4 +77,4 @@ class WarmServer:
 
 warm_server = WarmServer()
 atexit.register(warm_server.close)
-os.register_at_fork(after_in_child=warm_server.forget)
+forks.in_forks(warm_server.forget)

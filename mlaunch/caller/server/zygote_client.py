@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlaunch.base import linux
+from mlaunch.base import forks, linux
 from mlaunch.base.fds import KeptFd, close_all
 from mlaunch.base.misuse import misuse
 from mlaunch.base.peer_process import differences_to_peer, peer_process
@@ -209,4 +209,4 @@ def _forget_inherited() -> None:
 
 
 _forks: weakref.WeakSet[_Fork] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_forget_inherited)
+forks.in_forks(_forget_inherited)
