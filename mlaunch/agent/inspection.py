@@ -186,6 +186,7 @@ class Inspection:
             "cwd": spec.context.cwd,
             "argv": list(spec.context.argv),
             "source": spec.context.source,
+            "given": spec.context.given,
             "call": self._call(),
             "world_size": spec.world_size,
             "restart_count": spec.restart_count,

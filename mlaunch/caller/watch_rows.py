@@ -25,8 +25,9 @@ def title_of(launch: Mapping[str, Any]) -> str:
     size = len(launch["ranks"])
     ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
     again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
+    name = f"{launch['function'].removesuffix('()')}({launch['given']})" if launch.get("given") else launch["function"]
     return (
-        f"{launch['id'][:ID_SHOWN]}  {launch['function']}  {ranks}, {in_two_units(launch['age'])} old, "
+        f"{launch['id'][:ID_SHOWN]}  {name}  {ranks}, {in_two_units(launch['age'])} old, "
         f"called by pid {launch['caller']}{again}"
     )
 

@@ -32,6 +32,7 @@ class Context:
     settings: Settings = ()
     source: str = ""  # what has called, for people: "train.py", "In[3] of tour.ipynb"
     authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
+    given: str = ""  # the arguments of a call that goes on by itself, for people: "lr=0.1, width=64"
 
 
 @frozen_record

@@ -65,7 +65,7 @@ def test_a_trial_that_is_pruned_stops_at_one_step_on_all_ranks() -> None:
     assert pruned[1] == "pruned"
     assert good == [(100, "")] * 2
     row = runs.rows()[1]
-    assert row["reported"] == {"step": 100, "loss": 10.0}
+    assert (row["step"], row["loss"]) == (100, 10.0)
     assert "step=100, loss=10" in runs.table()
 
 

@@ -13,16 +13,22 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from mlaunch import launcher
+import mlaunch
+from mlaunch import LaunchTimeout, launcher
 from mlaunch.caller.many import sweep, sweep_table
 from mlaunch.caller.many.sweep import Sweep
+from mlaunch.caller.running_launches import ask
+from mlaunch.caller.watch_rows import title_of
 from mlaunch.leases.acquisition import standing
 from mlaunch.leases.site import place
+from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_submit import hold, holding
 from tests.processes import alive, wait_until
 from tests.unit.test_output import Place
@@ -48,7 +54,7 @@ def test_a_map_and_a_grid() -> None:
     assert grid.results(120) == [[0, 1], [1, 2], [0, 1], [2, 3]]
     rows = grid.rows()
     assert [(row["x"], row["y"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
-    assert rows[3] == {**rows[3], "folder": None, "state": "returned", "values": [2, 3]}
+    assert rows[3] == {**rows[3], "folder": None, "state": "returned", "value": 2, "values": [2, 3]}
     assert sweep_table.text(list(grid), 3).splitlines()[-1] == "and 1 more: table() has all"  # type: ignore[arg-type]
     assert "<td>2</td><td>1</td><td>returned</td>" in grid._repr_html_()
     assert len(times.map([])) == 0
@@ -186,6 +192,43 @@ def ranks_of(runs: Sweep, folder: Path) -> list[int]:
     return pids
 
 
+def various(kind: str, loss: float) -> object:
+    mlaunch.report(1, loss=loss, kind=kind)
+    return {"dict": {"acc": 0.5, "loss": 1.0, "state": "x"}, "tensor": torch.tensor(2.5)}[kind]
+
+
+def test_rows_have_a_column_for_each_thing_that_was_reported_or_returned() -> None:
+    """Numbers, so that a table can be computed with; a name that is there has "_" behind it."""
+    runs = launcher(various, 1, concurrent=2).map(["dict", "tensor"], [2.0, 3.0])
+    runs.results(120)
+    first, second = runs.rows()
+    names = ["kind", "loss", "state", "seconds", "step", "loss_", "kind_", "acc", "loss__", "state_", "values"]
+    assert list(first) == names
+    assert (first["loss"], first["loss_"], first["loss__"], first["state_"]) == (2.0, 2.0, 1.0, "x")
+    assert (type(second["value"]), second["value"]) == (float, 2.5)
+
+
+def test_a_row_says_who_kept_a_trial_that_hung() -> None:
+    def fails(text: str) -> str:
+        return sweep_table._reason(LaunchTimeout(text))
+
+    late = "train() did not finish within its deadline of 6 s; ranks 0-1 had not returned"
+    why = "rank 1 has not entered all_reduce #1 of the default group"
+    assert fails(f"{late}\n{why}\n\nmeanwhile:\n  ranks 0-1 were in f") == f"LaunchTimeout: {why}; {late}"
+    assert fails(f"{late}\n\nmeanwhile:\n  ranks 0-1 were in f") == f"LaunchTimeout: ranks 0-1 were in f; {late}"
+    assert fails("") == "LaunchTimeout: "
+
+
+def test_the_last_line_counts_what_is_done_and_what_of_that_failed() -> None:
+    def line(*states: str) -> str:
+        trials: Any = [SimpleNamespace(state=state) for state in states]
+        return sweep_table.in_one_line("train", trials, 35.0)
+
+    assert line("returned", "running", "waiting", "waiting") == "train: 1 of 4 done, 1 running, 2 waiting  0:35"
+    assert line("returned", "failed", "cancelled") == "train: 3 of 3 done (1 of them failed, 1 cancelled)  0:35"
+    assert line("cancelled", "starting") == "train: 1 of 2 done (1 of them cancelled), 1 starting  0:35"
+
+
 def in_a_fork(runs: Sweep, folder: Path) -> bool:
     """True if it leaves its parent's runs alone, and makes calls of its own."""
     own = launcher(int, n_gpus=1, concurrent=1).submit(7)
@@ -238,7 +281,8 @@ INTERRUPTED = "the trials of hold() were interrupted; 0 of 3 had returned, and t
     ],
 )
 def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object], told: list[str]) -> None:
-    runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"])
+    file = tmp_path / "sweep.jsonl" if told else None
+    runs = launcher(hold, n_gpus=2, concurrent=1).map([tmp_path] * 3, ["first", "second", "third"], resume=file)
     pids: list[int] = []
 
     def interrupt() -> None:
@@ -250,7 +294,8 @@ def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object],
     with pytest.raises(KeyboardInterrupt) as interrupted:
         waits(runs)
     sender.join()
-    assert getattr(interrupted.value, "__notes__", []) == told
+    there = f" in {file}: the same line of code, run again, goes on from there"
+    assert getattr(interrupted.value, "__notes__", []) == [one + there for one in told]
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.value.__traceback__)]
     assert len([file for file in files if file != __file__]) <= 1  # as of a call
     assert len(pids) == 2
@@ -259,6 +304,7 @@ def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object],
 
 
 def say(folder: Path, name: str) -> None:
+    mlaunch.report(3, loss=0.25)
     print("hello")
     hold(folder, name)
 
@@ -271,12 +317,14 @@ def test_lines_of_trials_and_how_far_they_are(
     monkeypatch.setattr(sweep, "area", lambda **_: place)
     runs = launcher(say, n_gpus=2, concurrent=2).map([tmp_path] * 3, ["first", "second", "third"])
     expected = [
-        "name='first': say()  0:00  running",
-        "name='second': say()  0:00  running",
-        "say: 0 of 3 done, 2 running",
+        "name='first': say()  0:00  running, step 3, loss 0.25",
+        "name='second': say()  0:00  running, step 3, loss 0.25",
+        "say: 0 of 3 done, 2 running, 1 waiting",
     ]
     pattern = "\n".join(map(re.escape, expected)).replace("0:00", r"\d:\d\d")
     wait_until(lambda: any(re.match(pattern, text) for text in place.shown))
+    titles = [title_of(launch) for launch in ask(STATUS)]
+    assert all(any(f"name={name!r})  2 ranks" in title for title in titles) for name in ("first", "second"))
     for name in ("first", "second", "third"):
         for pid in holding(tmp_path, name):
             (tmp_path / f"{name}-{pid}").unlink()

@@ -63,6 +63,7 @@ class LaunchHandle:
     over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
     stop_reason: str = field(default="", init=False)  # why the ranks are to stop
     seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
+    said_last: Callable[[], str] = field(default=str, init=False)  # what ranks have reported, for the line
     never_began: bool = field(default=False, init=False)  # server or agent died before: nothing has run, try again
 
     def __post_init__(self) -> None:
@@ -71,12 +72,17 @@ class LaunchHandle:
         self._present_call = 0  # its number
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
-        self.relay.show_status(lambda: status_lines(self.outcome, self.history, self.waiting, over=self.over))
+        self.relay.show_status(self._status)
         self.relay.watch(self.agent.fileno())
         way, say = (self.spec.stall, self.spec.stall_ends), self.relay.output.say
         self._stall = StallWatch(*way, self.agent.try_send, lambda what: say(f"{self.spec.name} {what}"))
         if not self.spec.stays:
             self._stall.begin(time.monotonic())
+
+    def _status(self) -> list[str]:
+        first, *others = status_lines(self.outcome, self.history, self.waiting, over=self.over)
+        said = self.said_last()
+        return [f"{first}, {said}" if said else first, *others]
 
     def fileno(self) -> int:
         """Returns a descriptor that can be read when ``step`` has something to do."""

@@ -22,6 +22,7 @@ from mlaunch.caller.launch.restarts import again, may_be_repeated
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
 from mlaunch.caller.leasing import Grant, request_of, wants_lease
+from mlaunch.caller.many.reported import in_words
 from mlaunch.caller.many.run_future import RunCourse, found_as
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
@@ -170,6 +171,7 @@ def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
 
 def driven(handle: LaunchHandle, course: RunCourse) -> Steps:
     asked, course.runs, course.seen_as = False, True, lambda: found_as(handle)
+    handle.said_last = lambda: in_words(course.reports.latest())
     try:
         while handle.step():
             course.reports.attach(handle.history.board, handle.outcome.spec)

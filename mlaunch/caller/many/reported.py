@@ -32,6 +32,14 @@ class Reported:
         return self.values[name]
 
 
+def in_words(reported: Reported | None) -> str:
+    """Say what was reported: "step 3, loss 0.25"; "" of nothing."""
+    if reported is None:
+        return ""
+    values = [f"{name} {f'{one:.6g}' if isinstance(one, float) else one}" for name, one in reported.values.items()]
+    return ", ".join([f"step {reported.step}", *values])
+
+
 class _Columns:
     """Reports of a run that is over, in a tenth of the memory: a sweep keeps those of all its runs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from mlaunch.caller import arguments, nesting
 from mlaunch.caller.launch.plan import context_of
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import wants_lease
+from mlaunch.caller.many import trial_arguments
 from mlaunch.caller.many.course import attempt_here, steps_of
 from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
@@ -35,8 +37,9 @@ def submit(options: Options, call: Call, name: str, keep_report: Callable[[Launc
     function = cast("Callable[..., Any]", call.function)
     arguments.check(function, call.args, call.kwargs)
     arguments.check_values(function, call.args, call.kwargs)
+    given = trial_arguments.given_in_words(trial_arguments.given_names(function, 0, call.args, call.kwargs))
     starts = options.engine is None and not wants_lease(options)
-    course = RunCourse(loop, surroundings_of(options), starting=starts)
+    course = RunCourse(loop, dataclasses.replace(surroundings_of(options), given=given), starting=starts)
     run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
     drive(run, course, options, call, keep_report)
     return run

@@ -152,9 +152,11 @@ class Sweep(Sequence[Run]):
             )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a dict for each run, for pandas.
+        """Returns a dict for each run: ``pandas.DataFrame(runs.rows())``.
 
-        Its arguments, ``state``, ``seconds``, the last of what it ``reported``, and ``values`` or ``error``.
+        Its arguments, defaults included; ``state``, ``seconds``; ``step`` and each name of what it reported last; and
+        ``values``, of all ranks, with ``value``, rank 0's (a dict gives a column for each of its keys), or ``error``. A
+        name that is there before has "_" behind it.
         """
         return [sweep_table.row(trial) for trial in self._trials]
 
@@ -204,7 +206,7 @@ class Sweep(Sequence[Run]):
             self._keep(trial, how.values)
             return
         if error is not None:
-            given = ", ".join(f"{name}={trial_arguments.in_words(value)}" for name, value in trial.given.items())
+            given = trial_arguments.given_in_words(trial.given)
             add_note(error, f"of the trial {trial.name.removesuffix('()')}({given})")
         if self._failed is None:
             self._failed = trial
@@ -259,7 +261,9 @@ class Sweep(Sequence[Run]):
             self.end()
             done = sum(trial.state == "returned" for trial in self._trials)
             ended = f"the trials of {self._plan.name}() were interrupted"
-            add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay")
+            file = self._plan.file
+            there = "" if file is None else f" in {file.path}: the same line of code, run again, goes on from there"
+            add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay{there}")
             raise
         if not found:
             raise TimeoutError(f"{len(self._trials) - len(self._ended)} of {len(self._trials)} trials have not ended")

@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 from mlaunch.base.text import in_seconds, on_a_clock
 from mlaunch.caller.many.trial import Trial
 from mlaunch.caller.many.trial_arguments import in_words, varying_names
 
+_OVER = ("returned", "failed", "cancelled")
 SHOWN = 60  # rows, where nobody has asked for all
 _LONGEST = 80  # characters of an error or of values
 
 
 def row(trial: Trial) -> dict[str, Any]:
-    """Returns arguments, defaults included, and what came of it: under "state_", where an argument has that name."""
-    taken = trial.arguments
-    return {**taken, **{f"{name}_" if name in taken else name: value for name, value in _outcome(trial).items()}}
+    """Return arguments, defaults included, and what came of it: under "state_", where an argument has that name.
+
+    What was reported, and what rank 0 returned, in columns of their own: a table of numbers can be computed with.
+    """
+    found, outcome = dict(trial.arguments), _outcome(trial)
+    last = {name: outcome.pop(name) for name in ("values", "error") if name in outcome}
+    reported = outcome.pop("reported", {})
+    for columns in (outcome, reported, _of_rank0(last.get("values")), last):
+        for name, value in columns.items():
+            free = name
+            while free in found:
+                free += "_"
+            found[free] = value
+    return found
+
+
+def _of_rank0(values: Sequence[Any] | None) -> dict[str, Any]:
+    """Return what rank 0 has returned as ``value``, or as a column for each of its keys."""
+    if not values:
+        return {}
+    named = isinstance(values[0], dict) and all(isinstance(name, str) for name in values[0])
+    return {name: _number(value) for name, value in (values[0] if named else {"value": values[0]}).items()}
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a tensor of no dimension; anything else as it is."""
+    torch = sys.modules.get("torch")
+    return value.item() if torch is not None and isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _reason(error: BaseException) -> str:
+    """Say in a line why a trial failed: of one that was ended as it hung, who kept it."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    kept = [line for line in others if line != "meanwhile:"]
+    if kept and "had not returned" in first:
+        first = f"{kept[0]}; {first}"
+    return f"{type(error).__name__}: {first}"
 
 
 def _outcome(trial: Trial) -> dict[str, Any]:
@@ -30,8 +66,7 @@ def _outcome(trial: Trial) -> dict[str, Any]:
     if trial.state == "returned":
         found["values"] = trial.result()
     elif trial.state == "failed":
-        error = trial.exception()
-        found["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        found["error"] = _reason(cast("BaseException", trial.exception()))
     return found
 
 
@@ -53,12 +88,13 @@ def html(trials: Sequence[Trial], most: int | None = None) -> str:
 
 
 def in_one_line(name: str, trials: Sequence[Trial], seconds: float) -> str:
-    """Says how far a sweep is: "train: 5 of 12 done, 1 failed, 4 running  0:35"."""
+    """Says how far a sweep is: "train: 6 of 12 done (1 of them failed), 4 running, 2 waiting  0:35"."""
     counts = Counter(trial.state for trial in trials)
-    others = "".join(
-        f", {counts[state]} {state}" for state in ("failed", "cancelled", "starting", "running") if counts[state]
-    )
-    return f"{name}: {counts['returned']} of {len(trials)} done{others}  {on_a_clock(seconds)}"
+    done = sum(counts[state] for state in _OVER)
+    bad = ", ".join(f"{counts[state]} {state}" for state in _OVER[1:] if counts[state])
+    of_them = f" ({bad.replace(' ', ' of them ', 1)})" if bad else ""
+    others = "".join(f", {counts[state]} {state}" for state in ("starting", "running", "waiting") if counts[state])
+    return f"{name}: {done} of {len(trials)} done{of_them}{others}  {on_a_clock(seconds)}"
 
 
 def _more(trials: Sequence[Trial], most: int | None) -> list[str]:

@@ -15,6 +15,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.many.submit import drive, named
+from mlaunch.caller.many.trial_arguments import given_in_words
 from mlaunch.caller.many.trial_file import TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
@@ -68,7 +69,8 @@ class Trial(Run):
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         place = functools.partial(sweep.place, plan.number)
-        course = RunCourse(loop, plan.surroundings, place=place, trial=plan.label)
+        around = dataclasses.replace(plan.surroundings, given=given_in_words(plan.given))
+        course = RunCourse(loop, around, place=place, trial=plan.label)
         super().__init__(plan.name, arguments_of(plan.call), course)
         course.begins, course.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key

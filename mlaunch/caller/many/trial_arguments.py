@@ -14,6 +14,7 @@ from mlaunch.caller.many.identity import says_all_of_itself
 
 _LONGEST_VALUE = 24  # characters
 _LONGEST = 60
+_LONGEST_LINE = 100
 
 
 def combinations(values: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
@@ -53,6 +54,12 @@ def given_names(
     except (TypeError, ValueError):
         names = [*((str(number), value) for number, value in enumerate(args)), *kwargs.items()]
     return dict(names[bound:])
+
+
+def given_in_words(given: Mapping[str, object]) -> str:
+    """Say the arguments of a call in one line: "lr=0.1, width=64"."""
+    said = ", ".join(f"{name}={in_words(value)}" for name, value in given.items())
+    return said if len(said) <= _LONGEST_LINE else f"{said[: _LONGEST_LINE - 3]}..."
 
 
 def labels(trials: Sequence[Mapping[str, Any]]) -> list[str]:

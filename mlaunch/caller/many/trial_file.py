@@ -53,7 +53,7 @@ class TrialFile:
             raise misuse(
                 (ValueError if path == "" else TypeError)(f"resume={path!r}: allowed: the path of a file, or None")
             )
-        self._path = os.path.abspath(path)
+        self.path = os.path.abspath(path)
         identity = identity_of(function, name)
         self._name, self._holds = name, identity.holds
         self._head = {**_KIND, "function": identity.function, "source": identity.source}
@@ -84,10 +84,10 @@ class TrialFile:
         # Through no link: in a directory of a group somebody else may have left one, to a file of this user's.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
         try:
-            return os.open(self._path, flags, 0o600)
+            return os.open(self.path, flags, 0o600)
         except OSError as error:
             why = "it is a link" if error.errno == errno.ELOOP else error.strerror
-            what = f"resume={self._path!r} cannot be opened for writing: {why}; nothing was run"
+            what = f"resume={self.path!r} cannot be opened for writing: {why}; nothing was run"
             raise misuse(
                 OSError(error.errno, f"{what}. Allowed: a file of your own, in a directory that is there")
             ) from None
@@ -119,7 +119,7 @@ class TrialFile:
             raise self._wrong("it is no file")
         if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
             raise PermissionError(
-                f"resume={self._path!r} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and "
+                f"resume={self.path!r} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and "
                 f"what stands there is unpickled here; allowed: a file of your own, that not all may write to"
             )
         try:
@@ -145,7 +145,7 @@ class TrialFile:
             self._sync_directory()
         elif records[0]["source"] != self._head["source"]:
             who = self._name
-            warn_caller(f"{who} has changed since {self._path} was begun; what is done there is not run again")
+            warn_caller(f"{who} has changed since {self.path} was begun; what is done there is not run again")
         return self._of_ours(records[1:])
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class TrialFile:
         if records and not ours:
             there, here = (holds or "nothing" for holds in (records[-1].get("holds"), self._holds))
             warn_caller(
-                f"what is done in {self._path} is not taken, since the function is another one: it holds {there} there,"
+                f"what is done in {self.path} is not taken, since the function is another one: it holds {there} there,"
                 f" and {here} here"
             )
         return {TrialKey(record["arguments"], record.get("repeat", 0)): record for record in ours}
@@ -187,14 +187,14 @@ class TrialFile:
 
     def _sync_directory(self) -> None:
         # To sync a file does not write its name (fsync(2)): a crash could lose the whole of a new one.
-        fd = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
 
     def _wrong(self, what: str) -> ValueError:
-        return misuse(ValueError(f"resume={self._path!r}: {what}"))
+        return misuse(ValueError(f"resume={self.path!r}: {what}"))
 
 
 def _as_text(values: list[Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Details:
     argv: tuple[str, ...]
     settings: Settings = ()
     source: str = ""
+    given: str = ""
     leased: str = ""  # what it holds, as ranks have it in their environment
     leases: int = 0  # descriptors that its processes are to hold
 
@@ -58,7 +59,8 @@ def details_of(spec: LaunchSpec, leases: int = 0) -> Details:
     """Returns a launch's details. ``leases``: descriptors that its processes are to hold."""
     own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
     leased = spec.context.environ.get(LEASED, "")
-    return Details(*own, spec.context.argv, spec.context.settings, spec.context.source, leased, leases)
+    context = spec.context
+    return Details(*own, context.argv, context.settings, context.source, context.given, leased, leases)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
@@ -66,11 +68,10 @@ def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     environ = {name: value for name, value in spec.context.environ.items() if name != LEASED}
     if details.leased:
         environ[LEASED] = details.leased
-    context = dataclasses.replace(
-        spec.context, environ=environ, argv=details.argv, settings=details.settings, source=details.source
-    )
+    own = {name: getattr(details, name) for name in ("argv", "settings", "source", "given")}
+    context = dataclasses.replace(spec.context, environ=environ, **own)
     given = vars(details) | {"context": context}
-    for name in ("argv", "settings", "source", "leased", "leases"):
+    for name in (*own, "leased", "leases"):
         del given[name]
     return dataclasses.replace(spec, **given)
 
