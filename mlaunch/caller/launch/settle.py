@@ -186,7 +186,7 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
 
 
 def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
-    """Return the interrupt with what ranks had returned, if they all had: that work is done."""
+    """Return the interrupt with what ranks had returned, if all had: that work is done."""
     if len(outcome.values) == outcome.spec.local_world_size:
         with contextlib.suppress(AttributeError):  # a class with slots, raised by another signal's handler
             interrupt.results = _results(outcome)  # type: ignore[attr-defined]  # as LaunchError has them
