@@ -67,8 +67,8 @@ class Submitting(Generic[P, R]):
     ) -> Sweep:
         """Begins a call for each value, or for each tuple of values of several iterables, as the builtin does.
 
-        The calls wait for devices of their own (``lease``), so as many run at a time as there are devices for. The option
-        ``deadline`` limits each of them: ``train.options(deadline=600).map(rates)``.
+        The calls wait for devices of their own (``lease``), so as many run at a time as there are devices for. The
+        option ``deadline`` limits each of them: ``train.options(deadline=600).map(rates)``.
 
         Args:
             *iterables: The values of the first argument, of the second, and so on.
