@@ -104,3 +104,28 @@ def test_a_submitted_call_is_watched_in_a_cell(tmp_path: Path) -> None:
     assert "train()  1 rank, " in lines[0]
     assert "in read_text at In[1]:8  epoch 1: 1/2" in lines[-2]
     assert lines[-1] == "train() has ended"
+
+
+STUBBORN = """
+import asyncio, os, pathlib, signal
+from mlaunch import launcher
+def train():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path("{begun}").touch()
+    while True:
+        signal.pause()
+run = launcher(train, 1, grace_period=1, progress=False).submit()
+while not os.path.exists("{begun}"):
+    await asyncio.sleep(0.01)
+"""
+IN_A_TASK = """
+async def cancel():
+    return run.cancel()
+print(await asyncio.create_task(cancel()), run.done())
+"""
+
+
+def test_a_cell_waits_for_what_it_cancels_and_a_task_of_its_loop_does_not(tmp_path: Path) -> None:
+    cells = [STUBBORN.format(begun=tmp_path / "begun"), IN_A_TASK, "print(run.cancel(), run.done())"]
+    found = json.loads(run(tmp_path, EXECUTE, *cells))
+    assert [output["text"] for cell in found for output in cell] == ["True False\n", "True True\n"]
