@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from mlaunch.base import forks, linux
+from mlaunch.base import linux
+from mlaunch.base.fds import in_forks, renewed
 
 _Handler = Callable[[int, FrameType | None], Any]
 _MARK = "_mlaunch_by_handler"
@@ -106,7 +107,7 @@ class _MainThread:
 
     def __init__(self) -> None:
         self.ident = threading.main_thread().ident
-        forks.in_forks(self._take_over)
+        in_forks(self._take_over)
 
     def _take_over(self) -> None:
         self.ident = threading.get_ident()
@@ -171,7 +172,7 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
     def __init__(self) -> None:
         self._waiters: list[threading.Lock] = []
         self._inside: list[deferred] = []  # of whoever holds the lock, once for each time
-        forks.renewed(self)
+        renewed(self)
 
     def _at_fork_reinit(self) -> None:
         super()._at_fork_reinit()  # type: ignore[misc]  # as all locks have, for this

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlaunch.base import forks
 from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.fds import renewed
 from mlaunch.base.misuse import misuse
 from mlaunch.caller.launch.call import TRIES
 from mlaunch.caller.launch.plan import Attempt
@@ -59,7 +59,7 @@ class Cluster:
         self._queue = MachineQueue(machines)
         self._sessions: list[tuple[list[Machine], RanksLaunch]] = []  # of ranks that stay, with their machines
         self._parts: dict[tuple[Machine, ...], HeldPart] = {}
-        self._lock = forks.renewed(threading.Lock())
+        self._lock = renewed(threading.Lock())
         self._pid = os.getpid()  # whose machines they are: in a fork, another thread's lock would stay locked
         self._start_timer()
 

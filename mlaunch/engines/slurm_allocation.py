@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.base.forks import close_in_forks
+from mlaunch.base.fds import close_in_forks
 from mlaunch.engines.launch.machines import say
 
 # Ends the job of this name, after its members, which end with the caller, too, and tidy up: they have ten seconds. Asks

@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlaunch.base import forks, linux
-from mlaunch.base.fds import close_all
+from mlaunch.base import linux
+from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.misuse import misuse
-from mlaunch.leases.circles import in_words, stuck
 from mlaunch.leases.site import LeaseSite, opened
 
 DEVICE, TICKET = "device.", "ticket."
@@ -129,6 +128,8 @@ class Acquisition:
             return lease
 
     def _check_circle(self) -> None:
+        from mlaunch.leases.circles import in_words, stuck  # for a call in a rank that waits
+
         held = {
             device_of(name): self._site.said(name) for name in self._site.names(DEVICE) if _is_taken(self._site, name)
         }
@@ -239,7 +240,7 @@ def _let_go() -> None:
 
 
 # A lease is an open file, and a fork that outlives its parent would keep the devices.
-forks.in_forks(_let_go)
+in_forks(_let_go)
 
 
 def standing(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

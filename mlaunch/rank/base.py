@@ -9,7 +9,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from mlaunch.base import forks, linux
+from mlaunch.base import linux
+from mlaunch.base.fds import in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import first_bytes
@@ -79,7 +80,7 @@ class Rank:
         self._answer_fd = -1  # the memfd for large answers
         ways = [args.channel.fileno(), *([] if args.debug is None else [args.debug.fileno()]), *args.results.ways()]
         self._kept = linux.identities(ways)  # what it answers on
-        forks.in_forks(self._disown)
+        in_forks(self._disown)
 
     def _named(self) -> str:
         """Names this process after its launch; returns what messages call it."""

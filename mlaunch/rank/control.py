@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel, assert_never
@@ -53,7 +53,7 @@ _limits = HeldLimits()
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
     """Starts the thread, unknown to ``threading``: a program may count its threads, and wait for them at its end."""
     stop_point.point = StopPoint()  # before the thread begins: its first question may be about this
-    forks.in_forks(_forget)
+    in_forks(_forget)
     _thread.start_new_thread(_answer_all, (channel, stop_point.point))
 
 

@@ -14,7 +14,7 @@ import types
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 
@@ -79,7 +79,7 @@ def prepare() -> None:
 def begin(board: Board, local_rank: int) -> None:
     """Notes imports of this process on the board from now on."""
     _watch.board, _watch.local_rank, _watch.inside = board, local_rank, False
-    forks.in_forks(_forget)
+    in_forks(_forget)
 
 
 def conclude() -> None:

@@ -213,7 +213,7 @@ def test_one_module_knows_forks() -> None:
     """So that a fork forgets, closes and unlocks what is its parent's in one order, whatever of it fails."""
     sources = (ROOT / "mlaunch").rglob("*.py")
     found = [path.name for path in sources if "register_at_fork" in path.read_text(encoding="utf-8")]
-    assert found == ["forks.py"]
+    assert found == ["fds.py"]
 
 
 def test_texts_have_their_encoding() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks
 from mlaunch.base.log import log
 from mlaunch.caller.launch.call import TRIES, flush_streams, planned
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -51,7 +51,7 @@ Attempts = Callable[[Options, Call, str, Attempt, RunCourse], Steps]
 # Who waits for which devices: the first of each row has a ticket in the queue of all processes. So a sweep has one
 # place in it at a time, and lets others in between, and a thousand trials need no thousand tickets.
 _rows: dict[tuple[str, ...], deque[RunCourse]] = {}
-forks.in_forks(_rows.clear)
+in_forks(_rows.clear)
 
 
 def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts) -> Steps:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks, leave_to_parent
 from mlaunch.base.log import log
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.course import Need, Steps
@@ -56,7 +56,7 @@ class LaunchLoop:
 
     def forget(self) -> None:
         """Forgets all in a fork of this process, which has no such thread."""
-        forks.leave_to_parent([self._courses, self._new, self._ended])  # which has the launches
+        leave_to_parent([self._courses, self._new, self._ended])  # which has the launches
         if self._wake >= 0:
             os.close(self._wake)
         self.__init__()  # type: ignore[misc]  # the lock may be held for ever
@@ -181,4 +181,4 @@ class LaunchLoop:
 
 
 loop = LaunchLoop()
-forks.in_forks(loop.forget)
+in_forks(loop.forget)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlaunch.base import forks
+from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.spec import LaunchSpec
@@ -80,7 +80,7 @@ class ReportLog:
     """The reports of one launch, of all its attempts. For any thread."""
 
     def __init__(self) -> None:
-        self._lock = forks.renewed(threading.RLock())
+        self._lock = renewed(threading.RLock())
         # As ranks wrote them, with the rank: most are never read.
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
         self._over: _Columns | None = None  # in its place, once nothing more comes

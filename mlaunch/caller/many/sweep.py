@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a
 from dataclasses import dataclass
 from typing import Any, NoReturn, overload
 
-from mlaunch.base import forks
+from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
 from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller import arguments, interrupts
@@ -50,7 +50,7 @@ class Sweep(Sequence[Run]):
         self._ended: list[Trial] = []  # in the order in which they did
         self._changed = interrupts.Condition()
         self._failed: Trial | None = None  # the first that did
-        self._lock = forks.renewed(threading.Lock())
+        self._lock = renewed(threading.Lock())
         self._pid = os.getpid()
         self._begun = time.monotonic()
         place = area(blocks=False) if plan.options.progress else None

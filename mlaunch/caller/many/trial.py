@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from mlaunch.base import forks
+from mlaunch.base.fds import renewed
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
@@ -75,7 +75,7 @@ class Trial(Run):
         course.begins, course.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key
         self._plan, self._sweep = plan, sweep
-        self._lock = forks.renewed(threading.Lock())
+        self._lock = renewed(threading.Lock())
         self._is_driven = False
         self._then: Callable[[], None] | None = None
         self._begun: float | None = None  # in monotonic seconds

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mlaunch.base.forks import close_in_forks
+from mlaunch.base.fds import close_in_forks
 from mlaunch.base.misuse import misuse
 from mlaunch.caller.many.identity import identity_of
 from mlaunch.caller.warn import warn_caller

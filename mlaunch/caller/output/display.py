@@ -17,7 +17,7 @@ import time
 from types import FrameType
 from typing import Any, Protocol
 
-from mlaunch.base import forks
+from mlaunch.base.fds import renewed
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
@@ -212,7 +212,7 @@ class Display:
     """
 
     # Of all launches: two that draw at once would each move the other's cursor.
-    lock = forks.renewed(threading.RLock())
+    lock = renewed(threading.RLock())
     _holder: Any = None  # an Area, or what launches share
 
     def __init__(self, place: Area | None, start: float) -> None:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from mlaunch.base import forks
+from mlaunch.base.fds import renewed
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import ranges
 from mlaunch.caller.options.launch_options import Options
@@ -81,7 +81,7 @@ class LaunchNumber:
     """A number that no other running launch of this process has, from 1, until it is given back."""
 
     number: int
-    _lock = forks.renewed(threading.Lock())
+    _lock = renewed(threading.Lock())
     _running: ClassVar[weakref.WeakSet[LaunchNumber]] = weakref.WeakSet()
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic
 
-from mlaunch.base import forks, linux
-from mlaunch.base.fds import KeptEpoll, KeptFd
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptEpoll, KeptFd, in_forks
 from mlaunch.caller import interrupts
 from mlaunch.caller.ranks.driven import Call, Driven
 
@@ -236,4 +236,4 @@ def _leave_all_to_parent() -> None:
 
 
 _drivers: weakref.WeakSet[Driver[Any]] = weakref.WeakSet()
-forks.in_forks(_leave_all_to_parent)
+in_forks(_leave_all_to_parent)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.leasing import granted, wants_lease
@@ -63,7 +63,7 @@ def _forget() -> None:
     _leaving.clear()
 
 
-forks.in_forks(_forget)
+in_forks(_forget)
 
 
 def call_on_kept(

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import forks, linux
+from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
+from mlaunch.base.fds import in_forks
 from mlaunch.caller import interrupts
 from mlaunch.caller.server.attachments import in_memfds, standard_streams
 from mlaunch.protocol import error_file, temporary
@@ -262,4 +263,4 @@ def forget_inherited() -> None:
         channel.close()
 
 
-forks.in_forks(forget_inherited)
+in_forks(forget_inherited)

@@ -9,8 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.supervision.stack_requests import STOPPED, state_of
-from mlaunch.base import forks, linux
-from mlaunch.base.fds import close_all
+from mlaunch.base import linux
+from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.protocol import registry
@@ -138,4 +138,4 @@ def _streams() -> _Streams:
 
 
 preparation = Preparation()
-forks.in_forks(preparation.forget)
+in_forks(preparation.forget)

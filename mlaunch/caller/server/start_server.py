@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from mlaunch.base import forks, linux
+from mlaunch.base import linux
 from mlaunch.base.child_debugging import not_debugged, stay_undebugged
-from mlaunch.base.fds import KeptFd
+from mlaunch.base.fds import KeptFd, in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
@@ -87,7 +87,7 @@ def _disown() -> None:
 
 
 _interpreters: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
-forks.in_forks(_disown)
+in_forks(_disown)
 
 
 def start_fork(call: Call) -> ForkServer:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
@@ -77,4 +77,4 @@ class WarmServer:
 
 warm_server = WarmServer()
 atexit.register(warm_server.close)
-forks.in_forks(warm_server.forget)
+in_forks(warm_server.forget)

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlaunch.base import forks, linux
-from mlaunch.base.fds import KeptFd, close_all
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd, close_all, in_forks
 from mlaunch.base.misuse import misuse
 from mlaunch.base.peer_process import differences_to_peer, peer_process
 from mlaunch.caller import interrupts
@@ -209,4 +209,4 @@ def _forget_inherited() -> None:
 
 
 _forks: weakref.WeakSet[_Fork] = weakref.WeakSet()
-forks.in_forks(_forget_inherited)
+in_forks(_forget_inherited)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.forks import close_in_forks
+from mlaunch.base.fds import close_in_forks
 from mlaunch.base.linux import working_directory
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.protocol import registry

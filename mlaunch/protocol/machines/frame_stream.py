@@ -22,9 +22,7 @@ import time
 from collections import deque
 from typing import Generic, TypeVar
 
-from mlaunch.base import forks
-from mlaunch.base.fds import close_all
-from mlaunch.base.forks import close_in_forks
+from mlaunch.base.fds import close_all, close_in_forks, renewed
 from mlaunch.protocol.machines.content import CHUNK, Content, Piece
 from mlaunch.protocol.machines.frame_codes import FrameCodes, NoiseError
 
@@ -54,7 +52,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
                 # 64 KiB is the default: many small turns for a value of gigabytes.
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, CHUNK)
         self.heard_at = time.monotonic()  # when something came last
-        self._sending = forks.renewed(threading.RLock())  # several threads may
+        self._sending = renewed(threading.RLock())  # several threads may
         self._waiting: deque[Piece] = deque()
         ends = ["caller", "member"]
         self._ours, self._theirs = FrameCodes(secret, ends[member]), FrameCodes(secret, ends[not member])

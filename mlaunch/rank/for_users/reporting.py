@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import threading
 
-from mlaunch.base import forks
+from mlaunch.base.fds import renewed
 from mlaunch.protocol.report_ring import LIMIT
 from mlaunch.rank.for_users import progress
 
 Value = float | int | str | bool | None
-_lock = forks.renewed(threading.Lock())
+_lock = renewed(threading.Lock())
 
 
 def report(step: int, **values: Value) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from mlaunch.base import forks
+from mlaunch.base.fds import in_forks
 from mlaunch.rank.whole_lines import Text, WholeLines
 
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")  # where tempfile looks
@@ -74,7 +74,7 @@ def leave_to_caller(numbers: Sequence[int]) -> None:
     for number in numbers:
         signal.signal(number, _do_nothing)
     if numbers:
-        forks.in_forks(lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+        in_forks(lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
         # The one place through which multiprocessing starts its fork server and resource tracker.
         start = multiprocessing.util.spawnv_passfds
         vars(multiprocessing.util)["spawnv_passfds"] = functools.partial(_start_blocking, numbers, start)
