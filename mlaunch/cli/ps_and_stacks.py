@@ -68,9 +68,7 @@ def add_commands(commands: Commands) -> None:
 def _id(text: str) -> str:
     if text:
         return text
-    raise argparse.ArgumentTypeError(
-        "'' is no ID (a shell variable that is not set?); without one, the only launch ends"
-    )
+    raise argparse.ArgumentTypeError("'' is no ID (a shell variable that is not set?); allowed: an ID, or none")
 
 
 def _period(text: str) -> float:
