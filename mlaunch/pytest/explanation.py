@@ -14,7 +14,7 @@ import sys
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Explanation:
             self.config = _configured(beginning)
             _bind_comparisons(self.config)
         self._conftests: set[str] = set()
+        self._rewritten: tuple[str, ...] = ()
 
     def function_of(self, definition: Definition) -> tuple[Callable[..., Any], type | None]:
         """Return the test's function, and the class that it is found in; import what it needs."""
@@ -44,11 +45,14 @@ class Explanation:
         function: Callable[..., Any] = getattr(holder, name)
         return function, holder if isinstance(holder, type) else None
 
-    def rewrite(self, names: Iterable[str]) -> None:
+    def rewrite(self, names: tuple[str, ...]) -> None:
         """Have the assertions of these modules explain themselves, as in pytest's process."""
+        if names == self._rewritten:
+            return
         with warnings.catch_warnings():  # of those that are imported already
             warnings.simplefilter("ignore")
             pytest.register_assert_rewrite(*names)
+        self._rewritten = names
 
     def found(self, definition: Definition, path: str) -> Any:
         """Return what the module of a definition has at a path of names; at "" the module."""

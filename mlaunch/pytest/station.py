@@ -8,7 +8,7 @@ import os
 import pickle
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mlaunch.base.fds import fix_size, memory_file
 from mlaunch.protocol import this_rank
@@ -17,9 +17,10 @@ from mlaunch.pytest.crossing import Beginning, Verdict
 _PATIENCE = 0.02  # seconds for the others to begin to run, once one has not passed
 _MOST_PATIENCE = 2.0  # for those who are not waiting for anything: the machine may be busy
 _PAUSE = 0.001
-# The number of the test that the rank has left last, its pid, and how many parts it has left (of which test: in the
-# upper half), of the last one with which outcome.
-_CELL = struct.Struct("=qqqq")
+# The number of the test that the rank has left last, its pid, how many parts it has left (of which test: in the upper
+# half), and in which of these it has failed how: the last two, as a rank may go on before others have looked.
+_CELL = struct.Struct("=qqqqqqq")
+_LOOKS = 3  # one may come in the middle of a write
 _PARTS = 2**32
 _LENGTH = struct.Struct("=q")
 
@@ -38,7 +39,7 @@ class Station:
             os.close(fd)
         # O_APPEND: the kernel puts each write at the end, so verdicts of several ranks do not overwrite each other.
         self._log = os.open(beginning.log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        self._part = self._outcome = 0
+        self._part, self._failures = 0, (0, 0, 0, 0)
         self.leave(0)
 
     def leave(self, number: int) -> None:
@@ -48,38 +49,40 @@ class Station:
         self._write()
 
     def _write(self) -> None:
-        _CELL.pack_into(self._board, _CELL.size * self._rank, self._left, os.getpid(), self._part, self._outcome)
+        _CELL.pack_into(self._board, _CELL.size * self._rank, self._left, os.getpid(), self._part, *self._failures)
 
     def leave_part(self, number: int, part: int, outcome: int = 0) -> None:
         """Say that this rank has left a part of a test, with this outcome: 0, or what tells failures apart."""
-        self._part, self._outcome = number * _PARTS + part, outcome
+        self._part = number * _PARTS + part
+        if outcome:
+            self._failures = (*self._failures[2:], self._part, outcome)
         self._write()
 
     def all_left_part(self, number: int, part: int) -> bool:
         """True if all ranks have left a part, or do so soon."""
         wanted = number * _PARTS + part
-        return self._wait(lambda left, at, _: left < number and at < wanted)
+        return self._wait(lambda left, at: left < number and at < wanted)
 
     def all_failed(self, number: int, part: int, outcome: int) -> bool:
         """True if all ranks have left this very part with this outcome, or do so soon."""
-        wanted = number * _PARTS + part
+        wanted = number * _PARTS + part, outcome
         if not self.all_left_part(number, part):
             return False
-        # One that has passed may have gone on; one that has not waits here for this rank.
-        return all(cell[2:] == (wanted, outcome) for cell in _CELL.iter_unpack(self._board[:]))
+        return any(all(wanted in (at[3:5], at[5:]) for at in self._cells()) for _ in range(_LOOKS))
 
     def finish(self, number: int, verdict: Verdict) -> bool:
         """Tells whether all ranks have left the function, as after one that has passed here; else logs the verdict."""
-        if verdict.outcome == "passed" or self._wait(lambda left, *_: left < number):
+        if verdict.outcome == "passed" or self._wait(lambda left, _: left < number):
             return True
         write(self._log, self._rank, verdict)
         return False
 
-    def _wait(self, is_missing: Callable[[int, int, int], bool]) -> bool:
+    def _cells(self) -> Iterator[tuple[int, ...]]:
+        return _CELL.iter_unpack(self._board[:])
+
+    def _wait(self, is_missing: Callable[[int, int], bool]) -> bool:
         begun = ran = time.monotonic()
-        while missing := [
-            pid for left, pid, *at in _CELL.iter_unpack(self._board[:]) if is_missing(left, at[0], at[1])
-        ]:
+        while missing := [pid for left, pid, at, *_ in self._cells() if is_missing(left, at)]:
             # A rank that runs may have something to say, one that sleeps for 20 ms waits, in a collective, for this
             # one.
             now = time.monotonic()

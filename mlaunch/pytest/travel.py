@@ -114,7 +114,10 @@ def definition_of(item: pytest.Function) -> Definition:
 
 def found_at(config: pytest.Config, module: Any, qualname: str) -> Definition:
     """Says where the ranks find what a module defines."""
-    file = str(module.__file__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        told = f"the module {module.__name__!r} has no file, and ranks import the module of a test: write it to one"
+        raise pytest.fail.Exception(told, pytrace=False)
     return Definition(module.__name__, file, qualname, _conftests(config.pluginmanager, os.path.dirname(file)))
 
 

@@ -30,7 +30,7 @@ from mlaunch.pytest import (
     twins,
     workers,
 )
-from mlaunch.pytest.crossing import Definition, Findings, RankTest, Surroundings, Verdict
+from mlaunch.pytest.crossing import Beginning, Definition, Findings, RankTest, Surroundings, Verdict
 from mlaunch.pytest.debugged import Debugging
 from mlaunch.pytest.judgement import is_out_of_step, judge
 from mlaunch.pytest.mark import Shape
@@ -65,6 +65,30 @@ def test_verdicts_come_through_the_log_once() -> None:
         station.write(log, rank, Verdict("failed", reason=str(rank)))
     assert {rank: verdict.reason for rank, verdict in station.take(log).items()} == {0: "0", 1: "1"}
     assert station.take(log) == {}
+    os.close(board)
+    os.close(log)
+
+
+def test_a_rank_that_has_gone_on_has_failed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has looked sooner than the other one, who then finds it in the next part."""
+    board, log = station.new_files(2)
+    files = [f"/proc/self/fd/{fd}" for fd in (board, log)]
+    beginning = Beginning("", "", None, {}, {}, {}, (), *files, 2, None, colored=False)
+    ranks = []
+    for rank in (0, 1):
+        monkeypatch.setattr(station.this_rank, "this_rank", types.SimpleNamespace(rank=rank))
+        ranks.append(station.Station(beginning))
+    for one in ranks:
+        one.leave_part(1, 1)
+        one.leave_part(1, 2, 7)
+    assert ranks[0].all_failed(1, 2, 7)
+    ranks[0].leave_part(1, 3)
+    ranks[0].leave_part(1, 4, 8)
+    assert ranks[1].all_failed(1, 2, 7)
+    assert not ranks[1].all_failed(1, 3, 7)  # there it has passed
+    assert not ranks[1].all_failed(1, 2, 8)  # another failure
+    for one in ranks:
+        os.close(one._log)
     os.close(board)
     os.close(log)
 
