@@ -68,10 +68,11 @@ def _warm(args: argparse.Namespace) -> int:
             f"a fork server (pid {state.pid}) is kept here already, and has not imported {', '.join(lacking)}; end it "
             f"with mlaunch warm --stop, then start one that has"
         )
-    print(
+    kept = (
         f"a fork server (pid {state.pid}) that has imported {_imports(state)} is kept until {in_two_units(state.idle)} "
         f"after its last use; mlaunch warm --stop ends it"
     )
+    print("\n  ".join([kept, *state.notes]))
     return 0
 
 
@@ -88,7 +89,7 @@ def _stop() -> int:
 def _status() -> int:
     found = zygote_upkeep.states(os.environ, facts=True)
     here = zygote_upkeep.facts_of(os.environ)
-    blocks = [[row(state), *(f"  {line}" for line in _verdict(here, state))] for state in found]
+    blocks = [[row(state), *(f"  {line}" for line in [*_verdict(here, state), *state.notes])] for state in found]
     print("\n\n".join("\n".join(lines) for lines in blocks) or "no fork server is kept here")
     return 0
 
@@ -106,7 +107,9 @@ def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
     if watching := onlooker():
         return [f"serves nothing here: {watching} would not see its forks"]
     found = import_facts.differences(here, state.facts)
-    return ["serves none that start here, since these differ:", *found] if found else ["serves all that start here"]
+    if found:
+        return ["serves none that start here, since these differ:", *found]
+    return [f"serves none that start here: {state.refusal}" if state.refusal else "serves all that start here"]
 
 
 def _imports(state: ZygoteState) -> str:

@@ -22,14 +22,15 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     """
     from mlaunch.forkserver import preloads
     from mlaunch.rank import operations, reload, slow_imports
-    from mlaunch.rank.setup import device
+    from mlaunch.rank.setup import device, process
 
     gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
     device.check_version()
     reload.watch()
     slow_imports.prepare()
-    for module in _PRELOAD:
-        __import__(module)
+    with process.noting_variables():
+        for module in _PRELOAD:
+            __import__(module)
     preloads.load(preload)
     from mlaunch.agent import room
     from mlaunch.agent.supervision.evidence import Evidence

@@ -17,6 +17,7 @@ from mlaunch.forkserver.children import Child
 from mlaunch.forkserver.imports import share
 from mlaunch.forkserver.preloads import held
 from mlaunch.protocol import late_imports
+from mlaunch.rank.setup import process
 
 _LIMIT = 120  # seconds; torch._dynamo takes one, and ten times that on a busy machine
 _HOLD = 3.0  # seconds; their callers wait for an agent only a little longer than a deadline
@@ -118,5 +119,6 @@ class LateImports:
 
     def _import(self) -> None:
         gc.disable()  # see imports.load
-        for name in self._on_trial:
-            late_imports.import_module(name)
+        with process.noting_variables():
+            for name in self._on_trial:
+                late_imports.import_module(name)

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mlaunch.protocol import import_facts
 
 _Stamp = tuple[int, int, int]
+# Directories whose .pth files an interpreter reads as it starts. (Elsewhere .pth are what people keep of a training.)
+_SITES = {"site-packages", "dist-packages"}
 
 
 class LoadedFiles:
-    """Notes what this process has imported by now, and where it looks for modules."""
+    """Notes what this process has imported by now, and where it looks for modules.
 
-    def __init__(self) -> None:
+    ``missed``: modules that imports have looked for in vain, with where; None: on ``sys.path``.
+    """
+
+    def __init__(self, missed: Mapping[str, Sequence[str] | None] | None = None) -> None:
+        missed = missed or {}
         self._base = list(sys.path)
         self._files = {name: file for name, file in _files() if os.path.isabs(file)}
         # Looked at before each fork: 1,200 files take 4 ms.
         self._stamps = {file: _stamp(file) for file in self._files.values()}
+        self._missed = {name.partition(".")[0] for name, path in missed.items() if path is None}
+        self._tops = {name.partition(".")[0] for name in sys.modules} - set(sys.builtin_module_names)
+        wanted = {directory: self._tops | self._missed for directory in self._base if os.path.isabs(directory)}
+        for name, path in missed.items():
+            for directory in path or ():
+                wanted[directory] = wanted.get(directory, set()) | {name.rpartition(".")[2]}
+        self._places = [_Place(directory, names, self._tops) for directory, names in wanted.items()]
 
     def changed(self) -> str:
-        """Names the first file that is not what it was; "" if there is none."""
-        return next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), "")
+        """Say what is not what it was: the first file, or place where modules are looked for; "": nothing is."""
+        for file, stamp in self._stamps.items():
+            if _stamp(file) != stamp:
+                return f"{file} has changed since it was imported"
+        return next(filter(None, (place.changed() for place in self._places)), "")
 
     def why_others(self, path: Sequence[str]) -> str:
         """Says why a process with this ``sys.path`` might import others under our names; "": it would not.
@@ -33,16 +51,80 @@ class LoadedFiles:
         more, lacking = import_facts.foreign_entries(path, self._base)
         if lacking:
             return f"its sys.path lacks {lacking[0]}, or has it in another order"
-        tops = {name.partition(".")[0] for name in sys.modules} - set(sys.builtin_module_names)
-        for entry in more:
-            directory = os.path.abspath(entry)
-            # A zip may hold anything, and to look into each costs more than the fork.
-            if os.path.isfile(directory):
-                return f"its sys.path has the archive {directory}"
-            for name in tops.intersection(_modules_in(directory)):
-                if os.path.dirname(self._files.get(name, "")) not in {directory, os.path.join(directory, name)}:
-                    return f"{os.path.join(directory, name)} would be imported in place of the library {name}"
+        return next(filter(None, (self._why_not_beside(os.path.abspath(entry)) for entry in more)), "")
+
+    def _why_not_beside(self, directory: str) -> str:
+        # A zip may hold anything, and to look into each costs more than the fork.
+        if os.path.isfile(directory):
+            return f"its sys.path has the archive {directory}"
+        found = _listed(directory)
+        for name in sorted(self._tops & found):
+            if os.path.dirname(self._files.get(name, "")) not in {directory, os.path.join(directory, name)}:
+                return f"{os.path.join(directory, name)} would be imported in place of the library {name}"
+        if names := sorted(self._missed & found):
+            return f"{os.path.join(directory, names[0])} would be found, which was looked for in vain"
+        if files := _pth_files(directory):
+            return f"{min(files)} may have changed its interpreter, which has read it"
         return ""
+
+
+@dataclass
+class _Place:
+    """A directory in which modules are looked for: of its contents counts what makes imports come out otherwise.
+
+    ``names``: of modules that were found, or missed; ``tops``: of packages that may ask for entry points.
+    """
+
+    directory: str
+    names: set[str]
+    tops: set[str]
+    _known: dict[str, bool] = field(default_factory=dict)  # of distributions: whether their entry points count
+
+    def __post_init__(self) -> None:
+        self._stamp, self._found = _stamp(self.directory), self._look()
+        self._pth = _pth_files(self.directory)
+
+    def changed(self) -> str:
+        """Say what has come, gone or changed here that counts; "": nothing has."""
+        stamp = _stamp(self.directory)
+        # A file that is written to leaves its directory's time as it is.
+        files = _pth_files(self.directory) if stamp != self._stamp else {file: _stamp(file) for file in self._pth}
+        if files != self._pth:
+            file = min(file for file in files.keys() | self._pth.keys() if files.get(file) != self._pth.get(file))
+            return f"{file} has changed since it began, which Python reads as it starts"
+        if stamp != self._stamp:
+            found = self._look()
+            if found != self._found:
+                name = min(name for name, _ in found.items() ^ self._found.items())
+                return f"{os.path.join(self.directory, name)} is not what it was when torch was imported"
+            self._stamp = stamp
+        return ""
+
+    def _look(self) -> dict[str, _Stamp | None]:
+        entries = _entries(self.directory)
+        found: dict[str, _Stamp | None] = dict.fromkeys(name for name in entries if self._is_plugin(name))
+        for name in _listed(self.directory) & set(self.names):
+            path = os.path.join(self.directory, name)
+            # One that was found and could not be imported may be another by now. Of others the files are looked at.
+            found[name] = None if name in sys.modules else _stamp(path) or _stamp(f"{path}.py")
+        return found
+
+    def _is_plugin(self, name: str) -> bool:
+        """True if it is a distribution with entry points for what is imported, by the usual names."""
+        if not name.endswith((".dist-info", ".egg-info")):
+            return False
+        if name not in self._known:
+            text = ""
+            with (
+                contextlib.suppress(OSError),
+                open(
+                    os.path.join(self.directory, name, "entry_points.txt"), encoding="utf-8", errors="replace"
+                ) as file,
+            ):
+                text = file.read()
+            groups = re.findall(r"^\s*\[\s*([^]._\-\s]+)", text, re.MULTILINE)  # torch.backends, torch_dynamo_backends
+            self._known[name] = not self.tops.isdisjoint(groups)
+        return self._known[name]
 
 
 def _files() -> list[tuple[str, str]]:
@@ -59,14 +141,26 @@ def _stamp(file: str) -> _Stamp | None:
     return None
 
 
-def _modules_in(directory: str) -> set[str]:
+def _entries(directory: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(directory)
+    return []
+
+
+def _pth_files(directory: str) -> dict[str, _Stamp | None]:
+    if os.path.basename(directory) not in _SITES:
+        return {}
+    files = [os.path.join(directory, name) for name in _entries(directory) if name.endswith(".pth")]
+    return {file: _stamp(file) for file in files}
+
+
+def _listed(directory: str) -> set[str]:
     """Names what can be imported from a directory; no namespace packages, before which all others go."""
     found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            stem, _, suffix = name.partition(".")
-            if suffix.endswith(("py", "pyc", "so")) or (not suffix and _is_package(os.path.join(directory, name))):
-                found.add(stem)
+    for name in _entries(directory):
+        stem, _, suffix = name.partition(".")
+        if suffix.endswith(("py", "pyc", "so")) or (not suffix and _is_package(os.path.join(directory, name))):
+            found.add(stem)
     return found
 
 

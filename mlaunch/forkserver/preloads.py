@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mlaunch.base import linux
-from mlaunch.rank.setup import device
+from mlaunch.rank.setup import device, process
 
 _FORK_TIMEOUT = 10.0  # seconds for a fork that only ends
 
@@ -25,7 +25,8 @@ def load(names: Sequence[str]) -> None:
     for name in names:
         if name not in sys.modules:
             before = _held_by_forks()
-            __import__(name)
+            with process.noting_variables():
+                __import__(name)
             if left := _left(*before):
                 raise PreloadError(f"cannot preload {name}: its import {left}; import it in the function or script")
 

@@ -22,6 +22,7 @@ from mlaunch.base import linux
 from mlaunch.base.confinement import is_filtered
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, is_this_user
+from mlaunch.forkserver.import_record import ImportRecord
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.main import serve
 from mlaunch.forkserver.takeover import take_over
@@ -73,6 +74,7 @@ class Zygote:
     directory: Path
     key: str
     files: LoadedFiles = field(default_factory=LoadedFiles)
+    record: ImportRecord = field(default_factory=ImportRecord)
     visitors: list[_Visitor] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
     used: float = field(default_factory=time.monotonic)
@@ -92,7 +94,7 @@ class Zygote:
         finally:
             zygote_place.remove(self.directory, self.key, self._inode)
 
-    def state(self, *, facts: bool = False) -> ZygoteState:
+    def state(self, *, facts: bool = False, refusal: str = "") -> ZygoteState:
         """Tells of itself."""
         return ZygoteState(
             pid=os.getpid(),
@@ -103,6 +105,8 @@ class Zygote:
             served=self.served,
             age=time.monotonic() - self.begun,
             facts=import_facts.told(self.facts) if facts else {},
+            refusal=refusal,
+            notes=self.record.notes(),
         )
 
     def _left(self) -> float:
@@ -167,7 +171,8 @@ class Zygote:
                 self.idle, self.used = record.seconds, time.monotonic()
                 visitor.channel.try_send(self.state(facts=False))
             case AskZygote():
-                visitor.channel.try_send(self.state(facts=record.facts))
+                refusal = self.files.changed() or self._refusal(record) if record.facts else ""
+                visitor.channel.try_send(self.state(facts=record.facts, refusal=refusal))
             case _:
                 assert_never(record)
 
@@ -196,14 +201,17 @@ class Zygote:
 
     def _fork(self, visitor: _Visitor, asked: AskFork, fds: list[int]) -> None:
         try:
-            refusal = self._refusal(asked)
+            refusal = self.files.changed()
+            # Not imported anew: half of a new version would be there, beside half of the old one.
+            self.ending = bool(refusal)
+            refusal = refusal or self._refusal(asked)
             # A server for each caller, not an agent: a fork server has state (late imports, what is prepared,
             # descriptors), of which nothing may be there for the next caller.
             pid = 0 if refusal else os.fork()
         except OSError as error:
             refusal = str(error)
         if refusal:
-            visitor.channel.try_send(NotForked(refusal))
+            visitor.channel.try_send(NotForked(refusal, self.ending))
             close_all(fds)
             return
         if pid == 0:
@@ -215,13 +223,9 @@ class Zygote:
         # channel.
         visitor.channel.try_send(Forked(pid), [visitor.pidfd])
 
-    def _refusal(self, asked: AskFork) -> str:
+    def _refusal(self, asked: AskFork | AskZygote) -> str:
         """Says why it has no fork that would do; "" if it has."""
-        if changed := self.files.changed():
-            # Not imported anew: half of a new version would be there, beside half of the old one.
-            self.ending = True
-            return f"{changed} has changed since it was imported"
-        return self.files.why_others(asked.path)
+        return self.record.why_others(asked.variables) or self.files.why_others(asked.path)
 
     def _become_server(self, asked: AskFork, fds: list[int]) -> NoReturn:
         try:

@@ -17,6 +17,8 @@ from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.huge_pages import settle
+from mlaunch.forkserver.import_record import ImportRecord
+from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.zygote import Zygote
 from mlaunch.protocol import import_facts, payload
 from mlaunch.protocol.channel import Channel
@@ -71,11 +73,12 @@ def _import(
     if sys.path[:1] == [""]:
         del sys.path[0]  # the directory of the moment
     # Before the imports: what counts is what they have read, and libraries change variables as they are loaded.
-    facts = import_facts.of_this_process(os.environ)
+    facts, record = import_facts.of_this_process(os.environ), ImportRecord()
     try:
-        offered, asked = imports.load(_USUAL)
+        with record.reading():
+            offered, asked = imports.load(_USUAL)
         imports.finish(asked, collect=False)
-        with _with_variables(payload.read(_STDIN)):
+        with _with_variables(payload.read(_STDIN)), record.reading(), record.drawing():
             preloads.load(preload)
     except (device.TooOldError, preloads.PreloadError) as error:
         word.try_send(NotReady(str(error)))
@@ -92,7 +95,8 @@ def _import(
     imports.share()
     # Once for all forks; each of them would have a heap of its own to move.
     settle()
-    return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts))
+    files = LoadedFiles(record.missed)
+    return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts), files, record)
 
 
 @contextlib.contextmanager

@@ -19,15 +19,33 @@ from pathlib import Path
 from mlaunch._version import __version__
 from mlaunch.base import linux
 from mlaunch.base.confinement import confinement
+from mlaunch.base.inherited import inherited
 
 Facts = dict[str, str]  # by the words that a person is shown
 
-# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use.
+# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use. Here stand
+# those that C code reads, or Python code by a prefix; a test asks the loader for all. What Python code reads by name, a
+# server that is kept notes for itself (forkserver/import_record.py).
 _READ_AT_IMPORT = (
-    "TORCH", "PYTORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "USE_LIBUV"
+    "TORCH", "PYTORCH", "KINETO_", "USE_LIBUV", "FX_",
+    "OMP_", "GOMP_", "KMP_", "ACC_", "GFORTRAN_",
+    "MKL_", "INTEL_", "MKLDNN_", "DNNL_", "ONEDNN_", "OPENBLAS_", "GOTO_", "BLIS_", "NPY_", "NUMPY_",
+    "CUBLAS_LOG", "CUBLASLT_LOG", "CUDNN_LOG", "NVIDIA_TF32_OVERRIDE", "OPENSSL_",
+    "LD_", "PYTHON", "MALLOC_", "TQDM_",
 )  # fmt: skip
 _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
-_READ_AT_START = ("LANG", "LC_", "GLIBC_TUNABLES")  # by the interpreter and the C library
+# By the interpreter, what its .pth files run, and the C library.
+_READ_AT_START = (
+    "LANG",
+    "LC_",
+    "LOCPATH",
+    "GLIBC_TUNABLES",
+    "COVERAGE_PROCESS_",
+    "COV_CORE_",
+    "SETUPTOOLS_USE_DISTUTILS",
+)
+# By BLAS libraries, which number their threads as they are loaded. A rank's own number comes later, and is torch's.
+_THREADS = ("OMP_NUM_THREADS", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "I_MPI_")
 # Where a scheduler has no cgroups, ranks of one job would be another's children, and end with it or be counted there.
 _JOBS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID"}
 # Set where all processes that can reach the runtime directory share one sandbox: no_new_privs and filters are equal
@@ -35,6 +53,7 @@ _JOBS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID"}
 SANDBOX = "MLAUNCH_WARM_SANDBOX"
 # Besides what counts, an interpreter finds libraries and the user's files by these.
 _USUAL = {"PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "VIRTUAL_ENV"}
+_SHORT = 8  # bytes of a hash of a variable
 _SHOWN = 60  # characters of a value that differs
 _TOLD = 400  # characters of one that go into a record; what is behind them is told by a hash
 
@@ -58,13 +77,34 @@ def _variables_that_count(environ: Mapping[str, str]) -> dict[str, str]:
     return variables(environ) | {
         name: value
         for name, value in environ.items()
-        if name.startswith(_READ_AT_START) or name in _JOBS or name == SANDBOX
+        if name.startswith((*_READ_AT_START, *_THREADS)) or name in _JOBS or name == SANDBOX
     }
 
 
 def environ_to_keep(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a process needs which outlives the shell that has them: no secret of that shell."""
     return _variables_that_count(environ) | {name: environ[name] for name in sorted(_USUAL & environ.keys())}
+
+
+def hashed(environ: Mapping[str, str]) -> bytes:
+    """Return variables in a form in which they can be compared, and not be read."""
+    return b"".join(_short(name) + _short(f"{name}={value}") for name, value in environ.items())
+
+
+class Hashes:
+    """What ``hashed`` has made."""
+
+    def __init__(self, variables: bytes) -> None:
+        pairs = range(0, len(variables), 2 * _SHORT)
+        self._found = {variables[at : at + _SHORT]: variables[at + _SHORT : at + 2 * _SHORT] for at in pairs}
+
+    def has(self, name: str, value: str | None) -> bool:
+        """True if this variable has this value; None: is not set."""
+        return self._found.get(_short(name)) == (None if value is None else _short(f"{name}={value}"))
+
+
+def _short(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=_SHORT).digest()
 
 
 def shares_sandbox(environ: Mapping[str, str]) -> bool:
@@ -84,6 +124,7 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
         # Soft ones travel with the call; a hard limit that was lowered cannot be raised again.
         "hard limits": " ".join(str(resource.getrlimit(number)[1]) for number in _limits()),
         "personality": _text("personality"),
+        **inherited(),
         "session keyring": linux.session_keyring(),
         # Rights can only be given up; memory and CPU would count for another cgroup, the login for another session.
         **_confined(),
@@ -118,10 +159,11 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 
 def foreign_entries(path: Sequence[str], base: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns what ``path`` has besides ``base``, and what it lacks of it; all of that if their order differs."""
-    common = [entry for entry in path if entry in base]
+    common = list(dict.fromkeys(entry for entry in path if entry in base))
     lacking = [entry for entry in base if entry not in path]
-    # Order counts: the first of two modules with one name is imported.
-    return [entry for entry in path if entry not in base], lacking if lacking or common == list(base) else list(base)
+    # Order counts: the first of two modules with one name is imported. So a place's second entry counts for nothing.
+    is_in_order = common == list(dict.fromkeys(base))
+    return [entry for entry in path if entry not in base], lacking if lacking or is_in_order else list(base)
 
 
 def _limits() -> list[int]:

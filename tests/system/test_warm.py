@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,11 +22,11 @@ from mlaunch.caller.server import zygote_upkeep
 from mlaunch.cli import main
 from mlaunch.protocol import import_facts, registry
 from mlaunch.protocol.messages.zygote_messages import ZygoteState
-from tests import builds
+from tests import builds, warm_differences
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.processes import alive, wait_gone, wait_until
-from tests.system.commands import environment, run, start, write
+from tests.system.commands import FRESH, environment, run, start, write
 
 WARM = [IMPORTED, "-m", "mlaunch", "warm"]
 SAY = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)"
@@ -42,32 +43,42 @@ import pytest
 def test_this():
     assert True
 """
-# What a process has from whoever started it: as it is without, so it must be in a rank of a warm fork server.
-PROBE = """
-import json, locale, os, re, resource, signal, sys, warnings
-def text(name):
-    with open(f"/proc/self/{name}", errors="replace") as file:
-        return file.read()
-rank, out = os.environ["RANK"], os.environ["OUT"]
-status = dict(line.split(":", 1) for line in text("status").splitlines())
-its_own = "Vm|Rss|FDSize|SigQ|P?Pid|Tgid|NS|.*volunt"
-found = {name: value for name, value in status.items() if not re.match(its_own, name)}
-stat = text("stat").rpartition(")")[2].split()
-found |= {f"stat {i}": stat[i] for i in (4, 5, 15, 16, 17, 35, 37, 38)}
-found |= {name: text(name) for name in ("limits", "cgroup", "personality", "oom_score_adj", "timerslack_ns")}
-found["leads"] = os.getpgrp() == os.getpid() == os.getsid(0)
-found["streams"] = [re.sub(r"\\d+", "N", os.readlink(f"/proc/self/fd/{fd}")) for fd in range(3)]
-found["open"] = sorted(re.sub(r"\\d+", "N", os.readlink(f"/proc/self/fd/{fd}")) for fd in map(int, os.listdir(
-    "/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}"))
-own = {"MASTER_PORT", "MLAUNCH_RANK_PID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MLAUNCH_WARM", "OUT"}
-found["environ"] = {name: value for name, value in os.environ.items() if name not in own}
-found["place"] = [os.getcwd(), sys.path, sys.argv, str(sys.flags), locale.setlocale(locale.LC_ALL)]
-found["signals"] = [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())][:31]
-found["filters"] = list(map(str, warnings.filters))
-found["encodings"] = [(stream.encoding, stream.errors) for stream in (sys.stdin, sys.stdout, sys.stderr)]
-with open(f"{out}-{rank}", "w") as file:
-    json.dump(found, file)
+# What a caller may have otherwise, and a fork takes over.
+CHANGED = """
+umask 027; ulimit -S -n 512; ulimit -S -c 0; trap '' USR1 HUP; export TZ=Asia/Tokyo LOGLEVEL=DEBUG
+exec "$0" "$@"
 """
+
+
+# Tells of each variable that C code asks for.
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+extern char **environ;
+static void tell(const char *name) {
+    for (char **one = environ; one && *one; one++)
+        if (!strncmp(*one, "ASKED_FILE=", 11)) {
+            int fd = open(*one + 11, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+            if (write(fd, name, strlen(name)) < 0 || write(fd, "\n", 1) < 0) _exit(1);
+            close(fd);
+        }
+}
+char *getenv(const char *name) {
+    tell(name);
+    return ((char *(*)(const char *))dlsym(RTLD_NEXT, "getenv"))(name);
+}
+char *secure_getenv(const char *name) {
+    tell(name);
+    return ((char *(*)(const char *))dlsym(RTLD_NEXT, "secure_getenv"))(name);
+}
+"""
+NOT_COUNTED = {
+    "__PYVENV_LAUNCHER__",  # of other systems
+    "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",  # by a process that only tries a store out
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -114,21 +125,71 @@ def test_a_command_a_script_ranks_that_stay_and_tests_get_forks(zygote: ZygoteSt
     assert [(state.pid, state.served) for state in kept()] == [(zygote.pid, 3)]
 
 
+@pytest.fixture
+def fresh_zygote() -> Iterator[None]:
+    """One that is no fork of these tests, and has imported nothing of theirs."""
+    done = run(ROOT, "--for", "20m", command=[sys.executable, *WARM[1:]])
+    assert done.returncode == 0, done.stderr
+    yield
+    zygote_upkeep.end_all(os.environ)
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("zygote")
+@pytest.mark.usefixtures("fresh_zygote")
 def test_a_rank_is_as_without(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
-    script = str(tmp_path / write(tmp_path, PROBE))
+    script = str(tmp_path / write(tmp_path, warm_differences.PROBE))
     found = {}
     for name, warm_or_not in (("without", "0"), ("with", "")):
         changes = {"MLAUNCH_WARM": warm_or_not, "OUT": str(tmp_path / name)}
-        done = run(folder, "--nproc-per-node", "2", script, "--lr", "1", **changes)
+        command = ["sh", "-c", CHANGED, *FRESH]
+        done = run(folder, "--nproc-per-node", "2", script, "--lr", "1", command=command, **changes)
         assert done.returncode == 0, done.stderr
         found[name] = [json.loads((tmp_path / f"{name}-{rank}").read_text()) for rank in range(2)]
     for with_it, without in zip(found["with"], found["without"], strict=True):
-        assert {name: (with_it[name], value) for name, value in without.items() if with_it[name] != value} == {}
+        assert warm_differences.differences(with_it, without) == {}
+        assert len(without) >= 150
+        assert (with_it["status Umask"], with_it["variable TZ"]) == ("0027", "Asia/Tokyo")
     assert kept()[0].served == 1
+
+
+@pytest.mark.parametrize("change", warm_differences.CHANGES)
+def test_what_a_fork_cannot_take_over_is_a_fact(change: str) -> None:
+    """Whoever has it otherwise starts a fresh interpreter, and is told by which word."""
+    fact, make = warm_differences.CHANGES[change]
+    before = zygote_upkeep.facts_of(os.environ)
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            make()
+            after = zygote_upkeep.facts_of(os.environ)
+            os.write(theirs, json.dumps(sorted(name for name in after if after[name] != before[name])).encode())
+        os._exit(0)
+    os.close(theirs)
+    os.waitpid(pid, 0)
+    with os.fdopen(ours) as told:
+        said = told.read()
+    if not said or said == "[]":
+        pytest.skip("this system refuses it, or does not tell of it")
+    assert fact in json.loads(said)
+
+
+@pytest.mark.slow
+def test_all_variables_that_are_read_at_an_import_count(tmp_path: Path) -> None:
+    """By C code, which asks the C library: it is asked in its place. What Python code reads, a kept server notes."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    write(tmp_path, SHIM, "shim.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", "shim.so", "shim.c", "-ldl"], cwd=tmp_path, check=True)
+    code = "from mlaunch.forkserver import imports; imports.load(('mlaunch.caller.launcher', 'mlaunch.rank.script'))"
+    changes = {"LD_PRELOAD": str(tmp_path / "shim.so"), "ASKED_FILE": str(tmp_path / "asked")}
+    done = run(tmp_path, "-c", code, command=[sys.executable], **changes)
+    assert done.returncode == 0, done.stderr
+    asked = {*(tmp_path / "asked").read_text().split()} - NOT_COUNTED
+    assert "OMP_NUM_THREADS" in asked
+    assert asked - import_facts.environ_to_keep(dict.fromkeys(asked, "x")).keys() == set()
 
 
 def test_a_fork_ends_with_its_caller(zygote: ZygoteState, tmp_path: Path) -> None:
@@ -196,9 +257,12 @@ def test_a_kept_server_ends_when_a_file_changes_that_it_has_imported(tmp_path: P
         (state,) = kept()
         assert run(tmp_path, script, **changes).stdout == "1\n"
         library.write_text("version = 'two'")
-        done = run(tmp_path, script, **changes)
+        done = run(tmp_path, script, **changes | {"MLAUNCH_DEBUG": "0"})
         assert done.stdout == "two\n"
-        assert f"of no use: {library} has changed since it was imported" in done.stderr
+        told = (
+            f"mlaunch: the warm fork server (pid {state.pid}) ends: {library} has changed since it was imported; start"
+        )
+        assert told in done.stderr  # once: the next finds none
         wait_gone([state.pid])
     finally:
         zygote_upkeep.end_all(os.environ)
@@ -231,7 +295,7 @@ def test_callers_that_a_kept_server_does_not_serve(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
-    """Modules may read them while they are imported; no later process has them, and the token nobody."""
+    """Modules may read them while they are imported, for who has the same; no other has them, and the token nobody."""
     write(tmp_path, "import os; found = [os.environ.get(n) for n in ('HF_HOME', 'MLAUNCH_TOKEN')]", "lib/reads.py")
     look = "import os, reads; print(reads.found, os.environ.get('HF_HOME'), open('/proc/self/environ').read())"
     path = f"{ROOT}:{tmp_path}/lib"
@@ -240,13 +304,18 @@ def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "mlaunch", "warm"]  # whose environment is what it was given
         begun = run(ROOT, "--preload", "reads", command=command, PYTHONPATH=path, **shell)
         assert begun.returncode == 0, begun.stderr
-        done = run(tmp_path, write(tmp_path, look), PYTHONPATH=path, MLAUNCH_DEBUG="1")
-        assert done.stdout.startswith("['/of/the/shell', None] None "), done.stderr
+        script = write(tmp_path, look)
+        done = run(tmp_path, script, PYTHONPATH=path, MLAUNCH_DEBUG="1")
+        assert done.stdout.startswith("[None, None] None "), done.stderr
+        assert "variable HF_HOME was set to something else when a module that is kept has read it" in done.stderr
+        assert "HF_HOME was set" in warm("--status", PYTHONPATH=path).stdout
+        done = run(tmp_path, script, PYTHONPATH=path, MLAUNCH_DEBUG="1", HF_HOME="/of/the/shell")
+        assert done.stdout.startswith("['/of/the/shell', None] /of/the/shell "), done.stderr
         (state,) = kept()
         assert state.served == 1
         for text in (done.stdout, Path(f"/proc/{state.pid}/environ").read_text()):
             assert f"PYTHONPATH={path}" in text
-            assert not re.search("AWS_SECRET|MLAUNCH_TOKEN|HF_HOME=", text)
+            assert not re.search("AWS_SECRET|MLAUNCH_TOKEN=|HF_HOME=", text)
     finally:
         zygote_upkeep.end_all(os.environ)
 

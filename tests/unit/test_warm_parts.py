@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 import os
 import socket
@@ -21,11 +22,13 @@ from mlaunch.caller.server import warm, zygote_client, zygote_upkeep
 from mlaunch.caller.server.onlookers import onlooker
 from mlaunch.caller.server.start_server import Interpreter
 from mlaunch.cli import main
+from mlaunch.forkserver.import_record import ImportRecord
 from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.zygote import Zygote, _Visitor
 from mlaunch.protocol import import_facts, payload, zygote_place
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.zygote_messages import ForkEnded
+from mlaunch.rank.setup import process
 from tests.processes import wait_until
 from tests.sandboxes import nothing, said_in_sandbox
 
@@ -39,7 +42,9 @@ def test_durations() -> None:
 
 def test_facts_that_count_at_an_import() -> None:
     here = import_facts.of_this_process({"OMP_PROC_BIND": "1", "OMP_NUM_THREADS": "3", "HOME": "/x", "LC_ALL": "C"})
-    assert {name for name in here if name.startswith("variable")} == {"variable OMP_PROC_BIND", "variable LC_ALL"}
+    assert {name for name in here if name.startswith("variable")} == {
+        "variable OMP_PROC_BIND", "variable OMP_NUM_THREADS", "variable LC_ALL"
+    }  # fmt: skip
     assert all(here[name] for name in ("cgroup", "namespace mnt", "status Uid"))
     assert {"session keyring", "login", "login session", "root directory", "security label"} <= here.keys()
     other = here | {"variable OMP_PROC_BIND": "0", "cgroup": f"{here['cgroup']}/job"}
@@ -108,6 +113,7 @@ def test_paths() -> None:
     base = ["/lib/a", "/lib/b"]
     assert import_facts.foreign_entries(["/me", *base], base) == (["/me"], [])
     assert import_facts.foreign_entries(["/lib/a"], base) == ([], ["/lib/b"])
+    assert import_facts.foreign_entries(["/lib/a", "/lib/b", "/lib/a"], base) == ([], [])
     assert import_facts.foreign_entries(["/lib/b", "/lib/a"], base) == ([], base)
 
 
@@ -128,7 +134,124 @@ def test_files_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "warm_part" / "__init__.py").touch()
     assert "would be imported in place of" in files.why_others([str(tmp_path), str(tmp_path / "lib")])
     path.write_text("new = 1")
-    assert files.changed() == str(path)
+    assert files.changed() == f"{path} has changed since it was imported"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on sys.path, as installers fill it."""
+    folder = tmp_path / "site-packages"
+    (folder / "warm_found").mkdir(parents=True)
+    (folder / "warm_found" / "__init__.py").write_text("raise ImportError")
+    (folder / "mlaunch_x-1.dist-info").mkdir()
+    (folder / "mlaunch_x-1.dist-info" / "entry_points.txt").write_text("[console_scripts]\nmlaunch = x:main\n")
+    (folder / "old.pth").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    return folder
+
+
+_INSTALLED: dict[str, tuple[str, str]] = {
+    "what was looked for in vain": ("warm_missed/__init__.py", "warm_missed is not what it was"),
+    "a part of a package": ("warm_found/part.py", "part is not what it was"),
+    "what could not be imported": ("warm_found/__init__.py", ""),  # of itself nothing: an installer changes the place
+    "a finder of an editable install": ("__editable__.x.pth", "x.pth has changed since it began, which Python reads"),
+    "a .pth that is written to": ("old.pth", "old.pth has changed"),
+    "a plugin of what is loaded": ("y-1.dist-info/entry_points.txt", "y-1.dist-info is not what it was"),
+    "what Python looks for as it starts": ("sitecustomize.py", "sitecustomize is not what it was"),
+    "a package that nobody asked for": ("warm_other/__init__.py", ""),
+    "a program": ("z-1.dist-info/METADATA", ""),
+    "another place for a library": ("mlaunch/__init__.py", "mlaunch is not what it was"),
+}
+
+
+@pytest.mark.parametrize("what", _INSTALLED)
+def test_what_is_installed_later_counts_where_an_import_would_come_out_otherwise(site: Path, what: str) -> None:
+    missed = {"warm_missed": None, "warm_found": None, "warm_found.part": (str(site / "warm_found"),)}
+    files = LoadedFiles({**missed, "sitecustomize": None})
+    assert files.changed() == ""
+    name, told = _INSTALLED[what]
+    (site / name).parent.mkdir(exist_ok=True)
+    (site / name).write_text("[mlaunch.backends]\nx = y:z\n")
+    assert told in files.changed()
+    assert bool(files.changed()) is bool(told)
+
+
+def test_what_is_found_and_cannot_be_imported_counts_when_it_is_installed_anew(site: Path) -> None:
+    files = LoadedFiles({"warm_found": None})
+    (site / "warm_found").rename(site / "~arm_found")
+    (site / "warm_found").mkdir()
+    (site / "warm_found" / "__init__.py").write_text("")
+    assert f"{site}/warm_found is not what it was" in files.changed()
+
+
+def test_a_callers_own_places_have_nothing_that_was_missed(tmp_path: Path) -> None:
+    files, path = LoadedFiles({"warm_missed": None}), [str(tmp_path), *sys.path]
+    (tmp_path / "model.pth").touch()  # not of an interpreter
+    assert files.why_others(path) == ""
+    (tmp_path / "warm_missed.py").touch()
+    assert files.why_others(path) == f"{tmp_path}/warm_missed would be found, which was looked for in vain"
+    (tmp_path / "dist-packages").mkdir()
+    (tmp_path / "dist-packages" / "x.pth").touch()
+    assert "x.pth may have changed its interpreter" in files.why_others([f"{tmp_path}/dist-packages", *sys.path])
+
+
+_READS = """
+import os, random, sys, uuid
+OWN, FIXED, NUMBER = random.Random(), random.Random(3), uuid.uuid4()
+READ = os.environ.get("WARM_READ"), "WARM_ASKED" in os.environ, os.getenv("WARM_NOT_SET")
+READ += (os.environb.get(b"WARM_BYTES"),)
+COPIED = {**os.environ}, os.environ.copy(), {name for name, _ in os.environ.items() if name.startswith("WARM_")}
+for name in os.environ: pass
+os.environ.setdefault("WARM_SET", "1")
+class Finder:
+    def find_spec(*_): return None
+sys.meta_path.append(Finder())
+try:
+    import warm_nowhere.part
+except ImportError: pass
+from os import urandom
+"""
+
+
+def test_what_imports_read_draw_and_miss_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "warm_reads.py").write_text(_READS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("READ", "ASKED", "BYTES", "COPIED"):
+        monkeypatch.setenv(f"WARM_{name}", "x")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(process, "_set_by_imports", {})
+    monkeypatch.setenv("WARM_SET", "0")
+    monkeypatch.delenv("WARM_SET")
+    record, urandom = ImportRecord(), os.urandom
+    with record.reading(), record.drawing(), process.noting_variables():
+        reads = importlib.import_module("warm_reads")
+    monkeypatch.delitem(sys.modules, "warm_reads")
+    assert reads.urandom is os.urandom is urandom
+    assert {name: value for name, value in record.read.items() if "WARM" in name} == {
+        "WARM_READ": {"x"}, "WARM_ASKED": {"x"}, "WARM_NOT_SET": {None}, "WARM_BYTES": {"x"}, "WARM_SET": {None}
+    }  # fmt: skip
+    assert record.missed["warm_nowhere"] is None
+    assert record.drawn == {"warm_reads": "random.Random"}
+    assert record.notes()[0].startswith("warm_reads has drawn random numbers as it was imported (random.Random)")
+    assert record.notes()[1].startswith("warm_reads.Finder looks for modules in all commands")
+    # As if it were imported by each: what it sets, it sets, but where it has met something else.
+    wanted = {"PATH": "/bin", "WARM_READ": "x"}
+    assert process._after_imports(wanted) == {**wanted, "WARM_SET": "1"}
+    assert process._after_imports({"WARM_SET": "2"}) == {"WARM_SET": "2"}
+
+
+def test_variables_that_imports_have_read_are_compared_unread() -> None:
+    record = ImportRecord({"WARM_READ": {"x"}, "WARM_NOT_SET": {None}, "WARM_TWICE": {None, "x"}})
+    there = import_facts.hashed({"WARM_READ": "x", "OTHER": "hush"})
+    assert b"hush" not in there
+    assert (
+        record.why_others(there)
+        == "variable WARM_TWICE was set to something else when a module that is kept has read it"
+    )
+    del record.read["WARM_TWICE"]
+    assert record.why_others(there) == ""
+    there = import_facts.hashed({"WARM_READ": "x", "WARM_NOT_SET": ""})
+    assert record.why_others(there) == "variable WARM_NOT_SET was not set when a module that is kept has read it"
 
 
 def test_removals_are_heard(tmp_path: Path) -> None:

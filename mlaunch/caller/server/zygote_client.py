@@ -144,7 +144,7 @@ def _send(
         stderr = 2 if linux.identity(2) is not None else null
         with in_memfds([("surroundings", surroundings)]) as memfds:
             beside = [*memfds, control.fileno(), caller, stdin, stderr]
-            zygote.send(AskFork(tuple(like.path), tuple(like.preload)), beside)
+            zygote.send(AskFork(tuple(like.path), tuple(like.preload), import_facts.hashed(environ)), beside)
     finally:
         close_all([null, caller])
 
@@ -163,6 +163,8 @@ def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object,
             end, worked = time.monotonic() + _PATIENCE, linux.worked(pid)
     with contextlib.suppress(EOFError):
         record, fds = zygote.receive()
+        if isinstance(record, NotForked) and record.ends:
+            zygote_upkeep.tell_of_end(pid, record.reason)
         return record.reason if isinstance(record, NotForked | NotServed) else record, fds
     return "it ended", []
 

@@ -57,6 +57,14 @@ def tell(text: str) -> None:
             print(f"mlaunch: {text}", file=sys.stderr, flush=True)
 
 
+def tell_of_end(pid: int, reason: str) -> None:
+    """Say, once, why later commands start alone: to those who will not leave another one as they end."""
+    if not is_curious() and not os.environ.get(VARIABLE):
+        with contextlib.suppress(OSError, AttributeError):
+            again = "start another with mlaunch warm"
+            print(f"mlaunch: the warm fork server (pid {pid}) ends: {reason}; {again}", file=sys.stderr, flush=True)
+
+
 def key_of(environ: Mapping[str, str]) -> str:
     """Returns the key of the zygote whose forks can serve this process."""
     return import_facts.key_of(facts_of(environ))
@@ -69,7 +77,8 @@ def facts_of(environ: Mapping[str, str]) -> import_facts.Facts:
 
 def states(environ: Mapping[str, str], *, facts: bool = False) -> list[ZygoteState]:
     """Returns the states of all zygotes of this user. One that does not answer is left out."""
-    answers = (_converse(directory, key, AskZygote(facts)) for directory, key in zygote_place.names(environ))
+    asked = AskZygote(facts, tuple(sys.path), import_facts.hashed(environ)) if facts else AskZygote()
+    answers = (_converse(directory, key, asked) for directory, key in zygote_place.names(environ))
     return [answer for answer in answers if answer is not None]
 
 

@@ -39,11 +39,13 @@ class AskFork:
     """Asks for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which the fork
     alone reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
 
-    ``path``: the caller's ``sys.path``; ``preload``: modules that the fork is to import, if they are not there.
+    ``path``: the caller's ``sys.path``; ``preload``: modules that the fork is to import, if they are not there;
+    ``variables``: the caller's, as ``import_facts.hashed`` gives them.
     """
 
     path: tuple[str, ...]
     preload: tuple[str, ...]
+    variables: bytes
 
 
 @frozen_record
@@ -55,9 +57,10 @@ class Forked:
 
 @frozen_record
 class NotForked:
-    """Why there is none."""
+    """Why there is none. ``ends``: the zygote ends, since something has changed that it has imported."""
 
     reason: str
+    ends: bool = False
 
 
 @frozen_record
@@ -69,9 +72,11 @@ class ForkEnded:
 
 @frozen_record
 class AskZygote:
-    """Asks for its state. ``facts``: whether its facts are wanted, too."""
+    """Asks for its state. ``facts``: whether its facts are wanted, too, and whether it would serve AskFork's sender."""
 
     facts: bool = False
+    path: tuple[str, ...] = ()
+    variables: bytes = b""
 
 
 @frozen_record
@@ -92,6 +97,8 @@ class ZygoteState:
         served: All forks that there were.
         age: Seconds.
         facts: What counted when it imported, if that was asked for.
+        refusal: Why it would not serve who asks, whose facts are the same; "": it would.
+        notes: What a person should know of the modules that it has imported.
     """
 
     pid: int
@@ -102,6 +109,8 @@ class ZygoteState:
     served: int
     age: float
     facts: Mapping[str, str]
+    refusal: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @frozen_record

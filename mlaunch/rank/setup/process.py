@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, which take 50 times as long
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from mlaunch.base.fds import in_forks
@@ -93,8 +94,31 @@ def _do_nothing(_number: int, _frame: object) -> None:
     pass
 
 
+@contextlib.contextmanager
+def noting_variables() -> Iterator[None]:
+    """Note the variables that are set or removed inside, where modules are imported for processes to come."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            _set_by_imports[name] = before.get(name), after.get(name)
+
+
+def _after_imports(wanted: dict[str, str]) -> dict[str, str]:
+    """Return variables as the modules that are imported would have left them, had they been imported under these."""
+    # Not where the module has met another value: it may have left that alone.
+    changed = {name: after for name, (before, after) in _set_by_imports.items() if wanted.get(name) == before}
+    found: dict[str, str | None] = {**wanted, **changed}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+_set_by_imports: dict[str, tuple[str | None, str | None]] = {}
+
+
 def set_environ(wanted: dict[str, str]) -> None:
     """Makes it the whole environment; the clock and the directory of temporary files follow."""
+    wanted = _after_imports(wanted) if _set_by_imports else wanted
     zone, places = os.environ.get("TZ"), [os.environ.get(name) for name in _TEMPORARY]
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
