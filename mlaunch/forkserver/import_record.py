@@ -46,7 +46,7 @@ class ImportRecord:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Note, of the imports inside, what they look for, read, and add to the finders."""
-        finder, before = _Finder(self._tried), dict(os.environ)
+        finder, before = _Notes(self._tried), dict(os.environ)
         known = [*sys.meta_path, *sys.path_hooks]
         sys.meta_path.insert(0, finder)
         try:
@@ -121,7 +121,7 @@ class ImportRecord:
         return ""
 
 
-class _Finder:
+class _Notes:
     """Finds nothing, and notes what was looked for."""
 
     def __init__(self, tried: dict[str, _Path]) -> None:
