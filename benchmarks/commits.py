@@ -22,6 +22,7 @@ from benchmarks.measure import Row, alternate, compare, table
 _ROOT = Path(__file__).resolve().parent.parent
 _CASES = {
     "warm": "a warm call of 2 ranks",
+    "command": "a command of 2 ranks, mlaunch warm",
     "stay": "an empty call on 4 ranks that stay, 20 in a row",
     "gather": "comm.all_gather of 2 ranks, small",
     "join": "1,024 ranks on 128 machines join",
@@ -29,7 +30,7 @@ _CASES = {
 }
 # What runs in a commit's own environment: it measures once for each line, in seconds.
 _CONTESTANT = """
-import os, statistics, sys, time
+import contextlib, os, pathlib, statistics, subprocess, sys, time
 import torch, torch.distributed as dist
 import mlaunch
 from mlaunch import Ranks, comm, launcher
@@ -62,6 +63,15 @@ def measures():
     if case == "warm":
         call = timed(launcher(reduce, 2, device_type="cpu"))
         return lambda: statistics.median(call() for _ in range(10))
+    if case == "command":
+        from benchmarks.kept import kept
+        script = pathlib.Path(where).parent / "reduce.py"
+        script.write_text(REDUCE)
+        # In a place of its own, until this process has ended.
+        environ = keeps.enter_context(kept({**os.environ, "MLAUNCH_WARM": ""}))
+        command = [sys.executable, "-m", "mlaunch", "run", "--nproc-per-node", "2", str(script)]
+        once = timed(lambda: subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL))
+        return lambda: statistics.median(once() for _ in range(5))
     if case == "stay":
         ranks = Ranks(n_gpus=4, device_type="cpu")
         call = timed(lambda: ranks.run(nothing))
@@ -80,11 +90,19 @@ def measures():
         return one.machines + one.ranks
     return join
 
+REDUCE = '''
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+'''
+
 if __name__ == "__main__":
-    measure = measures()
-    for _ in sys.stdin:
-        answers.write(f"{measure()}\\n")
-        answers.flush()
+    with contextlib.ExitStack() as keeps:
+        measure = measures()
+        for _ in sys.stdin:
+            answers.write(f"{measure()}\\n")
+            answers.flush()
 """
 
 
