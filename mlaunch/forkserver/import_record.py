@@ -117,7 +117,7 @@ class ImportRecord:
             if not all(theirs.has(name, value) for value in values):
                 # Not its value: it may be a secret of the shell that a preloaded module has read.
                 was = "not set" if values == {None} else "set to something else"
-                return f"variable {name} was {was} when a module that is kept has read it"
+                return f"variable {name} was {was} when a module read it that is kept"
         return ""
 
 

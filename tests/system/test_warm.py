@@ -307,7 +307,7 @@ def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
         script = write(tmp_path, look)
         done = run(tmp_path, script, PYTHONPATH=path, MLAUNCH_DEBUG="1")
         assert done.stdout.startswith("[None, None] None "), done.stderr
-        assert "variable HF_HOME was set to something else when a module that is kept has read it" in done.stderr
+        assert "variable HF_HOME was set to something else when a module read it that is kept" in done.stderr
         assert "HF_HOME was set" in warm("--status", PYTHONPATH=path).stdout
         done = run(tmp_path, script, PYTHONPATH=path, MLAUNCH_DEBUG="1", HF_HOME="/of/the/shell")
         assert done.stdout.startswith("['/of/the/shell', None] /of/the/shell "), done.stderr

@@ -245,13 +245,12 @@ def test_variables_that_imports_have_read_are_compared_unread() -> None:
     there = import_facts.hashed({"WARM_READ": "x", "OTHER": "hush"})
     assert b"hush" not in there
     assert (
-        record.why_others(there)
-        == "variable WARM_TWICE was set to something else when a module that is kept has read it"
+        record.why_others(there) == "variable WARM_TWICE was set to something else when a module read it that is kept"
     )
     del record.read["WARM_TWICE"]
     assert record.why_others(there) == ""
     there = import_facts.hashed({"WARM_READ": "x", "WARM_NOT_SET": ""})
-    assert record.why_others(there) == "variable WARM_NOT_SET was not set when a module that is kept has read it"
+    assert record.why_others(there) == "variable WARM_NOT_SET was not set when a module read it that is kept"
 
 
 def test_removals_are_heard(tmp_path: Path) -> None:
