@@ -34,7 +34,7 @@ class LoadedFiles:
         for name, path in missed.items():
             for directory in path or ():
                 wanted[directory] = wanted.get(directory, set()) | {name.rpartition(".")[2]}
-        self._places = [_Place(directory, names, self._tops) for directory, names in wanted.items()]
+        self._places = [_SearchedPlace(directory, names, self._tops) for directory, names in wanted.items()]
 
     def changed(self) -> str:
         """Say what is not what it was: the first file, or place where modules are looked for; "": nothing is."""
@@ -69,7 +69,7 @@ class LoadedFiles:
 
 
 @dataclass
-class _Place:
+class _SearchedPlace:
     """A directory in which modules are looked for: of its contents counts what makes imports come out otherwise.
 
     ``names``: of modules that were found, or missed; ``tops``: of packages that may ask for entry points.
