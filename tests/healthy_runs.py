@@ -3,7 +3,8 @@
     python -m tests.healthy_runs [runs] [seconds of stall=]
 
 A compile in a process of its own, an evaluation, a checkpoint, data loaders that work, a rank that is behind, slow
-steps, a function that serves, and ``Ranks`` between two calls, in turn. Each is slow for longer than ``stall=`` allows,
+steps, a download, an upload, a poll, a service that takes 3 s to answer, a function that serves, and ``Ranks`` between
+two calls, in turn. Each is slow for longer than ``stall=`` allows,
 so it is looked at twice and judged; "judged" counts that.
 
 100 runs with stall=1, on two cores beside a load of ten: judged 76 times, 0 accusations.
@@ -12,11 +13,14 @@ so it is looked at twice and judged; "judged" counts that.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,7 +88,65 @@ def take_slow_steps(seconds: float) -> None:
         signal.sigtimedwait([], seconds / 5)
 
 
-WORK = (burn, compile_elsewhere, save, load, be_behind, take_slow_steps)
+def talk(seconds: float, ours: Callable[[socket.socket], object], theirs: Callable[[socket.socket], object]) -> None:
+    """Talks with a service, which a thread is, for so long."""
+    here, there = socket.socketpair()
+    end = time.monotonic() + seconds
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs(there)
+
+    service = threading.Thread(target=serve)
+    service.start()
+    while time.monotonic() < end:
+        ours(here)
+    here.close()
+    there.shutdown(socket.SHUT_RDWR)
+    service.join()
+    there.close()
+
+
+def download(seconds: float) -> None:
+    def send(to: socket.socket) -> None:
+        signal_free_wait(0.1)
+        to.sendall(bytes(3000))
+
+    talk(seconds, lambda of: of.recv(1 << 20), send)
+
+
+def upload(seconds: float) -> None:
+    def read(of: socket.socket) -> None:
+        signal_free_wait(0.05)
+        if not of.recv(1 << 16):
+            raise OSError
+
+    talk(seconds, lambda to: to.sendall(bytes(1 << 16)), read)
+
+
+def signal_free_wait(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def poll(seconds: float) -> None:
+    for _ in range(int(seconds / 0.7) + 1):
+        signal.sigtimedwait([], 0.7)
+
+
+def ask_a_service(seconds: float) -> None:
+    """Each answer takes longer than two looks are apart."""
+
+    def answer(to: socket.socket) -> None:
+        if not to.recv(1):
+            raise OSError
+        signal_free_wait(3.0)
+        to.sendall(b"x")
+
+    talk(seconds, lambda of: (of.sendall(b"x"), of.recv(1)), answer)
+
+
+WORK = (burn, compile_elsewhere, save, load, be_behind, take_slow_steps, download, upload, poll, ask_a_service)
 
 
 def work(slow: Callable[[float], None], seconds: float) -> None:

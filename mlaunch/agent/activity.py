@@ -14,14 +14,16 @@ _OWN, _WAITED_FOR = slice(11, 13), slice(13, 15)  # times in user and kernel mod
 
 
 def activity(pid: int) -> dict[str, float]:
-    """Returns seconds and bytes since the process began.
+    """Returns seconds, bytes and times since the process began.
 
-    ``main``: that its main thread has run, or has waited for a CPU; ``threads``: that all its threads have run;
-    ``children``: that all below it have, also those that are gone; ``bytes``: read and written by all of them.
+    ``switches``: how often its main thread has begun to wait, as who talks with a socket does for each packet;
+    ``main``: that it has run, or has waited for a CPU; ``threads``: that all its threads have run; ``children``: that
+    all below it have, also those that are gone; ``bytes``: read and written by all of them.
     """
     below = _descendants(pid)
     own = _times(pid)
     return {
+        "switches": _switches(pid),
         "main": _scheduled(pid),
         "threads": sum(own[:2]),
         "children": sum(own[2:]) + sum(sum(_times(child)) for child in below),
@@ -67,6 +69,11 @@ def _descendants(pid: int) -> list[int]:
     for child in found:  # which grows meanwhile
         found += children_of(child)
     return found
+
+
+def _switches(pid: int) -> int:
+    rows = dict(row.split(":", 1) for row in _read(f"/proc/{pid}/task/{pid}/status").splitlines())
+    return int(rows.get("voluntary_ctxt_switches", 0))
 
 
 def _scheduled(pid: int) -> float:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
+
+Told = TypeVar("Told")
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _SHOWN = 20  # runs of ranks
@@ -108,6 +112,45 @@ def _ends_of_line(line: str) -> str:
     return f"{line[:_END_OF_LINE]} [{left:,} characters] {line[-_END_OF_LINE:]}" if left > 0 else line
 
 
+def shown(told: Told) -> Told:
+    """Return what ranks have told as a person reads it: in each text, what would command a terminal is named.
+
+    A name, a directory or a message may have "\\x1b[2J", the end of a line, or signs that turn the direction of
+    writing.
+
+    Args:
+        told: A text, or lists and dictionaries of anything. What is no text stays as it is.
+    """
+    if isinstance(told, str):
+        return told if told.isprintable() else "".join(map(_letter, told))  # type: ignore[return-value]
+    if isinstance(told, Mapping):
+        return {key: shown(value) for key, value in told.items()}  # type: ignore[return-value]
+    if isinstance(told, list | tuple):
+        return type(told)(map(shown, told))
+    return told
+
+
+def _letter(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+
+
+def columns(text: str) -> int:
+    """Return how many columns of a terminal a text that is ``shown`` takes: wide letters take two, accents none."""
+    return sum(map(_columns_of, text)) if not text.isascii() else len(text)
+
+
+def _columns_of(letter: str) -> int:
+    if unicodedata.category(letter) in {"Mn", "Me"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+
+
+def filled(text: str, width: int, *, left: bool = True) -> str:
+    """Return the text with spaces behind it, or before it, so that it takes that many columns."""
+    spaces = " " * (width - columns(text))
+    return text + spaces if left else spaces + text
+
+
 def printable(text: str, limit: int, *, last: bool = False, lines: bool = False) -> str:
     """Returns what others have said as a terminal can show it: what would command it is named, "\\x1b".
 
@@ -119,9 +162,5 @@ def printable(text: str, limit: int, *, last: bool = False, lines: bool = False)
     text = (last_bytes if last else first_bytes)(text, limit)
     if text.isprintable():
         return text
-    kept = "\n" if lines else ""
-    clean = "".join(
-        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
+    clean = "\n".join(map(shown, text.split("\n"))) if lines else shown(text)
     return (last_bytes if last else first_bytes)(clean, limit)

@@ -16,6 +16,8 @@ from mlaunch.protocol.messages.launch_messages import Phase
 
 Ranks = Sequence[Mapping[str, Any]]  # each as its agent tells of it
 APART = 1.0  # seconds between the two
+# Seconds for which who waits for something outside (a service, a disk, a child) must not have stirred.
+_PATIENCE = 5.0
 _IN_USER_CODE = {Phase.RUNNING.value, Phase.COMMANDED.value}
 _LEAST_CPU = {"main": 0.05, "threads": 0.2, "children": 0.05}  # seconds that answering us does not take
 _LEAST_BYTES = 65536
@@ -60,7 +62,38 @@ def has_begun(ranks: Ranks) -> bool:
     numbers = {group: number for view in views for group, (_, number) in (view.entered or {}).items()}
     unequal = any(numbers[group] != there for view in views for group, (_, there) in (view.entered or {}).items())
     counts = any(mark for rank in ranks for mark in rank["marks"][1:4])
-    return unequal or counts or any(view.operation for view in views) or any(is_outside(rank) for rank in ranks)
+    return (
+        unequal
+        or counts
+        or any(view.operation or (view.is_free is False and view.waits) for view in views)
+        or any(is_outside(rank) for rank in ranks)
+    )
+
+
+def patience(ranks: Ranks, limit: float) -> float:
+    """Returns for how long ranks are looked at before they have stalled. ``limit``: what ``stall=`` says."""
+    busy = _who_may_spin(ranks)
+    outside = any(_is_outside_of_us(rank) for rank in ranks if rank["rank"] not in busy)
+    return max(_PATIENCE, limit / 4) if outside else APART
+
+
+def _is_outside_of_us(rank: Mapping[str, Any]) -> bool:
+    """True if the kernel holds its main thread elsewhere than in a lock."""
+    return bool(rank.get("asleep")) and "futex" not in rank["asleep"]
+
+
+def stirred(first: Ranks, now: Ranks) -> bool:
+    """True if the main thread of a rank that waits for no other has begun to wait anew: for a packet, for a moment."""
+    known, busy = {rank["rank"]: rank.get("activity", {}) for rank in first}, _who_may_spin(now)
+    return any(
+        rank["activity"].get("switches", 0) > known[rank["rank"]].get("switches", 0)
+        for rank in now
+        # A signal asks those that do not answer, and wakes them.
+        if rank["rank"] in known
+        and rank["rank"] not in busy
+        and rank.get("entered") is not None
+        and rank.get("activity")
+    )
 
 
 def work(first: Ranks, second: Ranks) -> bool:
@@ -82,6 +115,7 @@ def _who_may_spin(ranks: Ranks) -> set[int]:
         view.rank
         for view in views
         if view.operation
+        or (view.is_free is False and view.waits)
         or any(number > min(numbers[group]) for group, (_, number) in (view.entered or {}).items()
                if not group.endswith(" cpu"))
     }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.base.text import in_bytes, in_two_units
+from mlaunch.base.text import columns, filled, in_bytes, in_two_units, shown
 from mlaunch.caller.report.failure_text import in_words, users_place
 
 ID_SHOWN = 8
@@ -22,6 +22,7 @@ LookAt = Callable[[str], DeviceLook | None]  # at a device of this machine, by i
 
 def title_of(launch: Mapping[str, Any]) -> str:
     """Says which launch it is: "3f2a6c11  train()  4 ranks, 12 s old, called by pid 4236"."""
+    launch = shown(launch)
     size = len(launch["ranks"])
     ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
     again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
@@ -58,14 +59,14 @@ class RankTable:
     def lines(self, launches: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a title and a table for each launch."""
         before, self._known = self._known, {}
-        blocks = [[title_of(launch), *self._table(launch, before)] for launch in launches]
+        blocks = [[title_of(launch), *self._table(launch, before)] for launch in shown([*launches])]
         return [line for block in blocks for line in ["", *block]][1:]
 
     def _table(self, launch: Mapping[str, Any], before: Mapping[tuple[str, int], _Rank]) -> list[str]:
         rows = [_HEAD, *(self._row(launch, rank, before) for rank in launch["ranks"])]
-        filled = [any(row[column] for row in rows[1:]) for column in range(len(_HEAD))]
-        columns = [(column, max(len(row[column]) for row in rows)) for column, used in enumerate(filled) if used]
-        return ["  " + "  ".join(_aligned(row[column], column, width) for column, width in columns).rstrip()
+        used = [any(row[column] for row in rows[1:]) for column in range(len(_HEAD))]
+        widths = [(column, max(columns(row[column]) for row in rows)) for column, told in enumerate(used) if told]
+        return ["  " + "  ".join(_aligned(row[column], column, width) for column, width in widths).rstrip()
                 for row in rows]  # fmt: skip
 
     def _row(
@@ -97,7 +98,7 @@ class RankTable:
 
 
 def _aligned(cell: str, column: int, width: int) -> str:
-    return cell.ljust(width) if 0 < column <= _LEFT else cell.rjust(width)
+    return filled(cell, width, left=0 < column <= _LEFT)
 
 
 def _where(rank: Mapping[str, Any]) -> str:

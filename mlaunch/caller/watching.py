@@ -11,7 +11,7 @@ from typing import Any
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.device_use import DeviceUse
 from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.display import Area, Display, Notebook, Terminal
+from mlaunch.caller.output.display import Area, Display, Notebook, Terminal, is_piped
 from mlaunch.caller.report import notebook
 from mlaunch.caller.running_launches import ask, launches_of
 from mlaunch.caller.watch_rows import RankTable
@@ -25,11 +25,14 @@ def watch_all(every: float, nothing: Callable[[], str]) -> None:
     """Shows this user's running launches on the terminal, until it is interrupted. ``nothing``: says that none runs.
 
     Raises:
-        OSError: stdout is no terminal.
+        OSError: stdout is no terminal, or a program that may draw there reads stderr.
         ImportError: Without rich (extra: watch).
     """
     if not sys.stdout.isatty():
         raise OSError("ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json")
+    if is_piped(2):
+        raise OSError("ps --watch draws on the whole terminal, and so may the program that reads its stderr: send that "
+                      "to a file (2>errors.txt)")  # fmt: skip
     place, table = _terminal("mlaunch ps --watch"), _table()
     try:
         while True:
@@ -93,6 +96,9 @@ def _place_for(who: str) -> Area:
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         raise RuntimeError(f"{who} needs a notebook, or a terminal as stderr; {who.removesuffix('watch()')}why() and "
                            f"mlaunch ps tell in text")  # fmt: skip
+    if is_piped(1):
+        raise RuntimeError(f"{who} draws on the terminal, and so may the program that reads stdout (| less): send that "
+                           f"to a file, or ask {who.removesuffix('watch()')}why()")  # fmt: skip
     return _terminal(who)
 
 

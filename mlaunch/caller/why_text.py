@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frames import is_library, module_of
-from mlaunch.base.text import name_some_ranks
+from mlaunch.base.text import name_some_ranks, shown
 from mlaunch.caller.report.failure_text import in_phase, in_words, operation_of, users_place
 from mlaunch.caller.wait_graph import RankView, WaitView, why
 from mlaunch.protocol.messages.launch_messages import Operations, Phase, RankStacks
@@ -72,6 +72,7 @@ def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]
 
 def view_of(rank: Mapping[str, Any]) -> RankView:
     """Makes a rank's view of what its agent has told."""
+    rank = shown(rank)
     frames = [tuple(frame) for frame in rank["frames"]]
     told, children = rank.get("entered"), rank.get("children", [])
     runs, returned, phase = rank["state"].startswith(_RUNNING), has_returned(rank), rank["state"].partition(" (")[0]

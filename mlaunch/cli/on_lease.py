@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlaunch.base.text import in_two_units
+from mlaunch.base.text import in_two_units, shown
 from mlaunch.caller.leasing import Grant, granted
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
@@ -44,7 +44,7 @@ def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[
 
 def rows(environ: Mapping[str, str]) -> list[str]:
     """Says who has which device, and who waits for which; nothing if nobody has any."""
-    held, waiting = standing(place(environ))
+    held, waiting = shown(standing(place(environ)))
     found = ["leases"] if held or waiting else []
     found += [f"  {one['device']}  {_who(one)}" for one in held]
     for one in waiting:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.text import name_some_ranks
+from mlaunch.base.text import columns, filled, name_some_ranks, shown
 from mlaunch.caller.report.stacks_of_ranks import grouped
 from mlaunch.caller.running_launches import ask, whole
 from mlaunch.caller.server import zygote_upkeep
@@ -172,12 +172,13 @@ def _nothing() -> str:
 
 
 def _entry(launch: Mapping[str, Any]) -> str:
+    launch = shown(launch)
     rows = [
         ("RANK", "PID", "DEVICE", "STATE"),
         *(_each if len(launch["ranks"]) <= _MOST_ROWS else _alike)(launch["ranks"]),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
+    widths = [max(columns(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(map(filled, row, [*widths, 0])) for row in rows]
     return "\n".join([title_of(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *lines])])
 
 
@@ -209,6 +210,6 @@ def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]
 def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
     blocks = []
     for rank in ranks:
-        rows = [f"    {row}" for row in rank["stacks"].splitlines() if row]
-        blocks.append("\n".join([f"  rank {rank['rank']} (pid {rank['pid']}): {rank['state']}", *rows]))
+        rows = [f"    {shown(row)}" for row in rank["stacks"].splitlines() if row]
+        blocks.append("\n".join([f"  rank {rank['rank']} (pid {rank['pid']}): {shown(rank['state'])}", *rows]))
     return "\n".join(blocks)

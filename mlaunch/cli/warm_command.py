@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.base.text import in_bytes, in_two_units
+from mlaunch.base.text import in_bytes, in_two_units, shown
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.server.onlookers import onlooker
 from mlaunch.protocol import import_facts
@@ -113,7 +113,7 @@ def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
 
 
 def _imports(state: ZygoteState) -> str:
-    return ", ".join(["torch", *state.preload])
+    return ", ".join(["torch", *shown([*state.preload])])
 
 
 def _memory(pid: int) -> str:

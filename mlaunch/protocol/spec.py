@@ -100,6 +100,13 @@ class ProfileOrder:
         """Returns the path of a rank's part."""
         return f"{self.directory}/rank-{rank}.json"
 
+    def begun_by(self, rank: int) -> str:
+        """Returns the path of a file that is there once the rank has come to the first of these steps."""
+        return f"{self.directory}/rank-{rank}.begun"
+
+    def has_begun(self, rank: int) -> bool:
+        return os.path.lexists(self.begun_by(rank))
+
     def written_by(self, rank: int) -> str:
         """Returns the path of the part that is there, compressed if it has come from another machine; "": none is."""
         path = self.part_of(rank)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.own_files import this_users_directory
+from mlaunch.base.own_files import open_file, this_users_directory
 from mlaunch.protocol.spec import LaunchSpec, ProfileOrder
 from mlaunch.rank.for_users import progress
 
@@ -32,15 +35,28 @@ class StepProfile:
         self._order, self._rank = order, rank
         self._turns_count = True
         self._profile: profiler.profile | None = None
+        self._asked_to_end: Any = signal.SIG_DFL  # what the signal does without us
 
     def __enter__(self) -> None:
         self._try(self._begin)
+        self._asked_to_end = _signal.getsignal(signal.SIGTERM)
+        # Another rank's failure ends this one. Where it waits for that, its wait fails, and then this is called.
+        if self._profile is not None and self._asked_to_end == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._write_and_end)
         # Through its slot, since progress() is imported by users and must not import torch's profiler.
         progress.count_steps(self)
 
     def __exit__(self, *_: object) -> None:
         progress.count_steps(None)
         self._end()
+        if _signal.getsignal(signal.SIGTERM) == self._write_and_end:
+            signal.signal(signal.SIGTERM, self._asked_to_end)
+
+    def _write_and_end(self, number: int, _frame: FrameType | None) -> None:
+        """Ends as the signal does, once what was recorded is written."""
+        self._end()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def turn(self) -> None:
         """Counts a turn of a loop."""
@@ -58,11 +74,15 @@ class StepProfile:
         made: Any = profiler.profile(schedule=self._at, on_trace_ready=self._write)
         made.start()
         self._profile = made
+        if self._order.first == 0:
+            self._note_begin()
 
     def _count(self) -> None:
         running = self._profile
         if running is not None:
             self._try(running.step)
+        if running is not None and running.step_num == self._order.first:
+            self._try(self._note_begin)
         if running is not None and running.step_num > self._order.last:
             self._end()
 
@@ -81,6 +101,11 @@ class StepProfile:
             return ProfilerAction.RECORD_AND_SAVE if step == last - 1 else ProfilerAction.RECORD
         # CUPTI takes its time as it begins, which would count as the first step's.
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
+
+    def _note_begin(self) -> None:
+        directory, name = os.path.split(self._order.begun_by(self._rank))
+        with this_users_directory(directory) as fd:
+            os.close(open_file(name, os.O_CREAT | os.O_WRONLY, dir_fd=fd))
 
     def _write(self, recorded: profiler.profile) -> None:
         directory, name = os.path.split(self._order.part_of(self._rank))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlaunch import LaunchError, Ranks, launcher
 from mlaunch.cli import main
 from mlaunch.member import trace_parts
 from tests.contract.test_engine_calls import Threads
+from tests.processes import wait_until
 from tests.system.commands import run, write
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -101,6 +103,40 @@ def test_a_function_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_rank_that_waits_for_one_that_fails(tmp_path: Path) -> None:
+    def fail() -> None:
+        for step in mlaunch.progress(range(20)):
+            if step == 4:
+                (tmp_path / f"{dist.get_rank()}").touch()
+            if step == 4 and dist.get_rank() == 1:
+                wait_until((tmp_path / "0").exists)
+                raise ValueError("no such luck")
+            dist.all_reduce(torch.ones(8))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="no such luck"):
+            launcher(fail, 2, profile=tmp_path / "trace.json", profile_steps=(2, 9), grace_period=60)()
+    found = steps_of(read(tmp_path / "trace.json"))
+    assert found[0][:2] == found[1][:2] == ["2", "3"]
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
+def test_a_rank_that_is_killed_as_it_records(tmp_path: Path) -> None:
+    def die() -> None:
+        for step in mlaunch.progress(range(20)):
+            if step == 4 and dist.get_rank() == 1:
+                os._exit(3)
+            dist.all_reduce(torch.ones(8))
+
+    with (
+        pytest.raises(LaunchError),
+        pytest.warns(RuntimeWarning, match=r"lacks rank 1, which had begun to record, and ended or failed before"),
+    ):
+        launcher(die, 2, profile=tmp_path / "trace.json", profile_steps=(2, 9), grace_period=60)()
+
+
+@pytest.mark.slow  # torch's profiler imports for seconds
 def test_a_rank_that_is_not_there_any_more(tmp_path: Path) -> None:
     def die() -> None:
         if dist.get_rank() == 0:
@@ -126,7 +162,9 @@ def test_a_profiler_that_fails_does_not_end_the_run(
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
     ours = launcher(train, 1, profile=tmp_path / "trace.json", profile_steps=(1, 2), start_method="fork")
-    with pytest.warns(RuntimeWarning, match="is not written: no rank came to step 1"):
+    with pytest.warns(
+        RuntimeWarning, match="is not written: it lacks rank 0, which had begun to record, and ended or failed"
+    ):
         assert ours() == [0]
     assert "rank 0 is not profiled: OSError: [Errno 28] No space left on device" in capfd.readouterr().err
 

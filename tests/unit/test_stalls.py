@@ -17,7 +17,7 @@ from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.visitors import PULSE, WHY
 from tests.processes import wait_until
 
-IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9}
+IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9, "switches": 5}
 TORCH = ["/x/site-packages/torch/distributed/distributed_c10d.py", "9", "all_reduce"]
 
 
@@ -159,6 +159,27 @@ def test_the_end_of_what_has_stalled() -> None:
     assert what.startswith("made no progress for 9 s: rank 1 has not entered all_reduce #5")
 
 
+def test_who_waits_for_something_outside_is_looked_at_for_longer() -> None:
+    """A service may take longer to answer than two looks are apart; one that never does is told of, too."""
+    world = World(8.0)
+    asleep = {**LATE, "asleep": "sk_wait_data"}
+    for turn in range(4):
+        world.ranks = [WAITS, {**asleep, "activity": used(switches=turn)}]
+        world.until(world.now + 4.0)
+    assert world.said == []
+    world.until(30.0)
+    assert len(world.said) == 1
+
+
+def test_a_rank_that_waits_for_others_stirs_in_vain() -> None:
+    """As NCCL does that looks every millisecond, and one that a signal has woken as it did not answer."""
+    known, stirs = rank(0, 5, 21), {"activity": used(switches=3)}
+    assert not stall_signs.stirred([known], [{**known, **stirs}])
+    late = rank(1, 4, 18, within=False)
+    assert stall_signs.stirred([late], [{**late, **stirs}])
+    assert not stall_signs.stirred([late], [{**late, **stirs, "entered": None}])
+
+
 def test_ranks_without_a_call_and_calls_without_a_watch() -> None:
     world = World(4.0)
     world.ranks = [rank(0, 2, 7, marks=["waiting for a call", 0, 0, 0, 2], frames=[])]
@@ -269,4 +290,4 @@ def test_the_activity_of_a_process_and_its_children() -> None:
     assert now["children"] > before["children"] + 0.05  # of one that is gone
     assert now["main"] > before["main"]
     assert now["bytes"] > before["bytes"]
-    assert activity(2**22 + 1) == {"main": 0.0, "threads": 0, "children": 0, "bytes": 0}
+    assert activity(2**22 + 1) == {"switches": 0, "main": 0.0, "threads": 0, "children": 0, "bytes": 0}

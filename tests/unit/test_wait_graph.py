@@ -146,6 +146,12 @@ def test_a_rank_as_its_agent_tells_of_it() -> None:
     assert view_of(told) == RankView(1, "ended (it returned)", returned=True)
 
 
+def test_names_of_ranks_do_not_command_a_terminal() -> None:
+    told = {"rank": 0, "state": "running the function", "frames": [["/home/\x1b[2J/a\nb.py", "3", "f\u202e"]]}
+    assert view_of(told).doing.startswith(r"in f\u202e at a\nb.py:3")
+    assert sentence([told, {"rank": 1, "state": "shutting down\x1b[2J (it returned)", "frames": []}]).isprintable()
+
+
 def test_a_rank_that_has_returned_and_does_not_end() -> None:
     close = ["/home/me/train.py", "7", "close"]
     ended = {"rank": 0, "state": "ended (it returned)", "frames": []}

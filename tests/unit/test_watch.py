@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mlaunch.base.text import columns
 from mlaunch.caller import watching
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.device_use import DeviceUse
@@ -51,6 +52,36 @@ def test_a_loop_that_stands_still() -> None:
     assert "  none for 41 s  " in table.lines([launch])[2]
     launch["ranks"][0]["loop"] |= {"done": 100}
     assert "none for" not in table.lines([launch])[2]  # it is through
+
+
+def test_texts_of_ranks_are_shown_and_measured() -> None:
+    """They neither command the terminal, nor tear the table."""
+    table, wide = RankTable(looked_at, "here"), "\u65e5\u672c"
+    launch = seen(1.0, 0.0, 1, 1.0) | {"function": "train\u202e()"}
+    other = seen(1.0, 0.0, 1, 1.0)["ranks"][0] | {"rank": 1}
+    launch["ranks"][0]["loop"]["description"] = "\x1b]0;x\x07a\nb"
+    other["loop"] = other["loop"] | {"description": wide}
+    launch["ranks"].append(other)
+    title, head, first, second = table.lines([launch])
+    assert title.startswith(r"3f2a6c11  train\u202e()  ")
+    assert r"\x1b]0;x\x07a\nb: 1/100" in first
+    assert len(first) == columns(second) == len(second) + 2 == len(head)
+
+
+def test_no_table_over_what_another_program_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = SimpleNamespace(isatty=lambda: True)
+    for name, fd, call, error in (
+        ("stderr", 1, lambda: watching.watch_calls("train", CallLog()), RuntimeError),
+        ("stdout", 2, lambda: watching.watch_all(1.0, str), OSError),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, terminal)
+            patch.setattr(watching, "is_piped", fd.__eq__)
+            with pytest.raises(error, match="and so may the program that reads"):
+                call()
+    assert capsys.readouterr().out == ""
 
 
 def test_unknown_columns_take_no_room() -> None:

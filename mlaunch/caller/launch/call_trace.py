@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch.base import own_files
 from mlaunch.base.text import name_ranks
@@ -47,7 +47,9 @@ class CallTrace:
         wanted = [rank.rank for rank in report.ranks if order.wants(rank.rank)]
         parts = {rank: path for rank in wanted if (path := order.written_by(rank))}
         if not parts:
-            if wanted:  # else other machines have them
+            if any(order.has_begun(rank) for rank in wanted):
+                tell(f"{self._named} is not written: it lacks {_why_missing(order, wanted)}")
+            elif wanted:  # else other machines have them
                 tell(f"{self._named} is not written: no rank came to step {order.first} of {report.name}; steps are "
                      f"turns of mlaunch.progress, or calls of mlaunch.step()")  # fmt: skip
             return
@@ -57,7 +59,7 @@ class CallTrace:
             tell(f"{self._named} is not written: {error.strerror or error}")
             return
         if missing := [rank for rank in wanted if rank not in parts]:
-            tell(f"{self._named} lacks {name_ranks(missing)}, which did not come to step {order.first}")
+            tell(f"{self._named} lacks {_why_missing(order, missing)}")
 
     def _write(self, report: LaunchReport, parts: Mapping[int, str], tell: Callable[[str], None]) -> None:
         path, first = self._path, report.ranks[0].rank
@@ -113,3 +115,14 @@ def _from_rank(path: str, first: int) -> str:
     stem, end = (path[:-3], path[-3:]) if path.endswith(".gz") else (path, "")
     stem, kind = os.path.splitext(stem)
     return f"{stem}-from-rank-{first}{kind}{end}"
+
+
+def _why_missing(order: ProfileOrder, ranks: Sequence[int]) -> str:
+    """Says "rank 0, which did not come to step 5; rank 1, which had begun to record, and ..."."""
+    ended = [rank for rank in ranks if order.has_begun(rank)]
+    early = [rank for rank in ranks if rank not in ended]
+    told = [f"{name_ranks(early)}, which did not come to step {order.first}"] if early else []
+    told += (
+        [f"{name_ranks(ended)}, which had begun to record, and ended or failed before it was written"] if ended else []
+    )
+    return "; ".join(told)

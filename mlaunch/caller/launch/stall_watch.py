@@ -1,6 +1,7 @@
 """Looks, while a call runs, whether its ranks make progress, and tells when they have made none for long.
 
     watching --no progress for that long--> looking twice --nobody works--> stalled --progress--> watching
+                                            (or more often, while a rank waits for something outside)
         ^                                       |
         +---------- somebody works -------------+
 
@@ -40,7 +41,9 @@ class StallWatch:
     _moved_at: float = 0.0
     _moves: bool = False  # its ranks have been seen to show progress
     _known: Ranks = ()
-    _first: Ranks | None = None  # the first of two looks
+    _first: Ranks | None = None  # the first of several looks, and the last
+    _last: Ranks = ()
+    _first_at: float = 0.0
     _looks_twice: bool = False
     _stalled: bool = False
     held: bool = False  # somebody debugs
@@ -103,12 +106,17 @@ class StallWatch:
         self._moved_at, self._stalled, self._looks_twice, self._first = now, False, False, None
 
     def _compare(self, ranks: Ranks, now: float) -> RankFailure | None:
-        """Takes the first of the two looks, or compares them."""
+        """Takes the first of the looks, or compares them."""
         if self._first is None:
-            self._first, self._due = ranks, now + stall_signs.APART
+            self._first, self._last, self._first_at, self._due = ranks, ranks, now, now + stall_signs.APART
             return None
         # Two looks, since one says where a rank is, and not whether it moves.
-        works = stall_signs.work(self._first, ranks) or not (self._moves or stall_signs.has_begun(ranks))
+        works = stall_signs.work(self._last, ranks) or stall_signs.stirred(self._first, ranks)
+        works = works or not (self._moves or stall_signs.has_begun(ranks))
+        patience = stall_signs.patience(ranks, self.limit or 0.0)
+        if not works and now < self._first_at + patience:
+            self._last, self._due = ranks, now + max(stall_signs.APART, patience / 5)
+            return None
         self._looks_twice, self._first = False, None
         if works:
             self._moved_at = now

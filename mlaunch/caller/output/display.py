@@ -191,15 +191,15 @@ def area(*, blocks: bool = True) -> Area | None:
         return Notebook()
     with contextlib.suppress(AttributeError, ValueError, ImportError):
         has_prompt = hasattr(sys, "ps1") and not blocks
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not has_prompt and not _is_piped():
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not has_prompt and not is_piped(1):
             return Terminal()
     return None
 
 
-def _is_piped() -> bool:
-    """True if a program reads what is printed, which may draw on the whole terminal, as ``less`` does."""
+def is_piped(fd: int) -> bool:
+    """True if a program reads what is written there, which may draw on the whole terminal, as ``less`` does."""
     with contextlib.suppress(OSError):
-        return stat.S_ISFIFO(os.fstat(1).st_mode)
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False
 
 

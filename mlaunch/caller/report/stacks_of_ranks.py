@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlaunch.base.frames import without_machinery
-from mlaunch.base.text import name_some_ranks
+from mlaunch.base.text import name_some_ranks, shown
 from mlaunch.caller.report.failure_text import in_words, without_import
 
 
@@ -47,11 +47,11 @@ def _lines(frames: Iterable[tuple[str, str, str]]) -> list[str]:
 def grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
     """Says it of ranks that have told their stacks, once for those at the same place."""
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for rank in ranks:
+    for rank in shown([*ranks]):
         frames = tuple(tuple(frame) for frame in rank["frames"])
         where = f", {words}" if (words := in_words(frames)) else ""
-        shown = tuple(without_machinery(without_import(frames)))
-        groups.setdefault((rank["state"], where, shown), []).append(rank["rank"])
+        innermost = tuple(without_machinery(without_import(frames)))
+        groups.setdefault((rank["state"], where, innermost), []).append(rank["rank"])
     blocks = []
     for (state, where, frames), members in sorted(groups.items(), key=lambda group: min(group[1])):
         stack = [f"    {line}" for line in _lines(frames)]
