@@ -338,7 +338,7 @@ def test_a_rank_that_stays_and_is_out_of_step() -> None:
 
 @pytest.mark.slow
 def test_slow_runs_that_are_healthy_are_not_accused() -> None:
-    """One of each kind; ``python -m tests.healthy_runs`` makes more."""
+    """One of most kinds; ``python -m tests.healthy_runs`` makes more."""
     found = healthy(8)
     assert (found.runs, found.accused) == (8, [])
     assert found.judged >= 6
