@@ -145,7 +145,8 @@ def test_classes_of_records_are_known_before_their_first_record() -> None:
 
 
 ELSEWHERE = {"cell_messages"}  # values of calls
-INSIDE = {"Answer", "RemoteError", "Details", "CallersProcess"}  # a queue, a file or another record
+# Of a queue, a file or another record.
+INSIDE = {"Answer", "RemoteError", "Details", "CallersProcess", "Operations", "GroupNumbers", "RankWait"}
 
 
 def test_each_record_travels_on_some_channel_or_stream() -> None:

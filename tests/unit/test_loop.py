@@ -127,6 +127,7 @@ INSIDE = {
     "mlaunch.engines.engine": "test_machines_that_are_held",
     "mlaunch.engines.launch.kept_agents": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.engines.launch.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
+    "mlaunch.caller.event_loops": "test_futures_of_launches",
     "mlaunch.caller.many.course": "test_futures_of_launches",
     "mlaunch.caller.many.kept_trial": "test_trials_take_the_warm_ranks_of_their_devices",
     "mlaunch.engines.machine_queue": "test_each_trial_has_machines_of_its_own",
@@ -162,6 +163,10 @@ INSIDE = {
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # Tests with the mark run by these.
     "mlaunch.pytest.body": "test_who_am_i",
+    "mlaunch.pytest.class_attributes": "test_who_am_i",
+    "mlaunch.pytest.examples": "test_who_am_i",
+    "mlaunch.pytest.fixture_steps": "test_who_am_i",
+    "mlaunch.pytest.subtests": "test_who_am_i",
     "mlaunch.pytest.briefing": "test_who_am_i",
     "mlaunch.pytest.group_names": "test_who_am_i",
     "mlaunch.pytest.explanation": "test_who_am_i",
@@ -178,6 +183,8 @@ INSIDE = {
     "mlaunch.rank.for_users.current_device": "test_the_device_of_a_rank",
     "mlaunch.rank.joining.join": "test_join_refuses",
     "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
+    "mlaunch.leases.circles": "test_a_circle_is_refused_as_it_closes",
+    "mlaunch.rank.whole": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.rank.step_profile": "test_steps_that_the_function_counts",
     "mlaunch.rank.setup.main_module": "test_closures_lambdas_and_local_classes_travel",
     "mlaunch.rendezvous.barrier": "test_ranks_share_the_launchs_own_server",
@@ -193,7 +200,7 @@ INSIDE = {
 # A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
 # terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these.
 FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
-FRESH |= {"mlaunch.rank.debugging.visit"}
+FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.base.inherited"}
 FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
 

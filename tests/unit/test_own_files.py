@@ -100,7 +100,7 @@ def test_a_lease_is_written_through_no_link(tmp_path: Path, name: str) -> None:
     aim.write_text("kept")
     leases.mkdir(mode=0o700)
     (leases / name).symlink_to(aim)
-    with pytest.raises(OSError, match="symbolic link"), site.opened(leases) as opened, opened:
+    with pytest.raises(OSError, match=r"symbolic link|is in the way of"), site.opened(leases) as opened, opened:
         opened.take("ticket.1", {"who": "f()"})
     (leases / name).unlink()
     os.mkfifo(leases / "ticket.2.json")
