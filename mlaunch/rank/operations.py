@@ -72,8 +72,8 @@ class _Group:
         return self.numbers if not self.by_device else self.by_device.get(_device_of(args), self.numbers)
 
 
-# (name, numbers, number of the collective, peer in the group, tag, group)
-_Begun = tuple[str, _Tally, int, "int | None", int, Any]
+# (name, numbers, number of the collective, peer in the group, tag); not the group, which it would keep
+_Begun = tuple[str, _Tally, int, "int | None", int]
 
 _groups: dict[int, _Group] = {}  # by id, since a lookup in a WeakKeyDictionary takes as long as all the rest
 _begins: dict[int, _Begun] = {}  # by thread, what it is about to begin
@@ -140,7 +140,7 @@ def _collective(begin: Callable[..., Any], words: str) -> Callable[..., Any]:
         numbers = _of_group(self, args)
         numbers.begun = number = numbers.begun + 1
         numbers.latest = words
-        here, begun = threading.get_ident(), (words, numbers, number, None, 0, self)
+        here, begun = threading.get_ident(), (words, numbers, number, None, 0)
         _begins[here] = begun
         try:
             work = begin(self, *args, **kwargs)
@@ -167,7 +167,7 @@ def _message(begin: Callable[..., Any], words: str) -> Callable[..., Any]:
         _messages += 1
         number = numbers.messages = numbers.messages + 1
         counts[peer] = counts.get(peer, 0) + 1
-        here, begun = threading.get_ident(), (words, numbers, number, peer, tag, self)
+        here, begun = threading.get_ident(), (words, numbers, number, peer, tag)
         _begins[here] = begun
         try:
             work = begin(self, *args, **kwargs)
@@ -199,7 +199,7 @@ def _monitored(begin: Callable[..., Any], words: str) -> Callable[..., Any]:
         before, numbers.begun = _raw(self), numbers.begun + 1
         at = numbers.begun if before is None else before - numbers.messages - numbers.skipped + 1
         here = threading.get_ident()
-        numbers.held, _begins[here] = at, (words, numbers, numbers.begun, None, 0, self)
+        numbers.held, _begins[here] = at, (words, numbers, numbers.begun, None, 0)
         try:
             return begin(self, *args, **kwargs)
         finally:
@@ -342,7 +342,7 @@ def _wait(
 ) -> RankWait:
     if begun is None or id(begun[1]) not in parts:
         return RankWait(thread, "", "", 0, None, 0, (), at)  # of an operation that C++ has begun
-    words, numbers, number, peer, tag, _ = begun
+    words, numbers, number, peer, tag = begun
     part, reached, members = parts[id(numbers)]
     if peer is not None:
         return RankWait(thread, words, part, 0, members[peer] if 0 <= peer < len(members) else ANY, tag, members, at)
