@@ -44,6 +44,11 @@ def children(pid: int) -> list[int]:
 apart: set[int] = set()  # children of this process that outlive a test on purpose, with their families
 
 
+def agents(server: int) -> list[int]:
+    """The children of a fork server that are agents: it may be trying an import in another one."""
+    return [pid for pid in children(server) if Path(f"/proc/{pid}/comm").read_text().startswith("mlaunch: agent")]
+
+
 def ours() -> list[int]:
     """The descendants of this process that no test may leave behind."""
     spared = {pid for root in apart for pid in (root, *descendants(root))}

@@ -15,7 +15,7 @@ from mlaunch.protocol import registry
 from tests.conftest import ROOT
 from tests.contract.families import start_family
 from tests.imported import IMPORTED
-from tests.processes import children, wait_gone, wait_until
+from tests.processes import agents, children, wait_gone, wait_until
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
@@ -76,7 +76,7 @@ def test_a_daemon_ends_though_the_agent_is_killed_after_the_caller() -> None:
         assert process.stdout is not None
         daemon = int(process.stdout.readline())
         [server] = children(process.pid)
-        [agent] = children(server)
+        [agent] = agents(server)
         before = sockets(server)
         process.kill()
         process.wait(60)

@@ -22,7 +22,7 @@ import pytest
 
 from mlaunch.rendezvous import address as address_module
 from tests.conftest import ROOT
-from tests.processes import children, descendants, wait_gone, wait_until
+from tests.processes import agents, children, descendants, wait_gone, wait_until
 from tests.system.machines import PORT, launched
 from tests.system.network import Loopback, Namespaces, Network, why_no_namespaces
 
@@ -329,13 +329,13 @@ def test_a_slow_network(loopback: Network) -> None:
 def link_of(process: subprocess.Popen[str], *, master: bool) -> int:
     """The link is the agent's first child, after the store and gate where that machine has them."""
     server = children(process.pid)[0]
-    [agent] = children(server)
+    [agent] = agents(server)
     return sorted(children(agent))[1 if master else 0]
 
 
 def gate_of(process: subprocess.Popen[str]) -> int:
     """That of the first machine."""
-    [agent] = children(children(process.pid)[0])
+    [agent] = agents(children(process.pid)[0])
     return min(children(agent))
 
 

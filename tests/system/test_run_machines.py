@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import children, descendants, wait_gone
+from tests.processes import agents, children, descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
 
@@ -282,7 +282,7 @@ def test_the_command_and_its_agent_are_killed(tmp_path: Path) -> None:
     """The fork server removes what neither of them can."""
     process, end = start_waiting(tmp_path)
     family = descendants(process.pid)
-    [agent] = children(children(process.pid)[0])
+    [agent] = agents(children(process.pid)[0])
     os.kill(agent, signal.SIGSTOP)  # it cannot tidy up between the two
     process.send_signal(signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
@@ -297,7 +297,7 @@ def test_the_agent_is_killed(tmp_path: Path) -> None:
     process, end = start_waiting(tmp_path)
     [kept] = os.listdir(tmp_path / "temporary")
     assert kept.startswith("mlaunch-run-")
-    [agent] = children(children(process.pid)[0])
+    [agent] = agents(children(process.pid)[0])
     os.kill(agent, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert "the agent was killed by SIGKILL" in err
