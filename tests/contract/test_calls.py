@@ -27,7 +27,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import mlaunch
 from mlaunch import Ranks, launcher
 from mlaunch.base import memory_maps
 from mlaunch.caller.server import start_server
@@ -38,6 +37,7 @@ from mlaunch.rank.for_users import progress
 from tests import builds
 from tests.conftest import ROOT
 from tests.contract import functions
+from tests.system.network import free_port
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
@@ -148,8 +148,7 @@ def test_ranks_host_a_store_at_a_port_of_their_own(inherited: str | None, monkey
     """As under mp.spawn; and env:// meets at the launch's own."""
     if inherited is not None:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", inherited)
-    with mlaunch.Server() as server:  # a port that is free once the server has ended
-        port = server.py_server_port
+    port = free_port()
 
     def meet() -> list[bytes]:
         rank, heard = dist.get_rank(), []
