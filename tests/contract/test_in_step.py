@@ -314,6 +314,7 @@ def test_groups_that_all_have_made_are_no_reason(ranks: Ranks) -> None:
         group = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(1), group=group)
         dist.new_group([1])
+        dist.barrier()  # else one may fail while the other is still making it
         fail()
 
     with intact(ranks):
