@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlaunch.protocol import explain, payload
 from mlaunch.pytest.crossing import ClassChanges
+from mlaunch.pytest.travel import attribute_that_cannot
 
 _Attributes = dict[str, Any]
 _NONE: object = object()
@@ -37,20 +37,9 @@ class GivenAttributes:
         if not new and not gone:
             return None
         self._given[owner] = wanted  # with the values, or another one might have the place of one that is gone
-        told = {name: said for name, value in new.items() if (said := _who_cannot(owner, name, value))}
+        said = {name: attribute_that_cannot(f"{owner.__name__}.{name}", value) for name, value in new.items()}
+        told = {name: words for name, words in said.items() if words}
         return ClassChanges({name: value for name, value in new.items() if name not in told}, gone, told)
-
-
-def _who_cannot(owner: type, name: str, value: object) -> str:
-    try:
-        payload.check(value)
-    except Exception as error:  # whatever a __reduce__ may raise
-        what = explain.unpicklable(value, f"{owner.__name__}.{name}")
-        return (
-            f"{what}, which cannot travel to the ranks ({type(error).__name__}); "
-            f"make it there: @mlaunch.pytest.rank_fixture"
-        )
-    return ""
 
 
 # On the ranks

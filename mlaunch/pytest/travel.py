@@ -70,15 +70,20 @@ def who_cannot(values: dict[str, Any]) -> str:
 
 def state_that_cannot(test: RankTest) -> str:
     """Name the first attribute of the test's instance that cannot be pickled; "" if all can."""
-    for name, value in (test.state or {}).items():
-        try:
-            payload.check(value)
-        except Exception as error:  # whatever a __reduce__ may raise
-            what = explain.unpicklable(value, f"self.{name}")
-            return (
-                f"{what}, which cannot travel to the ranks ({type(error).__name__}: {str(error)[:_SHOWN]}); "
-                f"make it in the test, or there: @mlaunch.pytest.rank_fixture"
-            )
+    told = (attribute_that_cannot(f"self.{name}", value) for name, value in (test.state or {}).items())
+    return next(filter(None, told), "")
+
+
+def attribute_that_cannot(where: str, value: object) -> str:
+    """Say why an attribute cannot travel, and what to do; "" if it can. ``where``: as in "self.lock"."""
+    try:
+        payload.check(value)
+    except Exception as error:  # whatever a __reduce__ may raise
+        return (
+            f"{explain.unpicklable(value, where)}, which cannot travel to the ranks "
+            f"({type(error).__name__}: {str(error)[:_SHOWN]}); "
+            f"make it in the test, or there: @mlaunch.pytest.rank_fixture"
+        )
     return ""
 
 
