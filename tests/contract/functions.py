@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 
 import torch
@@ -81,14 +82,24 @@ def error_of(action: Callable[[], object]) -> str:
 
 
 def wait_in_vain(failing: int, key: str) -> None:
-    """Raises on one rank, once the others have entered an operation that it never enters. ``key``: used once."""
+    """Raise on one rank, once the others wait in an operation that it never enters. ``key``: used once."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == failing:
         store.wait([key])
         raise ValueError("no such luck")
     work = dist.all_reduce(torch.ones(3), async_op=True)
-    store.set(key, "entered")
+    threading.Thread(target=_tell_once_it_waits, args=(key, threading.get_ident()), daemon=True).start()
     work.wait()
+
+
+def _tell_once_it_waits(key: str, thread: int) -> None:
+    """Set the key once that thread waits for the work: before, a busy machine finds it elsewhere."""
+    while True:
+        frame = sys._current_frames()[thread]
+        if frame.f_code.co_name == "wait" and frame.f_back is not None and frame.f_back.f_code is wait_in_vain.__code__:
+            break
+        threading.Event().wait(0.01)
+    dist.distributed_c10d._get_default_store().set(key, "waits")
 
 
 def kept_numbers(ranks: Ranks) -> dict[str, int]:
