@@ -28,6 +28,7 @@ from mlaunch.protocol import registry
 from mlaunch.pytest import plugin
 from mlaunch.pytest.mark import POOL, WANTED
 from mlaunch.pytest.pool import RankPool
+from tests.cost import Cost
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks
 from tests.processes import alive, children, descendants, ours, session_of, wait_gone, wait_until
@@ -52,8 +53,9 @@ _REMOVAL_TIMEOUT = 10.0  # seconds
 interpreters = Watch()
 
 
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Loads the plugin where mlaunch is not installed (``tests/matrix/run``)."""
+    parser.addoption("--cost", action="store_true", help="show the CPU seconds of the tests, and the dearest files")
     if not pluginmanager.is_registered(plugin):
         pluginmanager.register(plugin, "mlaunch")
 
@@ -61,6 +63,8 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Compiles package and tests once, as pip does, for the hundreds of interpreters and ranks that import them."""
     sys.dont_write_bytecode = False  # pytest keeps the tests as it has rewritten them
+    if config.option.cost:
+        config.pluginmanager.register(Cost(config), "mlaunch's cost")
     config.option.loadscopereorder = False  # of xdist: the files with the most tests are not those that take longest
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "mlaunch", quiet=1, optimize=[0, 1, 2])
