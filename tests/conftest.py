@@ -139,6 +139,7 @@ def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-unty
         wait_until(lambda: len([*registry.home(os.environ).glob("*.sock")]) >= there)
     pool = request.config.stash.get(POOL, None)
     before = _what_is_there(pool)
+    family = set(ours())
     yield
     after = _what_is_there(pool)
     if after != before:
@@ -147,7 +148,19 @@ def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-unty
     if _differs(before["shared memory"], after["shared memory"]):
         after["shared memory"] = _wait_for_removal(before["shared memory"])
     left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
+    if left:
+        _kill_new(family)
     assert not left, "\n".join(left)
+
+
+def _kill_new(family: set[int]) -> None:
+    """Kill what a failed test has left, for which the next ones would wait in vain."""
+    server = warm_server.get(os.environ).pid
+    for pid in {*ours()} - family - {server, *descendants(server)}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # no child of this process, but its child's
+            os.waitpid(pid, 0)
 
 
 @pytest.fixture(autouse=True)

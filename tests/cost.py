@@ -1,7 +1,7 @@
 """What tests cost: the CPU seconds of each, with those of all processes that it started (``pytest --cost``).
 
-Each process that runs tests is in a control group of its own, which has the time of every process below it, also of those
-that nobody waited for. Where no group can be made, what was waited for is counted.
+Each process that runs tests is in a control group of its own, which has the time of every process below it, also of
+those that nobody waited for. Where no group can be made, what was waited for is counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import resource
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -74,7 +74,9 @@ class Cost:
         self._started = self._clock.seconds()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add a test's time to its last report, which goes to the process that shows it."""
         report = yield
         if call.when == "teardown":
@@ -83,7 +85,7 @@ class Cost:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self._spent[report.nodeid] = dict(report.user_properties).get(PROPERTY, 0.0)
+            self._spent[report.nodeid] = sum(value for name, value in report.user_properties if name == PROPERTY)  # type: ignore[misc]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._spent:

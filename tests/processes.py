@@ -46,7 +46,14 @@ apart: set[int] = set()  # children of this process that outlive a test on purpo
 
 def agents(server: int) -> list[int]:
     """The children of a fork server that are agents: it may be trying an import in another one."""
-    return [pid for pid in children(server) if Path(f"/proc/{pid}/comm").read_text().startswith("mlaunch: agent")]
+    return [pid for pid in children(server) if name_of(pid).startswith("mlaunch: agent")]
+
+
+def name_of(pid: int) -> str:
+    """Returns what a process calls itself; "" once it is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text()
+    return ""
 
 
 def ours() -> list[int]:

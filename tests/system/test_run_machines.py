@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.protocol import registry
 from tests.processes import agents, children, descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
@@ -288,6 +289,7 @@ def test_the_command_and_its_agent_are_killed(tmp_path: Path) -> None:
     os.kill(agent, signal.SIGKILL)
     process.communicate()
     wait_gone(family)
+    list(registry.connections(os.environ))  # who looks for launches removes the agent's socket, if it had one by then
     assert os.listdir(tmp_path / "temporary") == []
     os.close(end)
 
@@ -297,9 +299,11 @@ def test_the_agent_is_killed(tmp_path: Path) -> None:
     process, end = start_waiting(tmp_path)
     [kept] = os.listdir(tmp_path / "temporary")
     assert kept.startswith("mlaunch-run-")
+    family = descendants(process.pid)
     [agent] = agents(children(process.pid)[0])
     os.kill(agent, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
+    wait_gone(family)
     assert "the agent was killed by SIGKILL" in err
     assert os.listdir(tmp_path / "temporary") == []
     os.close(end)

@@ -67,7 +67,7 @@ def test_the_collector_runs_in_what_is_forked_once_all_is_imported() -> None:
 @pytest.mark.slow
 def test_an_agent_that_is_looked_at() -> None:
     now, board, requests, questions = [0.0], Board.create(1), StackRequests(lambda *_: False), Questions({})
-    context = SimpleNamespace(environ=os.environ, caller=1, cwd="/", argv=[], source="")
+    context = SimpleNamespace(environ=os.environ, caller=1, cwd="/", argv=[], source="", given="")
     spec: Any = SimpleNamespace(
         context=context, launch_id="looked", rank_start=0, name="train()", world_size=1, restart_count=0, stays=False,
         cluster=None, device=lambda _: "cpu",
