@@ -55,6 +55,7 @@ interpreters = Watch()
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Loads the plugin where mlaunch is not installed (``tests/matrix/run``)."""
+    parser.addoption("--nightly", action="store_true", help="run also the tests with the mark nightly")
     parser.addoption("--cost", action="store_true", help="show the CPU seconds of the tests, and the dearest files")
     if not pluginmanager.is_registered(plugin):
         pluginmanager.register(plugin, "mlaunch")
@@ -74,6 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is fresh. Files that take long come first, so that no process is left with one at the end."""
     config.stash[COLLECTED] = list(items)
+    if not config.option.nightly and (later := [item for item in items if item.get_closest_marker("nightly")]):
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     items.sort(key=lambda item: LONGEST_FIRST.index(next(part for part in LONGEST_FIRST if part in item.nodeid)))
     for item in items:
         if is_fresh(item):
@@ -149,13 +153,12 @@ def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-unty
         after["shared memory"] = _wait_for_removal(before["shared memory"])
     left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
     if left:
-        _kill_new(family)
+        _kill_new(family, warm_server.get(os.environ).pid)
     assert not left, "\n".join(left)
 
 
-def _kill_new(family: set[int]) -> None:
-    """Kill what a failed test has left, for which the next ones would wait in vain."""
-    server = warm_server.get(os.environ).pid
+def _kill_new(family: set[int], server: int) -> None:
+    """Kill what a failed test has left, for which the next ones would wait in vain; ``server`` stays."""
     for pid in {*ours()} - family - {server, *descendants(server)}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

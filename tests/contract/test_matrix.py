@@ -1,7 +1,8 @@
 """The crash matrix: where in its life a rank (or the caller) ends, by how it ends, under every start method.
 
 Ranks that stay are one column more, and so are launches that were prepared. The fixtures look at what each cell leaves,
-and whether the next call works.
+and whether the next call works. Each commit runs every pair of where and how, the start methods in turn; the other
+cells are for the night.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import signal
 import subprocess
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from tests.conftest import ROOT
@@ -38,8 +40,12 @@ from tests.imported import IMPORTED
 from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
-WHERE = ["in_the_function", *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
-METHODS = ["forkserver", *(pytest.param(how, marks=pytest.mark.slow) for how in ("fork", "spawn"))]
+METHODS = ["forkserver", "fork", "spawn", STAYING]
+IMPOSSIBLE = {
+    ("unpickling", "fork"),  # nothing is pickled where the ranks inherit the call
+    ("pickling the call", "fork"),
+    ("after_the_answer", STAYING),  # these wait for the next call then, and their end loses it
+}
 
 
 WORDS = {
@@ -62,7 +68,20 @@ ANSWERED = {"after_return", "after_the_answer"}
 STOPPED = ["stops its agent", "stops the fork server"]
 ENDS = [how for how in HOW if how not in {*STOPPED, "caller dies"}]
 LATE = {"SIGSTOP"}  # who ends so is killed when the grace period is over
-MARKED = [pytest.param(how, marks=pytest.mark.slow) if how in LATE else how for how in ENDS]
+
+
+def cells(where: Sequence[str], hows: Sequence[str], methods: Sequence[str]) -> list[ParameterSet]:
+    """Return all cells, as pytest takes them; those that no commit runs are marked."""
+    found = []
+    for row, place in enumerate(where):
+        possible = [method for method in methods if (place, method) not in IMPOSSIBLE]
+        for column, how in enumerate(hows):
+            chosen = possible[(row + column) % len(possible)]
+            for method in possible:
+                plain = (place, method) == ("in_the_function", "forkserver") and how not in {*LATE, *STOPPED}
+                marks = [] if plain else [pytest.mark.slow, *([] if method == chosen else [pytest.mark.nightly])]
+                found.append(pytest.param(place, how, method, marks=marks))
+    return found
 
 
 def importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
@@ -116,38 +135,29 @@ def check(where: str, how: str, call: Callable[[], object], *, stays: bool = Fal
         assert how != "segfault" or "Fatal Python error: Segmentation fault" in caught.value.failures[0].traceback
 
 
-@pytest.mark.parametrize(
-    "start_method", [*METHODS, *(pytest.param(how, marks=pytest.mark.slow) for how in (STAYING, PREPARED))]
-)
-@pytest.mark.parametrize("how", MARKED)
-@pytest.mark.parametrize("where", [*WHERE, pytest.param("unpickling", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("where", "how", "start_method"), cells([*PLACES, "unpickling"], ENDS, [*METHODS, PREPARED]))
 def test_a_rank_ends(where: str, how: str, start_method: str) -> None:
-    if where == "unpickling" and start_method == "fork":
-        pytest.skip("nothing is unpickled where the ranks inherit the call")
-    if where == "after_the_answer" and start_method == STAYING:
-        pytest.skip("these wait for the next call then, and their end loses it")
     check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", STOPPED)
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("where", "how", "start_method"),
+    cells([place for place in PLACES if place != "after_the_answer"], STOPPED, METHODS),  # which is as before it
+)
 def test_a_process_that_keeps_a_launch_is_stopped(
     where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank stops its agent or its fork server; its caller does not depend on them."""
-    if where == "after_the_answer":
-        pytest.skip("as before it")
     monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
     monkeypatch.setattr("mlaunch.caller.launch.watchdog._STEP_DELAY", 0.3)
     check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", pytest.param(STAYING, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", MARKED)
-def test_a_rank_ends_importing(how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check("importing", how, importing(how, start_method, tmp_path, monkeypatch))
+@pytest.mark.parametrize(("where", "how", "start_method"), cells(["importing"], ENDS, ["forkserver", STAYING]))
+def test_a_rank_ends_importing(
+    where: str, how: str, start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(where, how, importing(how, start_method, tmp_path, monkeypatch))
 
 
 def test_ranks_take_row_after_row() -> None:
@@ -170,17 +180,14 @@ def test_pickling_the_call_raises() -> None:
         call_at("pickling the call", "sys.exit", "forkserver")()
 
 
-@pytest.mark.parametrize("start_method", [*METHODS, pytest.param(STAYING, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("where", [*PLACES, "unpickling", "pickling the call"])
-def test_the_caller_dies(where: str, start_method: str) -> None:
-    if where in {"unpickling", "pickling the call"} and start_method == "fork":
-        pytest.skip("nothing is pickled where the ranks inherit the call")
-    if where == "after_the_answer" and start_method == STAYING:
-        pytest.skip("these wait for the next call then")
+@pytest.mark.parametrize(
+    ("where", "how", "start_method"), cells([*PLACES, "unpickling", "pickling the call"], ["caller dies"], METHODS)
+)
+def test_the_caller_dies(where: str, how: str, start_method: str) -> None:
     mark = uuid.uuid4().hex
     code = (
         f"import os\nos.environ['CALLER'] = str(os.getpid())\nfrom tests.contract.crashes import call_at\n"
-        f"call_at({where!r}, 'caller dies', {start_method!r})()"
+        f"call_at({where!r}, {how!r}, {start_method!r})()"
     )
     done = subprocess.run(
         [IMPORTED, "-c", code],

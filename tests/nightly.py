@@ -1,0 +1,16 @@
+"""What is too dear for each commit: ``python -m tests.nightly``, once a night and before a release.
+
+It runs the tests with the mark ``nightly``: the whole of the matrices of which each commit runs cells chosen pairwise,
+and real engines beyond a call, a failure, an interrupt and a death on each. Arguments are pytest's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+ARGUMENTS = ("--nightly", "-m", "nightly", "-n", "2", "--dist", "loadfile", "--cost")
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([*ARGUMENTS, *sys.argv[1:]]))
