@@ -53,13 +53,12 @@ def test_an_object_that_cannot_go_by_name_leaves_nothing_of_the_attempt() -> Non
     assert function() == 7
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 3, 50_000])
-def test_dense_tensors_of_every_dtype(dtype: torch.dtype, size: int) -> None:
-    tensor = torch.arange(size).remainder(2).to(dtype)
-    back = round_trip(tensor)
-    assert (back.dtype, back.shape) == (dtype, tensor.shape)
-    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+def test_dense_tensors_of_every_dtype(size: int) -> None:
+    tensors = [torch.arange(size).remainder(2).to(dtype) for dtype in DTYPES]
+    for back, tensor in zip(round_trip(tensors), tensors, strict=True):
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8)), tensor.dtype
 
 
 @pytest.mark.parametrize("size", [4, 50_000])
