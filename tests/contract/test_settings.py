@@ -77,7 +77,9 @@ def as_before() -> Iterator[None]:
 
 def told() -> dict[str, Any]:
     found = {name: dict(settings.of_this_process()).get(name) for name in CHANGES}
-    return found | {"filters": [one for one in found["filters"] if "something of" in str(one)]}  # libraries have some, too
+    return found | {
+        "filters": [one for one in found["filters"] if "something of" in str(one)]
+    }  # libraries have some, too
 
 
 def change_all() -> None:

@@ -22,7 +22,7 @@ from tests.processes import descendants, wait_gone, wait_until
 from tests.system.engine_rigs import Rig, slurm_here, ssh_between, ssh_server, wait_for_jobs
 from tests.system.network import Namespaces, why_no_namespaces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 LIMIT = 120.0
 GIANT = 1 << 30  # bytes
 CALLS = 50  # on Slurm, where one takes half a second beside other tests; 200 of them left nothing, either

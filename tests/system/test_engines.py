@@ -65,12 +65,14 @@ def test_values_of_all_ranks_in_their_order(held: Rig, size: int) -> None:
     assert rows == [[rank, "returned"] for rank in range(size)]
 
 
+@pytest.mark.nightly
 def test_sixteen_ranks(held: Rig, request: pytest.FixtureRequest) -> None:
     ssh = request.node.callspec.params["rig"] == "ssh"
     many = 8 + SIZES["ssh"] - 2 if ssh else 16
     assert held.ask("many held")["value"] == [[rank, many] for rank in range(many)]
 
 
+@pytest.mark.nightly
 def test_output_of_ranks_comes_home(held: Rig, size: int) -> None:
     found = held.ask("printing held")
     assert lines(found) == [f"[{rank}] rank {rank} prints" for rank in range(size)]
@@ -91,6 +93,7 @@ def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> No
     assert all(re.fullmatch(words, line) for line in others), found["report"]
 
 
+@pytest.mark.nightly
 def test_a_secret_is_where_nobody_looks(held: Rig, size: int) -> None:
     """It comes on standard input: command lines are open to all, variables and files to a batch system."""
     found = held.ask("secret held")
@@ -103,6 +106,7 @@ def test_a_rank_that_is_killed(held: Rig) -> None:
     assert found["text"].startswith("rank 1 of killed.<locals>.work() was killed by SIGKILL\n  host "), found["text"]
 
 
+@pytest.mark.nightly
 def test_a_deadline(held: Rig) -> None:
     found = held.ask("late held")
     assert found["error"] == "LaunchTimeout"
@@ -115,22 +119,26 @@ def test_ctrl_c(held: Rig) -> None:
     assert re.search(r"was interrupted; ranks 0-\d were in wait_for_ever at", found["notes"][0]), found["notes"]
 
 
+@pytest.mark.nightly
 def test_a_restart(held: Rig, size: int) -> None:
     found = held.ask("restarted held")
     assert found["value"] == ["1"] * size, found
     assert "is started again (restart 1 of at most 1)" in found["err"]
 
 
+@pytest.mark.nightly
 def test_large_arguments_and_values(held: Rig, size: int) -> None:
     assert held.ask("large held")["value"] == [True] * size
 
 
+@pytest.mark.nightly
 def test_ranks_that_stay(held: Rig, size: int) -> None:
     found = held.ask("staying held")
     assert "value" in found, found["trace"]
     assert found["value"] == [True, [[rank, rank] for rank in range(size)]]
 
 
+@pytest.mark.nightly
 def test_a_sweep(held: Rig, size: int) -> None:
     found = held.ask("sweeping held")
     assert "value" in found, found["trace"]
@@ -140,6 +148,7 @@ def test_a_sweep(held: Rig, size: int) -> None:
     assert sets == 2
 
 
+@pytest.mark.nightly
 def test_a_member_that_is_killed(held: Rig) -> None:
     """The next call gets other machines."""
     held.ask("close")
@@ -148,6 +157,7 @@ def test_a_member_that_is_killed(held: Rig) -> None:
     assert re.match(r"host \S+ of member_killed.<locals>.work\(\) was lost", found["text"]), found["text"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_queue(rig: Rig) -> None:
     """Ctrl-C and SIGKILL while the job waits, and a partition that there is not."""
@@ -169,6 +179,7 @@ def test_a_queue(rig: Rig) -> None:
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_job_that_begins_after_its_caller_fell_silent(rig: Rig) -> None:
     """No member has brought the lease there; the job has it from its beginning."""
@@ -183,6 +194,7 @@ def test_a_job_that_begins_after_its_caller_fell_silent(rig: Rig) -> None:
     other.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_job_whose_guard_was_killed(rig: Rig) -> None:
     rig.ask("hold")
@@ -192,6 +204,7 @@ def test_a_job_whose_guard_was_killed(rig: Rig) -> None:
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_controller_that_is_away_when_a_job_is_given_back(rig: Rig, tmp_path: Path) -> None:
     """Slurm's commands wait for it for two seconds in place of ten, and ``close()`` for them."""
@@ -212,6 +225,7 @@ def test_a_controller_that_is_away_when_a_job_is_given_back(rig: Rig, tmp_path: 
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 @pytest.mark.parametrize("cause", ["PREEMPTED", "TIMEOUT"])
 def test_slurm_ends_the_job(rig: Rig, cause: str) -> None:
@@ -236,6 +250,7 @@ def test_slurm_ends_the_job(rig: Rig, cause: str) -> None:
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_call_that_slurm_preempts_starts_anew(rig: Rig) -> None:
     """For a job of a higher priority: its call waits in the queue until that is over."""
@@ -248,6 +263,7 @@ def test_a_call_that_slurm_preempts_starts_anew(rig: Rig) -> None:
     wait_for_jobs(rig, 0)
 
 
+@pytest.mark.nightly
 def test_a_caller_that_falls_silent_leaves_nothing(rig: Rig) -> None:
     """As one whose machine has lost its power: nothing tells of its end."""
     rig.say("unheard")
@@ -273,6 +289,7 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     assert not [one for one in ask(STATUS) if rig.process.pid in (one["caller"], one["agent"])]
 
 
+@pytest.mark.nightly
 def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:
     """Their names stand before what they print, and the one whose cable is pulled is named.
 
@@ -299,6 +316,7 @@ def test_hosts_with_networks_of_their_own(tmp_path: Path) -> None:
         network.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrong", ["key of this user", "key of the host", "name"])
 def test_a_host_that_does_not_let_us_in(tmp_path: Path, wrong: str) -> None:
     """Nobody is asked for a password, and the host is named with ssh's words."""
