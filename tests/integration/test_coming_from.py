@@ -109,6 +109,7 @@ def test_after_in_a_process_of_its_own(tmp_path: Path, page: str) -> None:
     assert re.fullmatch(RESULTS[page], start_second(tmp_path, page))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("page", BEFORE)
 def test_before_and_after_print_the_same(tmp_path: Path, page: str) -> None:

@@ -59,6 +59,7 @@ def test_the_workers_of_a_loader(run: Run) -> None:
     assert sum(int(line[1]) for line in lines) == sum(i**2 for i in range(32))
 
 
+@pytest.mark.nightly
 def test_seeds(run: Run) -> None:
     drawn = {}
     for line in run("seeds.py").splitlines():
@@ -89,6 +90,7 @@ def test_accelerate(run: Run) -> None:
     assert_alike(ast.literal_eval(values))
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_transformers_trainer(run: Run) -> None:
     needs("transformers", "accelerate")
@@ -96,7 +98,7 @@ def test_transformers_trainer(run: Run) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["with_lightning.py", "with_fabric.py"])
+@pytest.mark.parametrize("name", ["with_lightning.py", pytest.param("with_fabric.py", marks=pytest.mark.nightly)])
 def test_lightning(run: Run, name: str) -> None:
     needs("lightning")
     values = ast.literal_eval(run(name).splitlines()[-1])
@@ -104,6 +106,7 @@ def test_lightning(run: Run, name: str) -> None:
     assert values[0][:2] == (2, 4)  # two ranks, four of eight batches
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_torchmetrics(run: Run) -> None:
     needs("torchmetrics")
@@ -115,6 +118,7 @@ def assert_alike(values: list[object]) -> None:
     assert first == second
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_tensorboard(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
@@ -126,6 +130,7 @@ def test_tensorboard(run: Run, tmp_path: Path) -> None:
     assert [event.step for event in found.Scalars("loss")] == list(range(10))
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_weights_and_biases(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("wandb") is None:
@@ -141,12 +146,14 @@ def test_logging(run: Run) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_loss_per_epoch(run: Run) -> None:
     losses = ast.literal_eval(run("losses.py"))
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 3
 
 
+@pytest.mark.nightly
 def test_remote_calls(run: Run) -> None:
     assert run("remote_calls.py").endswith("[[2.0, 2.0], None]\n")
 
@@ -165,6 +172,7 @@ def test_hydra(tmp_path: Path) -> None:
     assert [path.read_text() for path in tmp_path.rglob("loss.txt")] == ["0.4"]
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_multirun(tmp_path: Path) -> None:
     needs("hydra")
@@ -182,6 +190,7 @@ def test_optuna(run: Run) -> None:
     assert run("with_optuna.py").startswith("4 trials, the best with lr 0.")
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_optuna_asks_and_is_told(run: Run) -> None:
     needs("optuna")
@@ -191,12 +200,14 @@ def test_optuna_asks_and_is_told(run: Run) -> None:
     assert {state for rate, state in found.items() if float(rate) < 1} == {"complete"}
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_optunas_threads_wait_for_devices(run: Run) -> None:
     needs("optuna")
     assert run("optuna_n_jobs.py").startswith("6 trials, the best with lr 0.")
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_joblibs_threads(tmp_path: Path) -> None:
     """In a process of its own, since joblib's threads stay."""
@@ -220,6 +231,7 @@ def agent(sweep, function, count):
 """
 
 
+@pytest.mark.nightly
 def test_agents_of_a_sweep_take_turns(tmp_path: Path) -> None:
     """wandb's agents ask its server; a module of that name stands in for both."""
     (tmp_path / "wandb.py").write_text(WANDB)

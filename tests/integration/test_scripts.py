@@ -159,8 +159,8 @@ def numbers(cwd: Path, launcher: list[str], *args: str) -> list[list[float]]:
     [
         pytest.param(TUTORIAL, [], id="tutorial"),
         pytest.param(ACCELERATE, ["accelerate"], id="accelerate"),
-        pytest.param(LIGHTNING, ["lightning"], id="Lightning"),
-        pytest.param(TRAINER, ["transformers", "accelerate"], id="Trainer"),
+        pytest.param(LIGHTNING, ["lightning"], id="Lightning", marks=pytest.mark.nightly),
+        pytest.param(TRAINER, ["transformers", "accelerate"], id="Trainer", marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_numbers(tmp_path: Path, text: str, libraries: list[str]) -> None:

@@ -14,6 +14,7 @@ from tests.integration.strangers import FORMS, SUITE
 _COUNT = 35
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 @pytest.mark.parametrize("form", ["ported", pytest.param("torch's", marks=pytest.mark.slow)])
 def test_a_suite_of_torchs_classes_and_spawned_functions(tmp_path: Path, form: str) -> None:
