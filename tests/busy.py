@@ -51,6 +51,7 @@ def neighbours(folder: Path) -> Iterator[None]:
 
 
 def main(times: int, arguments: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by which the neighbours would stay
     with tempfile.TemporaryDirectory(prefix="mlaunch-busy-") as folder, neighbours(Path(folder)):
         for number in range(1, times + 1):
             code = subprocess.run([*SUITE, "-q", *arguments], cwd=ROOT, check=False).returncode

@@ -27,6 +27,7 @@ _NAMES = {
 _KILLS_IT = {"warm_server", "kill"}  # in one function
 _SPAWN = "spawn"
 _VICTIM = "fork server"  # whom a test kills or stops
+_SHOWN: dict[tuple[object, tuple[str, ...]], frozenset[object]] = {}
 _SETTINGS = {"TORCH_DISTRIBUTED_DEBUG", "USE_LIBUV"}  # read when torch is imported, so another server is started
 
 
@@ -37,8 +38,18 @@ def is_fresh(item: pytest.Item) -> bool:
     if any(map(_starts_one, params.values())):
         return True
     if params.get("start_method") == "fork":  # what serves it is a fork, and ends with it
-        return any(_shows(function) - {_VICTIM} for function in used_by(item))
-    return any(_ends_the_server(value) for value in params.values()) or any(map(_shows, used_by(item)))
+        return bool(_shown_by(item) - {_VICTIM})
+    return any(_ends_the_server(value) for value in params.values()) or bool(_shown_by(item))
+
+
+def _shown_by(item: pytest.Item) -> frozenset[object]:
+    """What a test's code shows, with all that it uses; the same for all its parameters."""
+    if not isinstance(item, pytest.Function):
+        return frozenset()
+    key = item.function, tuple(item.fixturenames)
+    if key not in _SHOWN:
+        _SHOWN[key] = frozenset().union(*map(_shows, used_by(item)))
+    return _SHOWN[key]
 
 
 def used_by(item: pytest.Item) -> Iterator[FunctionType]:
