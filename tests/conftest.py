@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import dataclasses
+import fnmatch
 import importlib.util
 import os
 import re
@@ -75,13 +76,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is fresh. Files that take long come first, so that no process is left with one at the end."""
     config.stash[COLLECTED] = list(items)
-    if not config.option.nightly and (later := [item for item in items if item.get_closest_marker("nightly")]):
+    later = [item for item in items if _is_for_the_night(item)]
+    if later and not config.option.nightly:
         config.hook.pytest_deselected(items=later)
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if item not in set(later)]
     items.sort(key=lambda item: LONGEST_FIRST.index(next(part for part in LONGEST_FIRST if part in item.nodeid)))
     for item in items:
         if is_fresh(item):
             item.add_marker("fresh")
+
+
+def _is_for_the_night(item: pytest.Item) -> bool:
+    """True if it has the mark; one with arguments (patterns of parameters' ids) is taken off the other parameters."""
+    for mark in list(item.iter_markers("nightly")):
+        if not mark.args or any(fnmatch.fnmatchcase(item.callspec.id, pattern) for pattern in mark.args):  # type: ignore[attr-defined]
+            return True
+        item.own_markers.remove(mark)
+    return False
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,7 @@ def test_fresh_ranks_have_what_cells_need_before_the_first(ranks: Ranks) -> None
         assert caught(lambda: ranks.run(os._exit, 3)) is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_random_moments_of_imports() -> None:
     """``python -m tests.import_storm`` has more of them."""

@@ -27,6 +27,7 @@ from tests.conftest import ROOT
 from tests.users import users_environ
 
 
+@pytest.mark.nightly("<&-", ">&-", "2>&-", "<&- >&-")
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
     """Their numbers are not taken for others' channels, into which ranks would print."""

@@ -235,6 +235,7 @@ def test_what_torch_raises_has_no_frame_of_the_watch() -> None:
     assert "operations.py" not in str(caught.value.__cause__)
 
 
+@pytest.mark.nightly("handling", "at_last", "loading*", "leave", "fewer_batches", "be_slow", "holding*", "in_another*")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_rank_that_holds_up_the_others_is_named_on_two_machines(

@@ -42,6 +42,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_many_interrupts() -> None:
     print(f"MLAUNCH_INTERRUPTS={COUNT} MLAUNCH_INTERRUPTS_SEED={SEED}")

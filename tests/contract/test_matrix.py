@@ -205,6 +205,7 @@ def test_the_caller_dies(where: str, how: str, start_method: str) -> None:
 SOAK = int(os.environ.get("MLAUNCH_SOAK", "60"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(max(1800, 6 * SOAK))
 def test_many_launches_of_which_a_third_fail() -> None:

@@ -18,6 +18,17 @@ from tests.imported import IMPORTED
 from tests.processes import agents, children, wait_gone, wait_until
 
 
+@pytest.mark.nightly(
+    "-caller-fork",
+    "-fork server-spawn",
+    "-agent-fork",
+    "nohup-caller-spawn",
+    "nohup-fork server-fork",
+    "nohup-agent-spawn",
+    "nohup-agent-forkserver",
+    "-caller-forkserver",
+    "nohup-fork server-forkserver",
+)
 @pytest.mark.parametrize("start_method", ["forkserver", "fork", "spawn"])
 @pytest.mark.parametrize("victim", ["caller", "fork server", "agent"])
 @pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])

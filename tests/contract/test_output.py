@@ -200,6 +200,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
         launcher(lambda: 1, 1, output="loud")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_flood(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """256 MiB that nobody holds in memory."""

@@ -285,6 +285,7 @@ def test_calls_in_threads() -> None:
     assert results == [[2.0, 2.0]] * 4
 
 
+@pytest.mark.nightly("os*")
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)", "os._exit(0)"])
 def test_the_end_of_a_caller_that_has_one_prepared(run_script: Any, end: str) -> None:
     done = run_script(

@@ -182,6 +182,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, path: str, why: str) -> N
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # torch's profiler imports for seconds
 def test_machines_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parts come to the caller, who makes one file of them; nothing stays on the machines."""
@@ -260,6 +261,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+@pytest.mark.nightly("0")
 @pytest.mark.slow  # torch's profiler imports for seconds
 @pytest.mark.parametrize("status", [0, 3])
 def test_steps_of_a_command(tmp_path: Path, status: int) -> None:

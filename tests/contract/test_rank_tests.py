@@ -127,6 +127,7 @@ def test_all_ranks_are_heard(suite: Callable[..., tuple[Reports, str]]) -> None:
     assert "pytest test_it.py::test_skip test_it.py::test_some_skip" in texts["test_skip_and_wait"]
 
 
+@pytest.mark.nightly("20")
 @pytest.mark.parametrize("orders", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_state_that_a_test_leaves_on_ranks_does_not_reach_the_next(
     suite: Callable[..., tuple[Reports, str]], orders: int, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +209,7 @@ def test_methods_of_a_test_case(suite: Callable[..., tuple[Reports, str]], tmp_p
     assert {path.name for path in tmp_path.glob("torn-*")} == {"torn-0", "torn-1"}
 
 
+@pytest.mark.nightly
 def test_a_class_of_torchs_gets_the_mark_and_nothing_else(suite: Callable[..., tuple[Reports, str]]) -> None:
     pytest.importorskip("expecttest")
     reports, printed = suite(rank_suite.TORCH_CASES)
@@ -236,6 +238,7 @@ def test_tests_of_pytest_asyncio(suite: Callable[..., tuple[Reports, str]], mode
     assert "assert 2 == 3" in reports["test_fails_awaiting"]["text"]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
 def test_workers_of_xdist_lease_devices(tmp_path: Path) -> None:
     """Two of them, two devices: no two sets of ranks have the same at a time. Nobody waits for what is not there."""

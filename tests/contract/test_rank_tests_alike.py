@@ -61,6 +61,7 @@ def _without_places(text: str, directory: Path) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", text.replace(f"{directory}/", ""))
 
 
+@pytest.mark.nightly
 def test_outcomes_are_those_without_ranks(both: tuple[Reports, Reports]) -> None:
     plain, ranks = both
     assert plain.keys() == ranks.keys()

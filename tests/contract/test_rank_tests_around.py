@@ -26,6 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, Any], 
     return {report["name"].rpartition("::")[2]: report for report in reports.values()}, printed
 
 
+@pytest.mark.nightly
 def test_what_passes_without_ranks_passes(found: tuple[Mapping[str, Any], str]) -> None:
     """Marks of hooks, classes by other names, class attributes, fixtures on ranks, request, options, changed values."""
     reports, printed = found

@@ -177,6 +177,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.nightly("*-spawn")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("machines", "method"), [(False, "fork"), (False, "forkserver"), (False, "spawn"), (True, None)]
@@ -422,6 +423,7 @@ def test_a_call_in_another_thread_is_asked_why_and_a_submitted_one_is_stopped(tm
     assert run.why() == ours.why() == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # torch.distributed.checkpoint alone takes a second to import
 def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     example = runpy.run_path(str(ROOT / "examples" / "checkpoint.py"), run_name="checkpoint")

@@ -103,6 +103,7 @@ def test_after_as_a_script(page: str) -> None:
     assert re.fullmatch(RESULTS[page], be_second(page))
 
 
+@pytest.mark.nightly("lightning", "colossalai")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", STARTED)
 def test_after_in_a_process_of_its_own(tmp_path: Path, page: str) -> None:

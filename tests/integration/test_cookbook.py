@@ -70,12 +70,14 @@ def test_seeds(run: Run) -> None:
     assert drawn["seed=7"][0] == drawn["seed='per-rank:7'"][0]  # 7 plus the rank
 
 
+@pytest.mark.nightly
 def test_fully_sharded(run: Run) -> None:
     here, whole = run("fsdp.py").splitlines()
     assert here == "[0-1] (4, 4) of (8, 4) is here"
     assert whole == "{'0.weight': (8, 4), '0.bias': (8,), '2.weight': (1, 8), '2.bias': (1,)}"
 
 
+@pytest.mark.nightly
 def test_checkpoints(run: Run, tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="is started again .restart 1 of at most 2."):
         assert run("checkpoints.py", "saved") == "['epochs 3 to 5', 'epochs 3 to 5']\n"
@@ -97,6 +99,7 @@ def test_transformers_trainer(run: Run) -> None:
     assert run("with_trainer.py").endswith("world size 2, 4 steps, ['model.safetensors'] saved\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["with_lightning.py", pytest.param("with_fabric.py", marks=pytest.mark.nightly)])
 def test_lightning(run: Run, name: str) -> None:
@@ -283,6 +286,7 @@ def answer(read: Callable[[int], str]) -> str:
     return text
 
 
+@pytest.mark.nightly
 def test_a_batch_script(tmp_path: Path) -> None:
     """As it is, but for the number of tasks, and the address: two daemons on one host have nodes without names."""
     if (why := slurm.why_not()) or shutil.which("sbatch") is None:

@@ -45,6 +45,7 @@ with s.lab(folder) as address, s.browser() as page:
 """
 
 
+@pytest.mark.nightly
 def test_live_output_the_stop_button_and_tab(tmp_path: Path) -> None:
     missing = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
     missing += [] if shutil.which("chromium") else ["chromium"]

@@ -23,6 +23,7 @@ def work() -> float:
 FORGED = "sent what does not bear its code: somebody on the network between the machines has changed or sent it"
 
 
+@pytest.mark.nightly("nothing*", "adds*")
 @pytest.mark.parametrize(
     ("attack", "words"),
     [

@@ -126,6 +126,7 @@ def test_prompts_in_a_kernel(tmp_path: Path) -> None:
     wait_gone(family)
 
 
+@pytest.mark.nightly
 def test_the_kernel_dies_under_a_prompt(tmp_path: Path) -> None:
     told, family = session(tmp_path, (SETUP, [], True), ("train('breaks')", ["^K"], True))
     assert re.fullmatch(r"\(Pdb, rank 1\) ", prompts(told[1])[0])

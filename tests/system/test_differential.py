@@ -77,6 +77,7 @@ def test_a_script_sees_the_same(tmp_path: Path) -> None:
     assert not set(ours[0]["random"]) & set(ours[1]["random"])
 
 
+@pytest.mark.nightly
 def test_a_script_sees_the_same_of_virtual_local_ranks(tmp_path: Path) -> None:
     flags = {"CUDA_VISIBLE_DEVICES": "5,3"}
     ours, theirs = at_once(lambda name: ranks(tmp_path, name, "--virtual-local-rank", **flags), LAUNCHERS)
@@ -97,6 +98,7 @@ ENDS = {
 }
 
 
+@pytest.mark.nightly("exit 0", "exit -1", "exit text", "interrupt", "kill")
 @pytest.mark.parametrize("how", ENDS)
 def test_how_a_script_ends(tmp_path: Path, how: str) -> None:
     """torchrun's own status is always 1; which code the rank had, it tells in its report."""

@@ -67,6 +67,7 @@ def test_commands(tmp_path: Path, name: str) -> None:
     assert (done.returncode, words in done.stdout + done.stderr) == (status, True), done
 
 
+@pytest.mark.nightly
 def test_benchmarks(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = strictly(ROOT, "-m", "benchmarks", "--rounds", "1", "--json", str(figures), "memory")

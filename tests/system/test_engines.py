@@ -57,6 +57,7 @@ def lines(found: dict[str, Any], stream: str = "out") -> list[str]:
     return sorted(found[stream].splitlines())
 
 
+@pytest.mark.nightly("ray")
 def test_values_of_all_ranks_in_their_order(held: Rig, size: int) -> None:
     found = held.ask("values held")
     assert "value" in found, found["trace"]
@@ -79,6 +80,7 @@ def test_output_of_ranks_comes_home(held: Rig, size: int) -> None:
     assert f"[0-{size - 1}] all of them" in found["err"] or found["err"].count("all of them") > 1
 
 
+@pytest.mark.nightly("ray", "mpirun")
 def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> None:
     found = held.ask("raising held")
     assert (found["error"], found["text"]) == ("ValueError", "no such luck")
@@ -100,6 +102,7 @@ def test_a_secret_is_where_nobody_looks(held: Rig, size: int) -> None:
     assert found.get("value") == [[]] * size, found
 
 
+@pytest.mark.nightly("ray", "mpirun")
 def test_a_rank_that_is_killed(held: Rig) -> None:
     found = held.ask("killed held")
     assert found["error"] == "LaunchError"
@@ -113,6 +116,7 @@ def test_a_deadline(held: Rig) -> None:
     assert "did not finish within its deadline of 3 s" in found["text"]
 
 
+@pytest.mark.nightly("ray", "mpirun")
 def test_ctrl_c(held: Rig) -> None:
     found = held.ask("interrupted held")
     assert found["error"] == "KeyboardInterrupt"
@@ -278,6 +282,7 @@ def test_a_caller_that_falls_silent_leaves_nothing(rig: Rig) -> None:
     assert "Ray" in rig.engine or "nothing has come from the caller for 4 s, so this machine leaves" in found["text"]
 
 
+@pytest.mark.nightly("ray")
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     rig.say("processes")
     pids = rig.hear()["pids"]

@@ -475,6 +475,7 @@ def test_versions_that_differ_are_told_so(gate: Served) -> None:
     )
 
 
+@pytest.mark.nightly("uvloop")
 @pytest.mark.slow
 def test_strangers_change_nothing(gate: Served) -> None:
     """10,000 connections of nonsense, half of a record, silence; a job in progress meanwhile."""

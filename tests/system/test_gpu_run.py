@@ -24,6 +24,7 @@ def gpu_run(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
 def test_parts_on_an_accelerator_without_hardware(tmp_path: Path) -> None:
     done = gpu_run(tmp_path, "--without-gpu", "--parts", "tests,ports,prepared,queued,returned")

@@ -60,6 +60,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open M
 LAUNCHERS = [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpirun)]
 
 
+@pytest.mark.nightly("mpirun")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_join_from_env(command: list[str]) -> None:
     ranks = run([*command, JOINER, "same"])
@@ -71,6 +72,7 @@ def test_join_from_env(command: list[str]) -> None:
     assert said[0].endswith(f"started by {'mpirun' if 'mpirun' in command else 'torchrun'}")
 
 
+@pytest.mark.nightly("mpirun")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_the_decorator_joins(command: list[str]) -> None:
     ranks = run([*command, JOINER, "decorator"])

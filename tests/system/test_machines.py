@@ -73,6 +73,7 @@ def namespaces(networks: dict[str, Network]) -> Iterator[Namespaces]:
     made.heal()
 
 
+@pytest.mark.nightly("order1-loopback", "order0-namespaces")
 @both
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_machines_of_unequal_size_join_in_any_order(network: Network, order: tuple[int, ...]) -> None:
@@ -250,6 +251,7 @@ def test_a_machine_that_comes_back_takes_its_ranks_again(network: Network) -> No
         assert "was interrupted" in first["text"]
 
 
+@pytest.mark.nightly
 def test_the_example_with_its_two_commands(network: Network) -> None:
     script, address = str(ROOT / "examples" / "machines.py"), network.hosts[0].address
     processes = [host.start(script, address, str(machine)) for machine, host in enumerate(network.hosts[:2])]

@@ -89,6 +89,7 @@ def in_namespaces(directory: Path, *command: str, script: str = SCRIPT) -> list[
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_outer_proc(tmp_path: Path) -> None:
     """The numbers in /proc are not those of this namespace: those of strangers, here."""
@@ -150,6 +151,7 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.nightly
 def test_loopback_that_is_down(tmp_path: Path) -> None:
     """No rank is started."""
     why = "127.0.0.1 cannot be reached (Network is unreachable), where the ranks of a machine meet: its loopback "

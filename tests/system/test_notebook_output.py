@@ -27,6 +27,7 @@ _ = launcher(train, 1, progress={progress})()
 """
 
 
+@pytest.mark.nightly("False")
 @pytest.mark.parametrize("progress", [True, False])
 def test_the_place_of_the_lines_that_change(tmp_path: Path, progress: bool) -> None:
     """Above the first line, though they are not due yet. Nowhere without ``progress``."""
@@ -125,6 +126,7 @@ print(await asyncio.create_task(cancel()), run.done())
 """
 
 
+@pytest.mark.nightly
 def test_a_cell_waits_for_what_it_cancels_and_a_task_of_its_loop_does_not(tmp_path: Path) -> None:
     cells = [STUBBORN.format(begun=tmp_path / "begun"), IN_A_TASK, "print(run.cancel(), run.done())"]
     found = json.loads(run(tmp_path, EXECUTE, *cells))

@@ -89,6 +89,7 @@ def plain(output: Any) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output["traceback"]))
 
 
+@pytest.mark.nightly
 def test_the_tour(tmp_path: Path) -> None:
     import nbformat  # two seconds, which whoever runs other tests need not wait
 
@@ -150,6 +151,7 @@ def move(point):
 ]
 
 
+@pytest.mark.nightly
 def test_machines_from_a_notebook(tmp_path: Path) -> None:
     """Classes of cells travel there and back, what ranks print is in the cell that runs, and errors name cells."""
     if shutil.which("mpirun") is None:

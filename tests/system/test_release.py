@@ -47,6 +47,7 @@ def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     assert "License-Expression: Apache-2.0" in about or "License: Apache-2.0" in about
 
 
+@pytest.mark.nightly
 def test_the_archive_passes_its_own_tests(built: Path, tmp_path: Path) -> None:
     """Of all that is tracked nothing is missing; a few files of tests stand for the others."""
     (path,) = built.glob("*.tar.gz")

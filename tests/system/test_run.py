@@ -504,6 +504,7 @@ def test_few_file_descriptors(tmp_path: Path) -> None:
     assert "Too many open files: the limit is 40 open files; raise it with ulimit -n, up to 50" in done.stderr
 
 
+@pytest.mark.nightly
 def test_development_mode_has_nothing_to_complain_of(tmp_path: Path) -> None:
     script = write(tmp_path, f"""
 from mlaunch import launcher

@@ -40,6 +40,7 @@ def test_the_digits_example() -> None:
     assert min(accuracies) >= 0.95
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the page has the table of two CPU ranks")
 def test_the_sweep_of_the_digits(run_script: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
@@ -114,6 +115,7 @@ def test_the_picture_is_what_its_script_draws(name: str) -> None:
     assert done.stdout == (ROOT / "docs" / f"{name}.svg").read_text()
 
 
+@pytest.mark.nightly
 def test_the_reports_are_what_really_prints() -> None:
     """Those of documentation and README; how far the other ranks come meanwhile differs from run to run."""
     code = (
@@ -184,6 +186,7 @@ except TypeError as error:
 """
 
 
+@pytest.mark.nightly
 def test_optimised_python_fails_in_the_same_words(run_script) -> None:  # type: ignore[no-untyped-def]
     plain, optimised = run_script(FAILING), run_script(FAILING, "-O")
     assert optimised.stdout == plain.stdout
@@ -211,6 +214,7 @@ else:
     assert "is called while multiprocessing imports this script into a process of its own; put the call" in done.stderr
 
 
+@pytest.mark.nightly
 def test_ranks_have_what_the_fork_server_imports(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Also where the server is there already, which has not; a module that is missing is said by the call."""
     (tmp_path / "large.py").write_text("import os\nimported_by = os.getpid()\n")
@@ -244,6 +248,7 @@ print(mlaunch.launcher(who, 2)())
     ], done.stderr  # fmt: skip
 
 
+@pytest.mark.nightly("mlaunch*")
 @pytest.mark.parametrize("name", ["torch.distributed.checkpoint", "mlaunch.caller.ranks.ranks"])
 def test_later_ranks_find_what_ranks_had_to_import(run_script, name: str) -> None:  # type: ignore[no-untyped-def]
     """Though no pause is between the calls; where there is one, the first pause will do."""
@@ -282,6 +287,7 @@ def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) ->
     assert "no torch for you" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_hundred_calls_leave_nothing_more() -> None:
     from mlaunch.caller.server.warm import warm_server
